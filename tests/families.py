@@ -162,9 +162,10 @@ def main() -> None:
         rows.append(f"| {family} | {type(model).__name__} | {numel:,} | {trainable:,} | {' | '.join(cells)} |")
     page = (
         "# Models that stage 3 trains unchanged\n\n"
-        "`python tests/families.py` writes this page. Small models with random weights take 10 steps of AdamW,\n"
-        'with clipping and dropout. "Equal" means that losses and parameters at stage 3 have the bits of stage\n'
-        "0. The checkpointed runs use `gradient_checkpointing_enable()` at both stages.\n\n"
+        "Each model is small, has random weights, and trains for 10 steps of AdamW with clipping and dropout.\n"
+        '"Equal" means that losses and parameters at stage 3 are bit-identical to those at stage 0. The\n'
+        "checkpointed runs use `gradient_checkpointing_enable()` at both stages. `python tests/families.py`\n"
+        "generates this page.\n\n"
         "| family | class | parameters | trainable | stage 3, 2 ranks | checkpointed | stage 3, 4 ranks | checkpointed |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )

@@ -191,7 +191,7 @@ def test_mixed_backwards_are_refused() -> None:
     engine.backward(engine(*tokens(0, 0)))
     engine.step()
     engine(*tokens(0, 1)).backward()
-    with pytest.raises(UsageError, match="use one of them throughout a step"):
+    with pytest.raises(UsageError, match="Use one of them throughout a step"):
         engine.step()
     engine.zero_grad()
     assert engine.micro_steps == 0
@@ -246,7 +246,7 @@ def test_a_step_has_one_end() -> None:
     engine.backward(engine(*tokens(0, 0)))
     engine.optimizer.step()
     for _ in range(2):
-        with pytest.raises(UsageError, match="call one of them"):
+        with pytest.raises(UsageError, match="Call one of them"):
             engine.step()
     assert (engine.global_steps, engine.micro_steps) == (1, 1)
     engine.backward(engine(*tokens(0, 1)))

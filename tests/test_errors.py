@@ -299,7 +299,7 @@ def test_policies_without_meaning() -> None:
     assert "no folder is named" in refusal(lambda: Policy(off, off, disk))
     assert "not sharded" in refusal(lambda: Policy.stage(0).offloaded(optimizer=zeroshard.Place.CPU))
     assert "the optimizer is not sharded" in refusal(lambda: Policy.stage(0).offloaded(parameters=zeroshard.Place.CPU))
-    assert "summed where they are made" in refusal(lambda: Policy(off, Residency(False, zeroshard.Place.CPU), on))
+    assert "summed on the accelerator" in refusal(lambda: Policy(off, Residency(False, zeroshard.Place.CPU), on))
     assert "Policy.stage(3)" in refusal(lambda: Policy.stage(2).offloaded(parameters=zeroshard.Place.DISK, path="."))
     assert "multiple of 4096" in refusal(lambda: zeroshard.Offload(block_nbytes=1000))
     assert "between 0 and 1" in refusal(lambda: zeroshard.Offload(ratio=1.5))

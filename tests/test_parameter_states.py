@@ -86,10 +86,10 @@ def test_of_a_parameter_that_no_model_holds() -> None:
     model, sharded = sharded_stack(3)
     other = Stack()
     for parameter in (nn.Parameter(torch.ones(3)), other.blocks[0].up.weight, copy.deepcopy(model).blocks[0].up.weight):
-        with pytest.raises(UsageError, match="of no model"):
+        with pytest.raises(UsageError, match="of no sharded model"):
             zeroshard.parameter_states(parameter)
     sharded.remove()
-    with pytest.raises(UsageError, match="of no model"):
+    with pytest.raises(UsageError, match="of no sharded model"):
         zeroshard.parameter_states(model.blocks[0].up.weight)
 
 
@@ -283,7 +283,7 @@ def test_one_born_sharded_may_take_another_shape_and_dtype() -> None:
             weight.data = torch.full((5, 3), rank + 1.0, dtype=torch.bfloat16)
         assert weight.shape == (5, 3)
         assert torch.equal(weight.detach().clone(), torch.ones(5, 3, dtype=torch.bfloat16))
-        with pytest.raises(UsageError, match="another shape"), zeroshard.unsharded(weight, modifier_rank=0):
+        with pytest.raises(UsageError, match="same shape and dtype"), zeroshard.unsharded(weight, modifier_rank=0):
             if rank == 0:
                 weight.data = torch.ones(4)
 

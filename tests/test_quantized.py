@@ -301,7 +301,7 @@ def test_one_host_has_nothing_that_crosses() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(PolicyError, match="give within"):
+    with pytest.raises(PolicyError, match="Give within"):
         Policy.stage(3, wire=INT8)
     for wire in ({"gradients": "fp8"}, {"gradients": True}):
         with pytest.raises(PolicyError, match="Wire"):

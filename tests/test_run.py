@@ -237,7 +237,7 @@ def test_accelerators_are_counted(script: Path, monkeypatch: pytest.MonkeyPatch)
 def test_ranks_are_started_anew(script: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "--once")
     assert done.returncode == 0, done.stderr
-    assert "may start the ranks again" not in done.stderr
+    assert "may restart the ranks" not in done.stderr
 
 
 def test_the_path_is_printed() -> None:

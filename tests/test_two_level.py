@@ -131,9 +131,9 @@ def test_hosts_that_make_no_difference_cost_nothing() -> None:
 
 def test_what_makes_no_sense_is_refused() -> None:
     for within in (0, -1, True, "machine", 1.5):
-        with pytest.raises(PolicyError, match="within is a number of ranks"):
+        with pytest.raises(PolicyError, match="within takes a number of ranks"):
             Policy.stage(3, within=within)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="per_host is a way"):
+    with pytest.raises(PolicyError, match="per_host needs sharded parameters"):
         replace(Policy.stage(3), parameters=Residency(sharded=True, per_host=True))
     with pytest.raises(PolicyError, match="for parameters"):
         replace(Policy.stage(3, within=2), optimizer=Residency(sharded=True, per_host=True))
@@ -168,7 +168,7 @@ def test_keys_of_configs_mean_it(block: dict[str, Any], within: int | None) -> N
     [
         ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
         ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
-        ({"zero_quantized_gradients": True}, "give within"),
+        ({"zero_quantized_gradients": True}, "Give within"),
     ],
 )
 def test_keys_that_cannot_be_meant_are_refused(block: dict[str, Any], words: str) -> None:

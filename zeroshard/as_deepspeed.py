@@ -1,10 +1,10 @@
-"""Owns `import zeroshard.as_deepspeed`, the first line of a script that imports `deepspeed`: it then imports zeroshard
-instead.
+"""Owns `import zeroshard.as_deepspeed`, after which `import deepspeed` imports zeroshard. A script imports it first.
 
-The import puts our package of that name first on the path, for this process and its child processes, and prints a line.
+The import puts zeroshard's package named `deepspeed` first on the path, for this process and its child processes, and
+prints a line on rank 0.
 
 Raises:
-    UsageError: too late: the real DeepSpeed is loaded, or transformers or accelerate have looked for one and found none.
+    UsageError: the real DeepSpeed is loaded already, or transformers or accelerate has looked for it and found none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _refuse_late() -> None:
 
 
 def _has_decided(name: str) -> bool:
-    """Return whether a library was imported without deepspeed, and so defined its classes without it."""
+    """Return whether a library was imported without deepspeed, and defined its classes accordingly."""
     if name == "accelerate":
         utils = sys.modules.get("accelerate.utils")
         return utils is not None and not hasattr(utils, "DeepSpeedEngineWrapper")

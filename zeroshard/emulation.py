@@ -1,4 +1,4 @@
-"""Owns the list of 16-bit dtypes for which a CPU has no instructions: torch multiplies element by element there."""
+"""Owns the check for 16-bit dtypes that a CPU has no instructions for: torch multiplies them element by element."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-"""torch's own test of a dtype, before it passes a product to oneDNN."""
+"""torch's own test of each dtype, before it passes a product to oneDNN."""
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether products in a dtype take tens of times as long as in fp32. False for CPUs for which torch has no
-    oneDNN.
+    """Return whether matrix products in a dtype take tens of times as long as in fp32.
+
+    It returns False for CPUs on which torch has no oneDNN.
     """
     question = _QUESTIONS.get(dtype)
     if device.type != "cpu" or question is None or not torch.backends.mkldnn.is_available():
@@ -26,7 +27,7 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 def warn_if_emulated(
     model: nn.Module, group: dist.ProcessGroup | None = None, autocast_dtype: torch.dtype | None = None
 ) -> None:
-    """Warn, on the first rank of a group, of each emulated dtype that the model computes in: autocast's, or its parameters'."""
+    """Warn, on the first rank of a group, about each emulated dtype of the model: autocast's, or its parameters'."""
     if dist.is_initialized() and dist.get_rank(group) > 0:
         return
     for dtype, device in dict.fromkeys((autocast_dtype or one.dtype, one.device) for one in model.parameters()):

@@ -1,16 +1,16 @@
-"""Owns the exceptions that zeroshard raises; every message names the cause, and ends with the remedy."""
+"""Owns the exceptions that zeroshard raises. Every message names the cause, and ends with the remedy."""
 
 from zeroshard.uncaught import report_uncaught
 
 PAGES = ("troubleshooting.md", "refused_calls.md")
-"""Pages with a heading for each class, and its messages below: in the docs, and in the package for `zeroshard explain`.
-"""
+"""Pages of the docs with a heading for each class and its messages. `zeroshard explain` reads the package's copies."""
 
 
 class ZeroshardError(Exception):
-    """The base class of all errors of this package. Uncaught under torchrun, it is one sentence, printed once.
+    """The base class of zeroshard's errors.
 
-    Tracebacks end in a note that names the command which explains the error; `str` of an error is only its sentence.
+    Under torchrun, an uncaught error is printed once, without a traceback. A traceback ends in a note with the command
+    that explains the error; `str(error)` is only the message.
     """
 
     def __init__(self, *args: object) -> None:
@@ -25,28 +25,28 @@ class ZeroshardError(Exception):
 
 
 class ConfigError(ZeroshardError, ValueError):
-    """A configuration that cannot be honoured. The message names the key path."""
+    """An invalid or unsupported config. The message names the path of the key."""
 
 
 class PolicyError(ZeroshardError, ValueError):
-    """A combination of residencies that has no meaning."""
+    """An invalid policy, such as an impossible combination of residencies."""
 
 
 class UsageError(ZeroshardError, RuntimeError):
-    """A call that is out of order, or a model or optimizer that cannot be sharded."""
+    """A call that is invalid or out of order, or a model or optimizer that cannot be sharded."""
 
 
 class CollectiveError(ZeroshardError, RuntimeError):
-    """Ranks diverged, timed out or died inside a collective. The message names the ranks and the operation of each."""
+    """A failed collective: ranks diverged, timed out or died. The message names the ranks and the operation of each."""
 
 
 class CheckpointError(ZeroshardError, RuntimeError):
-    """A file that cannot be written, or is missing, damaged, or of another model. The message names the file and the cause."""
+    """A checkpoint that cannot be written or loaded. The message names the file and the cause."""
 
 
 class LossScaleError(ZeroshardError, FloatingPointError):
-    """Gradients overflow at the smallest loss scale: fp16 training cannot go on."""
+    """An overflow of gradients at the smallest loss scale: fp16 training cannot continue."""
 
 
 class StorageError(ZeroshardError, RuntimeError):
-    """Model states cannot be moved to CPU memory or disk, or back. The message names the place and the cause."""
+    """A failed transfer of model states to or from CPU memory or disk. The message names the place and the cause."""

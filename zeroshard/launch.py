@@ -1,8 +1,8 @@
-"""Owns the calls by which this process joins the other ranks of its launcher, and leaves them at exit.
+"""Owns the calls that join this process to the other ranks of its launcher, and leave them at exit.
 
-It looks for these launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); the mpirun of Open
-MPI, MPICH and Intel MPI; Slurm's srun, with or without PMI; and others with PMI. mpirun comes before srun, since inside
-a Slurm job the variables of Slurm are those of the batch script. A process without a launcher is one rank.
+They look for launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); the mpirun of Open MPI,
+MPICH and Intel MPI; Slurm's srun, with or without PMI; and others with PMI. mpirun comes before srun, since under
+mpirun inside a Slurm job, Slurm's variables describe the batch script. A process without a launcher is one rank.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from zeroshard.errors import UsageError
 
 _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
-"""torch's own."""
+"""torch's own default."""
 _LAST_PORT = 65535
 _DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() accept more than that, and differ from each other
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 _MARK = "ZEROSHARD_RUN_MARK"
-"""The variable with the path of a file. `zeroshard run` warns if no process made that file."""
+"""The environment variable with a file's path. `zeroshard run` warns if no process creates that file."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings in a launcher's environment; `address` and `port` are rank 0's. A field is None if the environment
-    lacks it.
+    """The settings in a launcher's environment.
+
+    `address` and `port` are rank 0's. A field is None if the environment lacks it.
     """
 
     launcher: str
@@ -53,7 +54,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Read the launcher's environment. Return None if it names at most one rank.
 
     Raises:
-        UsageError: it names several ranks but not this one's number, or a rank but not the number of ranks.
+        UsageError: the environment has a number of ranks but not this rank's own number, or the reverse.
     """
     env = environment
     if env is None:
@@ -72,7 +73,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
 
 
 class _Mpi(NamedTuple):
-    """The names of the variables that an MPI sets."""
+    """The names of the variables that one implementation of MPI sets."""
 
     name: str
     rank: str
@@ -118,17 +119,17 @@ def _launch(
     own = _number(env, rank, 0)
     if own and size not in env:
         raise UsageError(
-            f"{rank}={own} implies several ranks, and {size} is not set: start with torchrun, or unset {rank}."
+            f"{rank}={own} implies several ranks, but {size} is not set. Start with torchrun, or unset {rank}."
         )
     if own >= world_size:
         raise UsageError(
             f"{rank}={own} is not below {size}={world_size}: the launcher's environment is wrong. Start "
-            "with torchrun, or correct them."
+            "with torchrun, or correct these variables."
         )
     if world_size == 1:
         return None
     if rank not in env:
-        raise UsageError(f"{size}={world_size} is set, and {rank} is not set: start with torchrun.")
+        raise UsageError(f"{size}={world_size} is set, but {rank} is not. Start with torchrun.")
     local_rank = None
     if local in env:
         local_rank = _number(env, local, 0)
@@ -139,7 +140,7 @@ def _number(env: Mapping[str, str], name: str, least: int) -> int:
     value = env.get(name, str(least))
     if not _DIGITS.fullmatch(value) or int(value) < least:
         raise UsageError(
-            f"the environment's {name}={value!r} is not an integer of at least {least}: start with torchrun, or unset it."
+            f"the environment's {name}={value!r} is not an integer of at least {least}. Start with torchrun, or unset it."
         )
     return int(value)
 
@@ -148,7 +149,7 @@ def _port(env: Mapping[str, str]) -> int:
     if "MASTER_PORT" in env:
         port = _number(env, "MASTER_PORT", 1)
         if port > _LAST_PORT:
-            raise UsageError(f"the environment's MASTER_PORT={port} is no port: set one from 1 to {_LAST_PORT}.")
+            raise UsageError(f"the environment's MASTER_PORT={port} is no port. Set one from 1 to {_LAST_PORT}.")
         return port
     job = env.get("SLURM_JOB_ID", "")
     if not _DIGITS.fullmatch(job):
@@ -157,7 +158,7 @@ def _port(env: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first machine of a Slurm node list: `gpu003-ib` of `gpu[003-005,9]-ib,login`."""
+    """Return the first machine of a Slurm node list: `gpu003-ib` for `gpu[003-005,9]-ib,login`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     host = ""
     if first is not None and nodes[first.end() :][:1] in ("", ","):
@@ -168,7 +169,11 @@ def first_host(nodes: str) -> str:
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine, or its rank if the launcher sets only that. Raises as `read_launch`."""
+    """Return this process's number on its machine, or its rank if the launcher sets only that.
+
+    Raises:
+        UsageError: see `read_launch`.
+    """
     launch = read_launch()
     if launch is None:
         return _number(os.environ, "LOCAL_RANK", 0)
@@ -178,12 +183,14 @@ def local_rank() -> int:
 
 
 def local_device() -> torch.device:
-    """Make this rank's accelerator the current one and return it, or return the CPU if there is none. Raises as
-    `read_launch`.
+    """Make this rank's accelerator the current one and return it, or return the CPU if there is none.
+
+    Raises:
+        UsageError: see `read_launch`.
     """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    # If each process sees one device, that is device 0 at every local rank.
+    # If each process sees only one device, it is device 0 at every local rank.
     torch.accelerator.set_device_index(local_rank() % torch.accelerator.device_count())
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -194,16 +201,19 @@ def init_distributed(
     backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, rank: int = -1,
     world_size: int = -1, required: bool | None = None,
 ) -> None:  # fmt: skip
-    """Join the ranks of a launcher, unless they are joined already. A process without a launcher becomes a group of one
-    rank.
+    """Join the ranks of a launcher, unless they are joined already.
+
+    A process without a launcher becomes a group of one rank.
 
     Args:
-        backend, timeout: of torch.distributed; default: the accelerator's own (gloo on a CPU), and torch's.
-        init_method, rank, world_size: the address, and this process's place, instead of those in the launcher's environment.
+        backend, timeout: for torch.distributed; default: the accelerator's own backend (gloo on a CPU), and torch's
+            timeout.
+        init_method, rank, world_size: the address, this rank's number and the number of ranks, instead of those in the
+            launcher's environment.
         required: False: the caller has joined the ranks already.
 
     Raises:
-        UsageError: the ranks cannot be joined.
+        UsageError: this process cannot join the other ranks.
     """
     device = local_device()
     if init_method is None and rank < 0:
@@ -219,14 +229,14 @@ def join_ranks(
 ) -> None:
     """Join the launcher's ranks in torch.distributed, unless they are joined already; the process leaves them at exit.
 
-    Do nothing if torch.distributed is initialised, or the environment names one rank.
+    It does nothing if torch.distributed is initialised, or if the environment names one rank.
 
     Args:
-        device: the device on which the model is, or will be: its type decides the default backend.
-        required: True: join also if the environment names one rank. False: the caller has joined the ranks already.
+        device: the device of the model, now or later. Its type decides the default backend.
+        required: True: join even if the environment names one rank. False: the caller has joined the ranks already.
 
     Raises:
-        UsageError: the environment names several ranks, and they cannot be joined.
+        UsageError: the environment names several ranks, and this process cannot join them.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -236,8 +246,8 @@ def join_ranks(
     if launch is not None and required is False:
         raise UsageError(
             f"{launch.launcher} started {launch.world_size} ranks, torch.distributed is not initialised, and dist_init_required is "
-            "False: each rank would train by itself. Leave it out, or call torch.distributed.init_process_group "
-            "first."
+            "False: each rank would train by itself. Leave dist_init_required out, or call "
+            "torch.distributed.init_process_group first."
         )
     if device.type == "meta":
         device = torch.device("cpu")
@@ -252,7 +262,7 @@ def join_ranks(
         place = f"{launch.address}:{launch.port}"
         where = _meeting_point(launch)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        where = "env://"  # for a group of one torch would look for the store of torchrun's agent
+        where = "env://"  # otherwise torch would look for the store of torchrun's agent at the address above
     trap = trap_of_restarts(os.environ)
     if trap is not None and rank == 0:
         logging.getLogger("zeroshard").warning(trap)
@@ -277,21 +287,21 @@ def trap_of_restarts(env: Mapping[str, str]) -> str | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
     return (
-        "torchrun may start the ranks again (--max-restarts), and would have them wait for those that are gone, whose "
-        "addresses its store keeps: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before, with --standalone or, on "
+        "torchrun may restart the ranks (--max-restarts). They would then wait for the ended ranks, whose addresses are "
+        "still in its store. Export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before you start, and pass --standalone or, on "
         "several hosts, --rdzv-backend c10d."
     )
 
 
 def mark_use() -> None:
-    """Record, for `zeroshard run`, that zeroshard got a model to train."""
+    """Record, for `zeroshard run`, that this process passed a model to zeroshard."""
     if _MARK in os.environ:
         with contextlib.suppress(OSError):  # the launcher is gone
             Path(os.environ[_MARK]).touch()
 
 
 def _leave_in(process: int) -> None:
-    if os.getpid() == process:  # a forked child does not count
+    if os.getpid() == process:  # not in a forked child
         leave_ranks()
 
 
@@ -299,11 +309,10 @@ def _meeting_point(launch: Launch) -> str:
     if launch.address is None:
         raise UsageError(
             f"{launch.launcher} started {launch.world_size} ranks, and the address at which they meet is missing: "
-            "set MASTER_ADDR "
-            "to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
+            "set MASTER_ADDR to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
         )
     if launch.launcher == "torchrun":
-        return "env://"  # torchrun holds the port itself, and sets variables for that, which torch reads
+        return "env://"  # torchrun itself listens on the port, and sets variables from which torch learns this
     address = launch.address
     if ":" in address and not address.startswith("["):  # IPv6
         address = f"[{address}]"
@@ -313,7 +322,7 @@ def _meeting_point(launch: Launch) -> str:
 
 
 def unknown_address(launch: Launch) -> str | None:
-    """Return a sentence if the name of rank 0's machine has no address; a cluster may add it some seconds later."""
+    """Return a warning if the name of rank 0's machine has no address; a cluster may add one some seconds later."""
     if launch.address is None:
         return None
     try:
@@ -328,16 +337,16 @@ def unknown_address(launch: Launch) -> str | None:
 
 
 def leave_ranks() -> None:
-    """Destroy torch.distributed's groups when the process ends, within some seconds: another rank may be dead.
+    """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
 
-    Without it the process is sometimes aborted at its end, since a thread of the backend calls Python after that has
-    ended. The backend waits for collectives that have begun, and holds Python's lock meanwhile.
+    Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended. The
+    backend waits for collectives that have begun, and holds Python's lock meanwhile.
     """
     if not dist.is_initialized():
         return
     with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may not be a file: then there is no limit
         faulthandler.dump_traceback_later(_LEAVE_SECONDS, exit=True)
-    # The loss of a rank was reported elsewhere, and nothing can be lost here.
+    # Another error has already reported the loss of a rank.
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,7 @@
-"""Owns the decision about memory: for each model state, whether it is sharded, and its place.
+"""Owns `Policy`: for each model state, whether it is sharded, and its place.
 
-A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5): see `Policy.stage`.
-The policy never changes a result, except if its `wire` makes sums lossy: see docs/design.md, "Numbers".
+A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5), see `Policy.stage`.
+docs/design.md lists the policies that give the same bits ("What is promised").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from zeroshard.errors import PolicyError, UsageError
 
 PAGE_NBYTES = 4096
-"""The divisor of addresses, offsets and lengths in direct I/O."""
+"""In direct I/O, addresses, offsets and lengths are multiples of this."""
 
 
 class Place(enum.StrEnum):
@@ -32,8 +32,8 @@ class Residency:
     """The place of one kind of model state between its uses, and whether it is sharded.
 
     Attributes:
-        sharded: True: each rank stores its shard. False: each rank stores the whole.
-        per_host: for parameters: shard them only over the ranks of a host (`Policy.within`), so that each host has the
+        sharded: whether each rank stores only its shard, or the whole.
+        per_host: for parameters: shard them over the ranks of each host (`Policy.within`), so that each host has the
             whole.
     """
 
@@ -46,28 +46,27 @@ class Residency:
             return
         if self.place not in list(Place):
             names = ", ".join(f'"{place}"' for place in Place)
-            raise PolicyError(f"the place of a model state is {self.place!r}. Pass a Place, or one of {names}.")
+            raise PolicyError(f"a model state cannot have the place {self.place!r}. Pass a Place, or one of {names}.")
         object.__setattr__(self, "place", Place(self.place))  # code compares places by identity
 
 
 @dataclass(frozen=True)
 class Offload:
-    """The settings for transfers of a model state between its place and its use. They apply if its place is cpu or
-    disk.
+    """The settings for transfers of a model state whose place is cpu or disk.
 
     Attributes:
-        path: for the disk: an existing folder for its file. The file has no name, so nothing is left behind.
+        path: for the disk: an existing folder for the file. The file has no name, so it leaves nothing behind.
         pin_memory: whether CPU memory that an accelerator reads and writes is pinned.
-        buffer_count, buffer_numel: for the disk: the CPU memory for states under way or in use is at most
-            `buffer_count` buffers of `buffer_numel` elements; for the optimizer, elements of the master weights,
-            gradients and states together.
+        buffer_count, buffer_numel: for the disk: states in transfer or in use take at most `buffer_count` buffers of
+            `buffer_numel` elements of CPU memory. For the optimizer, this counts elements of master weights, gradients
+            and states together.
         max_in_cpu_numel: for parameters on disk: the number of elements of this rank's shards that stay in CPU memory.
-        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. It
-            updates the others itself.
+        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. The
+            accelerator updates the other parameters.
         sub_group_numel: for the optimizer: the most elements that one call of the torch optimizer updates.
         read_ahead, write_behind: for the optimizer on disk: whether sub-groups are read before their turn, and written
             during the next one's.
-        block_nbytes, requests: for the disk: the bytes of one request, and the number of requests under way at once.
+        block_nbytes, requests: for the disk: the bytes of one request, and the number of concurrent requests.
     """
 
     path: str | None = None
@@ -84,36 +83,35 @@ class Offload:
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
-            raise PolicyError(f"ratio is a share between 0 and 1, not {self.ratio!r}. Pass one, such as 0.5.")
+            raise PolicyError(f"ratio must be a share between 0 and 1, not {self.ratio!r}. Pass one, such as 0.5.")
         if self.block_nbytes % PAGE_NBYTES:
             raise PolicyError(
-                f"block_nbytes (in a config, aio.block_size) is a multiple of {PAGE_NBYTES}, as direct I/O needs it; "
-                f"{self.block_nbytes} is not. Pass one, such as {256 * PAGE_NBYTES}."
+                f"block_nbytes (in a config, aio.block_size) must be a multiple of {PAGE_NBYTES} for direct I/O, not "
+                f"{self.block_nbytes}. Pass one, such as {256 * PAGE_NBYTES}."
             )
         for name in ("buffer_count", "buffer_numel", "sub_group_numel", "block_nbytes", "requests"):
             if getattr(self, name) < 1:
-                raise PolicyError(f"{name} is at least 1, not {getattr(self, name)!r}. Pass 1 or more.")
+                raise PolicyError(f"{name} must be at least 1, not {getattr(self, name)!r}. Pass 1 or more.")
 
 
 def largest_shard_numel(offload: Offload) -> int:
-    """The largest shard of an optimizer on disk, in elements, of which several fit into the buffers: one is read, one
-    updated, one written.
+    """Return the largest size of an optimizer's shard on disk, in elements, of which several fit into the buffers.
 
-    It counts master weights, gradient and two states in fp32 for four sub-groups (one to spare), and leaves half for
-    other shapes.
+    At one time, one shard is read, one updated and one written. The size allows for master weights, gradient and two
+    states in fp32 for four sub-groups (one to spare), and leaves half of the buffers for other shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The lossy communication between ranks. By default there is none, and every stage gives the same bits.
+    """The lossy communication between ranks; by default, none.
 
-    Parameters, files, `unsharded` and the optimizer's arithmetic are exact. Values are sent in blocks of 256 with one
-    scale each: the block's largest magnitude over 127 (int8) or 7 (int4). A value is off by at most half a scale.
+    Only gradients are rounded. Values are sent in blocks of 256 with one scale each: the block's largest magnitude over
+    127 (int8) or 7 (int4). The error of a value is at most half a scale.
 
     Attributes:
-        gradients: "int8" or "int4", for the sums of gradients that cross hosts (`Policy.within`). Sums are made in fp32.
+        gradients: "int8" or "int4", for gradient sums sent between hosts (`Policy.within`). Sums are computed in fp32.
     """
 
     gradients: Literal["int8", "int4"] | None = None
@@ -121,7 +119,7 @@ class Wire:
     def __post_init__(self) -> None:
         if self.gradients not in (None, "int8", "int4"):
             raise PolicyError(
-                f'Wire(gradients=...) is "int8", "int4" or None, not {self.gradients!r}. Pass one of them.'
+                f'Wire(gradients=...) takes "int8", "int4" or None, not {self.gradients!r}. Pass one of them.'
             )
 
     @property
@@ -141,26 +139,26 @@ class Policy:
     """The residencies of the three model states.
 
     Attributes:
-        parameters, gradients, optimizer: their residencies. Sharding a state requires sharding those after it:
-            parameters sharded => gradients sharded => optimizer sharded.
+        parameters, gradients, optimizer: their residencies. Sharded parameters require sharded gradients, which require
+            a sharded optimizer.
         reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
             more all-gather) or kept for the backward.
         prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 disables
             prefetching; None prefetches one unit.
-        max_live_numel: for sharded parameters: the most unsharded elements, beyond which nothing is prefetched or kept.
+        max_live_numel: for sharded parameters: the most unsharded elements; beyond it, no unit is prefetched or kept.
             The units in use (the root, and the block that runs) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
-            before its backward. 0: only the last unit of the forward is kept.
-        offload_parameters, offload_optimizer: the settings for transfers of these states, if they are on cpu or disk;
-            gradients follow the optimizer.
-        within: the number of ranks of one host, in the order of ranks, or "host" for the ranks that share a machine.
-            Gradients are then summed inside each host first, and then over hosts. The bits differ from those without
-            it, and are the same for every policy of the same `within`.
-        wire: the values that are rounded before they are sent to other ranks. By default none are; with a wire the bits
-            differ.
-        rests_as_masters: for sharded parameters with master weights of another dtype, both on the accelerator: only the
-            master weights are stored, and each all-gather rounds them. In 16 bits that takes 14 bytes a parameter
-            instead of 16, with the same bits. It has no effect if each host holds all the parameters (`per_host`).
+            before its backward. With 0, only the last unit of the forward is kept.
+        offload_parameters, offload_optimizer: the settings for transfers of these states, if they are on cpu or disk.
+            Those of the optimizer also apply to gradients.
+        within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
+            Gradients are then summed inside each host first, and then over hosts. Results differ in rounding from
+            those without it, and are bit-identical for all policies with the same `within`.
+        wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
+            results.
+        rests_as_masters: for sharded parameters with master weights of another dtype, both on the accelerator: store
+            only the master weights, and round them in each all-gather. 16-bit parameters then take 14 bytes each
+            instead of 16, and results are bit-identical. It has no effect with `per_host` parameters.
     """
 
     parameters: Residency
@@ -181,8 +179,8 @@ class Policy:
         self._refuse_wire()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
-                "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole buffer "
-                "to rest in. Shard the gradients too, or use Policy.stage(3)."
+                "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole buffer. "
+                "Shard the gradients too, or use Policy.stage(3)."
             )
         if self.gradients.sharded and not self.optimizer.sharded:
             raise PolicyError(
@@ -191,24 +189,24 @@ class Policy:
             )
         if self.optimizer.place is not Place.ACCELERATOR and not self.optimizer.sharded:
             raise PolicyError(
-                f"the optimizer is to rest on {self.optimizer.place}, and it is not sharded: every rank would move the "
-                "whole of it. Shard it: Policy.stage(1) or above, on one rank too."
+                f"the optimizer is to be stored on {self.optimizer.place}, and it is not sharded: every rank would move "
+                "all of its states. Shard it with Policy.stage(1) or above, even on one rank."
             )
         if self.gradients.place is not Place.ACCELERATOR and not self.gradients.sharded:
             raise PolicyError(
-                f"gradients are to rest on {self.gradients.place}, and they are not sharded: they are summed where "
-                "they are made. Shard them (Policy.stage(2) or above), or leave them on the accelerator."
+                f"gradients are to be stored on {self.gradients.place}, and they are not sharded: they are summed on the "
+                "accelerator. Shard them (Policy.stage(2) or above), or leave them on the accelerator."
             )
         if self.parameters.place is not Place.ACCELERATOR and not self.optimizer.sharded:
             raise PolicyError(
-                f"parameters are to rest on {self.parameters.place}, and the optimizer is not sharded: every rank "
-                "would move all of them in both directions for its step. Shard it: Policy.stage(1) or above, on "
-                "one rank too."
+                f"parameters are to be stored on {self.parameters.place}, and the optimizer is not sharded: every rank "
+                "would move all parameters in both directions for its step. Shard the optimizer with Policy.stage(1) "
+                "or above, even on one rank."
             )
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
-                "parameters are to rest on disk, and they are not sharded: every rank would write all of them. "
-                "Shard them (Policy.stage(3)), or let them rest in CPU memory between steps."
+                "parameters are to be stored on disk, and they are not sharded: every rank would write all of them. "
+                "Shard them (Policy.stage(3)), or store them in CPU memory between steps."
             )
         for state, offload, key in (
             ("parameters", "offload_parameters", "offload_param"), ("optimizer", "offload_optimizer", "offload_optimizer"),
@@ -216,47 +214,46 @@ class Policy:
         ):  # fmt: skip
             if getattr(self, state).place is Place.DISK and getattr(self, offload).path is None:
                 raise PolicyError(
-                    f"{state} are to rest on disk, and no folder is named: pass {offload}=Offload(path=...) (in a "
-                    "config, "
-                    f"{key}.nvme_path)."
+                    f"{state} are to be stored on disk, and no folder is named. Pass {offload}=Offload(path=...) (in a "
+                    f"config, {key}.nvme_path)."
                 )
 
     def _refuse_hosts(self) -> None:
         if not (self.within in (None, "host") or (type(self.within) is int and self.within >= 1)):
-            raise PolicyError(f'within is a number of ranks, "host" or None, not {self.within!r}. Pass one of them.')
+            raise PolicyError(f'within takes a number of ranks, "host" or None, not {self.within!r}. Pass one of them.')
         if self.gradients.per_host or self.optimizer.per_host:
             raise PolicyError(
-                "gradients and optimizer states are sharded over all ranks: per_host is for parameters. Leave it out "
-                "for the others."
+                "per_host is for parameters only: gradients and optimizer states are sharded over all ranks. Leave it "
+                "out for these."
             )
         if self.parameters.per_host and not (self.parameters.sharded and self.within is not None):
             raise PolicyError(
-                "per_host is a way to shard parameters: pass sharded=True and Policy(within=...) as well."
+                "per_host needs sharded parameters and the ranks of a host. Pass sharded=True and Policy(within=...) too."
             )
         if self.parameters.per_host and self.parameters.place is Place.DISK:
             raise PolicyError(
-                "parameters are to rest on disk and on each host as a whole (within): every host would write what all have. Let "
-                "them rest in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
+                "parameters are to be stored on disk, whole on each host (within): every host would write the same. Store "
+                "them in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
             )
 
     def _refuse_wire(self) -> None:
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
-                "gradients are to be sent quantised (in a config, zero_optimization.zero_quantized_gradients), "
-                "which is for traffic between hosts, and none are named: give within, the ranks of a host "
-                "(zero_hpz_partition_size or mics_shard_size), or leave it out."
+                "gradients are to be quantised between hosts (in a config, zero_optimization.zero_quantized_gradients), "
+                "but the policy names no hosts. Give within, the number of ranks of a host (zero_hpz_partition_size "
+                "or mics_shard_size), or leave the quantisation out."
             )
 
     @property
     def keeps_masters_only(self) -> bool:
-        """Whether trained parameters with master weights are stored only as these, see `rests_as_masters`."""
+        """Whether only the master weights of trained parameters are stored, see `rests_as_masters`."""
         places = (self.parameters.place, self.optimizer.place)
         is_possible = self.parameters.sharded and not self.parameters.per_host
         return self.rests_as_masters and is_possible and places == (Place.ACCELERATOR, Place.ACCELERATOR)
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state is on disk, so that the buffers bound CPU memory."""
+        """Whether any state is on disk, so that the buffers limit CPU memory."""
         return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
 
     @classmethod
@@ -266,8 +263,8 @@ class Policy:
     ) -> Policy:  # fmt: skip
         """Return the preset of a ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
 
-        Gradients of stage 1 are unsharded until the last microbatch. `within`: stage 3 shards parameters over the ranks of a host,
-        gradients and optimizer states over all.
+        At stage 1, gradients are unsharded until the last microbatch. With `within`, stage 3 shards parameters over the
+        ranks of each host, and gradients and optimizer states over all ranks.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -289,9 +286,9 @@ class Policy:
         Args:
             optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`
                 or its name.
-            parameters: the place of parameters: their shards (stage 3), or the whole between steps (below).
-            offload: the settings for their transfers; default: see `Offload`.
-            path: the folder for states on disk; instead of `offload.path`.
+            parameters: the place of parameters: of their shards (stage 3), or of the whole between steps (stages 1, 2).
+            offload: the settings for their transfers; default: those of `Offload()`.
+            path: the folder for states on disk. It replaces `offload.path`.
         """
         how = offload or Offload()
         if path is not None:
@@ -311,13 +308,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """The parameters that are unsharded together, if the default rule (each block of a list of blocks) does not fit.
+    """A rule for the parameters that are unsharded together, instead of the default: each block of a list of blocks.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that are one unit with everything inside: by class (its name,
-            or with its module's), by fqn (with `*` for anything), by the end of the fqn. Declare a module that runs
-            some of its children on some ranks only, such as a mixture of experts: then all ranks gather all of it.
-        min_numel: a block of fewer elements belongs to the unit that contains it. None is 0 for models of up to 128
+        leaf_classes, leaf_names, leaf_suffixes: modules that form one unit with everything inside: by class name (with
+            or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare a module that runs
+            some of its children on some ranks only, such as a mixture of experts. All ranks then gather all of it.
+        min_numel: a block of fewer elements belongs to the unit that contains it. None means 0 for models of up to 128
             blocks, and 10,000 for others.
         persistent_numel: parameters of fewer elements are not sharded; their gradients and optimizer states are.
         max_persistent_numel: the most elements, in all, of parameters that `persistent_numel` leaves unsharded.
@@ -339,19 +336,19 @@ class Units:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a training run. `None` means the dtype above it in this list, unless its entry has another default.
+    """The dtypes of a training run.
 
     Attributes:
         param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients are sent between ranks; None is the parameter's, but fp32 if that has 16
-            bits and the backend rounds after each addition (NCCL does).
-        accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches; None is
-            `master_dtype`, since sums over microbatches in 16 bits lose digits.
+        reduce_dtype: dtype in which gradients are sent between ranks. None means the parameter's dtype, or fp32 if that
+            has 16 bits and the backend rounds after each addition, as NCCL does.
+        accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches. None means
+            `master_dtype`, since 16-bit sums over microbatches lose digits.
         master_dtype: dtype of the weights that the optimizer updates.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
-        predivide_factor: gradients are divided by it before they are sent, and the sum over ranks by world_size / it. A
-            backend that sums in 16 bits then overflows later. (Sums over gloo are always in fp32; NCCL divides as it
-            adds.)
+        predivide_factor: the divisor of gradients before they are sent. The sum over ranks is then divided by
+            world_size / predivide_factor, so that a backend that sums in 16 bits overflows later. (Sums over gloo are
+            always in fp32, and NCCL divides while it adds.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -373,20 +370,20 @@ class Precision:
         """Return the concrete dtypes for a parameter whose own dtype is `own_dtype`.
 
         Args:
-            sum_dtype: the dtype in which a transport sends gradients of a dtype, see `reduce_dtype`.
+            sum_dtype: a function that returns the dtype in which a transport sends gradients, see `reduce_dtype`.
         """
-        # Nothing is computed in 8 bits: such parameters stay as they are.
+        # No computation has 8 bits: such parameters stay as they are.
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
-        # A double-precision parameter keeps its digits: the master is never narrower than the user's parameter.
+        # A double-precision parameter keeps its digits: a master weight is never narrower than the user's parameter.
         master = torch.promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
 
 
 @dataclass(frozen=True)
 class DTypes:
-    """The dtypes that `Precision` gives for one dtype of parameter."""
+    """The dtypes that `Precision` resolves for one parameter dtype."""
 
     param: torch.dtype
     reduce: torch.dtype

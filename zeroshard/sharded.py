@@ -1,4 +1,4 @@
-"""Owns `Sharded`: a model whose model states are sharded, and the calls that its user may make."""
+"""Owns `Sharded`: a model whose states are sharded, and the calls that its user may make."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Result = TypeVar("_Result")
 def _of_checkpoints(
     method: Callable[Concatenate[Checkpoints, _Arguments], _Result],
 ) -> Callable[Concatenate[Sharded, _Arguments], _Result]:
-    """Make a method of `Sharded` that calls `method` of its `checkpoints`: with one signature and one docstring."""
+    """Make a method of `Sharded` that calls `method` of its `checkpoints`, with the same signature and docstring."""
 
     @wraps(method)
     def call(self: Sharded, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -47,14 +47,15 @@ def _of_checkpoints(
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model whose model states are sharded. Made by `shard`.
+    """A model whose states are sharded, as `shard` returns it.
 
     Attributes:
         model: the user's own model.
-        optimizer: the user's optimizer (None for evaluation only), whose `step` and `zero_grad` work on the shards.
-        policy: the residencies in force.
-        checkpoints: `save` and `load` are its methods.
-        display: the lines on rank 0's terminal.
+        optimizer: the user's optimizer, whose `step` and `zero_grad` work on the shards. For evaluation only, it has
+            no parameters.
+        policy: the residencies of the model states.
+        checkpoints: the checkpoints, with `save`, `load` and `wait`.
+        display: the progress lines on rank 0's terminal.
     """
 
     model: nn.Module
@@ -70,28 +71,28 @@ class Sharded:
     sharded_step: ShardedStep
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before.
+        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before scaling.
 
-        Every rank must call it, after the last backward of the step. (torch.nn.utils.clip_grad_norm_ scales them too, if all
-        ranks used the same parameters.)
+        Every rank must call it after the last backward of the step. torch.nn.utils.clip_grad_norm_ works too, if all
+        ranks used the same parameters.
 
         Args:
-            max_norm: None leaves the norm as it is.
-            loss_scale: the factor of the loss before the backward, see `DynamicLossScaler`; the gradients are divided
-                by it first. If the norm is not finite, they stay as they are: do not step then.
+            max_norm: the largest norm; None: do not clip.
+            loss_scale: the factor of the loss in the backward, see `DynamicLossScaler`. Gradients are first divided by
+                it. If the norm is not finite, they do not change: skip the step.
 
         Returns:
-            A number; or, if an accelerator computes it, a tensor of shape [] there, as torch's own clipping returns.
-            Only `float(norm)` waits for it.
+            A number on CPUs. On an accelerator, a tensor of shape [], as torch's own clipping returns; `float(norm)`
+            waits for it.
         """
         return self.sharded_step.clip_grad_norm_(max_norm, loss_scale)
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
-        """Mark backwards inside as not the last microbatch of their step: if the policy allows it, this rank only sums
-        them.
+        """Mark the backwards inside as not the last of their step.
 
-        With `active` False it does nothing: `with sharded.accumulate(i < n - 1): loss.backward()`.
+        If gradients are not sharded, this rank only sums them, and sends nothing. With `active` False, the block has no
+        effect: `with sharded.accumulate(i < n - 1): loss.backward()`.
         """
         before = self._schedule.reductions.is_last_microbatch
         self._schedule.reductions.is_last_microbatch = before and not active
@@ -106,32 +107,33 @@ class Sharded:
         return self._schedule.backwards_ended
 
     def expect_last_microbatch(self, is_last: bool) -> None:
-        """Declare whether the next backwards belong to the last microbatch of their step, until the next call."""
+        """Declare, until the next call, whether backwards belong to the last microbatch of their step."""
         self._schedule.reductions.is_last_microbatch = is_last
 
     def end_backward(self) -> None:
-        """Finish the backward as `finish_backward` does, if `backwards_ended` shows that torch reported no end."""
+        """End this microbatch's backward. Call it only if `backwards_ended` shows that torch reported no end."""
         self._schedule.end_backward()
 
     def end_accumulation(self) -> None:
-        """Reduce local sums if no backward was declared the last. Every rank must call it."""
+        """Reduce the gradients that this rank only summed. Every rank must call it."""
         if not self.policy.gradients.sharded:
             self.expect_last_microbatch(True)
             self._schedule.end_backward()
 
     @contextmanager
     def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Keep backwards inside out of the step: call `take(fqn, gradient)` with this rank's gradients, and reduce
-        nothing.
+        """Pass the gradients of backwards inside to `take(fqn, gradient)`, and keep them out of the step.
 
-        Under sharded parameters every rank must do the same inside.
+        Gradients are this rank's own, and nothing is reduced. If parameters are sharded, every rank must run the same
+        forwards and backwards inside.
         """
         with self._hooks.probe(lambda unit, index, gradient: take(unit.named[index].fqn, gradient)):
             yield
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with the same shape
-        and dtype.
+        """Return the sum of a small CPU tensor over ranks, in rank order.
+
+        Every rank must call it, with the same shape and dtype.
         """
         own = values.contiguous().reshape(-1)
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
@@ -139,46 +141,46 @@ class Sharded:
         return torch.stack(parts).sum(0).view(values.shape)
 
     def exchange_json(self, value: Any, what: str) -> list[Any]:
-        """Return a small value of each rank, by rank. Every rank must call it; errors about missing ranks contain
-        `what`.
+        """Return a list of each rank's value, in rank order.
+
+        Every rank must call it, with a small value. Errors about missing ranks contain `what`.
         """
         return self._context.everyone.exchange_json(value, what)
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
-        """Return `model.state_dict()` in CPU memory of rank `to`; None on the others. Every rank must call it.
+        """Return `model.state_dict()` in CPU memory on rank `to`, and None on the others. Every rank must call it.
 
-        Units are unsharded one at a time. If ranks divide tensors (DTensors), the first rank with the number `to` gets
-        it.
+        Units are unsharded one at a time. If ranks divide tensors (DTensors), several ranks have the number `to`: the
+        first of them gets the state dict.
         """
         keeps = self.rank == to and self._context.others.rank == 0
         state = state_dict_in_memory(self.model, keeps=keeps)
         return state if keeps else None
 
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's weights, one after another, for another program in this process or beside it (vLLM,
-        SGLang).
+        """Yield the model's weights one by one, for another program such as vLLM or SGLang.
 
-        At most one unit is whole at a time, and nothing is written to files. Names are those of an export; values and dtypes are
-        those of the forward. Persistent buffers are among them, and tied parameters come once, under the first name.
-        For a PEFT model these are the tensors of its adapters; the names for an adapter that is not "default" begin
-        with its name.
+        At most one unit is whole at a time, and no files are written. Names are those of an export; values and dtypes
+        are those of the forward. Persistent buffers are included, and tied parameters come once, under the first name.
+        For a PEFT model, the tensors are those of its adapters. Names for an adapter other than "default" begin with
+        the adapter's name.
 
-        If parameters are sharded at rest, every rank must loop over it, and leave the loop at the same unit. Tensors
-        are the model's own memory, for reading: copy those that you keep after the loop. Writes to sharded parameters
-        have no effect.
+        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors are the
+        model's own memory, for reading: copy those that you keep after the loop. Writes to sharded parameters have no
+        effect.
 
         Args:
-            to: the rank that gets the weights. The others run a loop without turns, which ends when that rank leaves
-                its own. None: every rank gets all of them.
-            merge_adapters: for a PEFT model, yield the weights after `merge_and_unload`, under their names. The model
-                does not change; one layer is copied at a time. Without adapters nothing is merged.
+            to: the rank that gets the weights. On other ranks, the loop yields nothing, and ends when that rank leaves
+                its own. None: every rank gets the weights.
+            merge_adapters: for a PEFT model, yield the weights that `merge_and_unload` returns, under their names. The
+                model does not change; one layer is copied at a time. Other models are not affected.
 
         Yields:
             The name, and the whole tensor on the device that computes.
 
         Raises:
-            UsageError: there is no such rank; or, in the loop, some ranks left it early, the optimizer stepped,
-                unsharded weights were written to, or an adapter cannot be merged. The message names it.
+            UsageError: there is no such rank, or an adapter cannot be merged. During the loop: some ranks left it
+                early, the optimizer stepped, or unsharded weights were written to.
         """
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
 
@@ -187,19 +189,19 @@ class Sharded:
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
-        """Record that this microbatch's backward is over, even if the loss used no parameter on this rank."""
+        """End this microbatch's backward if torch reported no end, as when the loss used no parameter on this rank."""
         self._schedule.end_backward_once()
 
     @property
     def states(self) -> ModelStates:
-        """The model states by a parameter's fqn, to get and set whole, or as this rank's part."""
+        """The model states by parameter name, to read and write as a whole or as this rank's part."""
         return ModelStates(self._schedule.units, self.sharded_step, self._context.collectives)
 
     def memory_report(self) -> dict[str, int]:
-        """Return the bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers`
-        (communication scratch, and memory that waits for the next unit).
+        """Return the bytes of live storage on this rank, by kind.
 
-        With offload also the bytes elsewhere: `cpu`, with the buffers for transfers to the disk, and `disk`.
+        The kinds are `parameters`, `gradients`, `optimizer` and `buffers`, which are communication scratch and memory
+        kept for the next unit. With offload, also `cpu`, with the buffers for transfers to the disk, and `disk`.
         """
         storages = self._context.storages
         here = storages.accelerator
@@ -217,20 +219,19 @@ class Sharded:
     def offload_states(
         self, states: Iterable[str] = STATES, place: Place = Place.CPU, offload: Offload | None = None
     ) -> int:
-        """Park model states off the accelerator, between steps, so that other code may use its memory. Every rank may
-        call it.
+        """Park model states off the accelerator between steps, so that other code may use its memory.
 
-        Until `reload_states` nothing may use them: a forward, a step or a save raises. Memory of parameters stays if
-        other code uses it, such as a kept `parameter.detach()`.
+        A rank may call it without the others. Until `reload_states`, a forward, a step or a save raises an error. The
+        memory of parameters stays allocated if other code uses it, such as a kept `parameter.detach()`.
 
         Args:
-            states: some of "parameters", "gradients", "optimizer" (its states, and master weights that are separate
-                tensors).
-            place: CPU memory (if the accelerator's memory is not the same), or the disk.
-            offload: for the disk, the settings: `path` is the folder.
+            states: some of "parameters", "gradients" and "optimizer" (optimizer states, and master weights that are
+                separate tensors).
+            place: CPU memory, or the disk. CPU memory has no effect without an accelerator.
+            offload: the settings for the disk; its `path` is the folder.
 
         Returns:
-            The number of bytes that were freed.
+            The number of freed bytes.
 
         Raises:
             UsageError: a step has begun, or states are parked already.
@@ -239,11 +240,11 @@ class Sharded:
         return self._parking.offload(states, place, offload or Offload())
 
     def reload_states(self) -> None:
-        """Load the model states again that `offload_states` parked."""
+        """Reload the model states that `offload_states` parked."""
         self._parking.reload()
 
     def memory_formula(self) -> dict[str, float]:
-        """Return the bytes per rank at rest by the ZeRO paper's formulas for this model, with Adam."""
+        """Return each rank's bytes at rest, by the ZeRO paper's formulas for this model under Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
         per_host = collectives.inside.world_size
@@ -251,11 +252,11 @@ class Sharded:
 
     @property
     def dtypes(self) -> DTypes:
-        """The dtypes of the model states of parameters that have the first parameter's dtype."""
+        """The dtypes of the model states, for parameters with the dtype of the first."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self, *, clear: bool = True) -> dict[str, int]:
-        """Return the bytes that this rank sent since the last call that cleared them, by collective."""
+        """Return the bytes that this rank has sent since the last call with `clear`, by collective."""
         report = dict(self._context.collectives.sent)
         if clear:
             self._context.collectives.sent.clear()
@@ -268,12 +269,13 @@ class Sharded:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in that group."""
+        """The number of ranks in the data-parallel group."""
         return self._context.collectives.world_size
 
     def broadcast_buffers(self) -> None:
-        """Copy rank 0's floating-point buffers, such as running statistics, to every rank: those in a state dict. Every
-        rank must call it.
+        """Copy rank 0's floating-point buffers, such as running statistics, to every rank.
+
+        Only buffers of the state dict are copied. Every rank must call it.
         """
         collectives = self._context.collectives
         with collectives.operation("broadcast_buffers()"):
@@ -285,7 +287,7 @@ class Sharded:
 
     @property
     def needs_other_ranks(self) -> bool:
-        """Return whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
+        """Whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
         is_attached = not self._hooks.is_removed
         return is_attached and any(unit.sharded_at_rest and not unit.pins for unit in self._schedule.units)
 
@@ -295,16 +297,15 @@ class Sharded:
         return any(unit.trainable for unit in self._schedule.units)
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
-        """Update for parameters whose `requires_grad` has changed. Every rank must call it, between steps, with the
-        same arguments.
+        """Update the training state after changes of parameters' `requires_grad`.
 
-        Frozen parameters lose gradient and optimizer state. Unfrozen ones begin with fresh state, in the param group
-        that listed them when the model was sharded. One unit is unsharded at a time.
+        Every rank must call it between steps, with the same arguments. Frozen parameters lose their gradient and
+        optimizer states. Unfrozen ones begin with new states, in the param group that listed them when the model was
+        sharded. One unit is unsharded at a time. Gradients that a step has used are dropped.
 
         Args:
-            param_group: a new group of the optimizer, for unfrozen parameters that it does not have: `{"params": [...],
-                "lr": ...}`. `optimizer.add_param_group(param_group)` of the user's optimizer is the same. Gradients
-                that a step has used are dropped.
+            param_group: a new group for unfrozen parameters that the optimizer lacks: `{"params": [...], "lr": ...}`.
+                The user's own `optimizer.add_param_group(param_group)` does the same.
 
         Raises:
             UsageError: gradients wait for a step, or an unfrozen parameter is in no group of the optimizer.
@@ -318,12 +319,12 @@ class Sharded:
     """See `Checkpoints.load`."""
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model for `from_pretrained`, each rank its own part, see `Engine.export`. Every rank must call it."""
+        """Write the model for `from_pretrained`, see `Engine.export`. Every rank must call it, to write its part."""
         with self._context.collectives.operation(f'export to "{out}"'):
             export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
-        """End the sharding: the parameters are then whole, ordinary and current. Every rank must call it."""
+        """End the sharding, and leave the parameters whole, ordinary and current. Every rank must call it."""
         self._schedule.refuse_pinned("remove()")
         self.reload_states()
         self._schedule.forget_gradients()  # nothing is in flight any longer
@@ -338,10 +339,9 @@ class Sharded:
             self._context.close()
 
     def abandon(self) -> None:
-        """End the sharding without the other ranks, after an error on this one: their waits for it end in an error.
+        """End the sharding on this rank alone, after an error. Waits of other ranks for this one then raise an error.
 
-        Parameters that are sharded at rest stay placeholders, since the other ranks cannot gather them. Others are
-        whole.
+        Parameters that are sharded at rest stay placeholders, since no rank can gather them alone. Others are whole.
         """
         self._hooks.remove()
         unregister(self._schedule.units)

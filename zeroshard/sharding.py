@@ -61,7 +61,7 @@ from zeroshard.storage.storages import Storages
 from zeroshard.torch_private import distributed_class, past_torch_function
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
-"""The default bucket size, DeepSpeed's `reduce_bucket_size`: in practice, a bucket is a unit or a large parameter."""
+"""The default bucket size, as in DeepSpeed: in practice, a bucket is a unit or a large parameter."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Backend:
     """The platform of a sharded model.
 
     Attributes:
-        collectives: makes the transport between its ranks, see `create_collectives`.
-        storages: makes the storages of its states.
-        join_ranks: makes one group of the ranks that a launcher started.
+        collectives: creates the transport between its ranks, see `create_collectives`.
+        storages: creates the storages of its states.
+        join_ranks: joins the ranks that a launcher started into one group.
         parameter_class: the class of the model's parameters.
     """
 
@@ -89,7 +89,7 @@ Optimizers = (
     | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     | None
 )
-"""The types that `shard` accepts as an optimizer."""
+"""The types of the `optimizer` argument of `shard`."""
 
 
 def shard(
@@ -98,28 +98,30 @@ def shard(
     overlap: bool = True, elementwise: bool | None = None, units: Units | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard a model's states over data-parallel ranks. Every rank of the group must call it; rank 0's values are used.
+    """Shard a model's states over data-parallel ranks.
+
+    Every rank of the group must call it. All ranks start from rank 0's values.
 
     Args:
-        model: any module; it stays the user's, with its own ordinary parameters.
+        model: any module. It stays the user's, with its own ordinary parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
-            from them. From now on its `step` is the sharded step, and its states are those of this rank's shards. In a
-            list of several optimizers, each steps its own parameters. None: the model is for evaluation only, and takes
-            no memory for gradients and optimizer states.
-        policy: the residencies of model states, or the number of a ZeRO stage; default ZeRO-2.
-        precision: dtypes; by default each parameter keeps its own, with fp32 master weights.
-        bucket_numel: the most elements that are communicated at once; bounds the transient buffers.
-        overlap: run collectives behind the computation. The result is the same bit for bit.
+            from them. Its `step` becomes the sharded step, and its states cover this rank's shards. In a list of
+            several optimizers, each steps its own parameters. None: the model is for evaluation only, and needs no
+            memory for gradients and optimizer states.
+        policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
+        precision: the dtypes; by default, each parameter keeps its own, with fp32 master weights.
+        bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
+        overlap: overlap collectives with the computation. Results are bit-identical with and without it.
         elementwise: for an optimizer of an unknown class. True: it updates each element only from that element's own
-            history, so parameters may be divided. False: it reads whole parameters, so each parameter is whole on one
-            rank.
+            history, so ranks may divide a parameter. False: it reads whole parameters, so each parameter stays whole
+            on one rank.
         units: the parameters that are unsharded together; default: those of each block of a list of blocks.
-        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If a
-            launcher started several and torch.distributed is not initialised, they are joined. Parameters may be
+        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
+            torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be
             DTensors over another dimension of the mesh (tensor parallelism): each rank then shards its own part of
             them.
-        attributes: a class whose properties the parameters have beside their own while they are sharded, for code that
-            reads attributes of parameters. See `parameter_states` for the values that such properties may return.
+        attributes: a class whose properties the parameters gain while they are sharded, for code that reads attributes
+            of parameters. See `parameter_states` for the values that such properties may return.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.
@@ -136,7 +138,7 @@ def shard_on(
     precision: Precision | None, bucket_numel: int, overlap: bool, elementwise: bool | None = None,
     units: Units | None = None, group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard as `shard` does, on the caller's backend, and without its warning."""
+    """Shard as `shard` does, but on the given backend and without its warning."""
     _refuse_wrong_types(model, optimizer)
     _refuse_unready(model)
     group = group_of(group)
@@ -193,7 +195,7 @@ def shard_on(
 
 
 def _others(backend: Backend, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> Collectives:
-    """Return the ranks that divide the model's DTensors, this one among them; if that fails, close `collectives`."""
+    """Return the transport between the ranks that divide the model's DTensors. On an error, close `collectives`."""
     if mesh is None:
         return Alone()
     others: Collectives = Alone()
@@ -223,7 +225,7 @@ def _shard(
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     step = ShardedStep(optimizer, schedule, context)
-    OptimizerStates(step)  # which the optimizer's hooks hold
+    OptimizerStates(step)  # the optimizer's hooks keep it alive
     if step.replicas is not None:
         step.replicas.watch(model)
     schedule.optimized = optimized
@@ -237,10 +239,10 @@ def _shard(
 
 
 def policy_of(policy: Policy | int | None) -> Policy:
-    """Return the policy itself, or the preset for the number of a ZeRO stage; None is stage 2.
+    """Return the policy itself, or the preset for the number of a ZeRO stage; None means stage 2.
 
     Raises:
-        UsageError: it is neither of these.
+        UsageError: the argument has another type.
     """
     if policy is None:
         return Policy.stage(2)
@@ -256,11 +258,11 @@ def _described(value: object) -> str:
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch that reduce or shard a model's states themselves; by name, since importing some takes a second."""
+"""Names of torch's classes that reduce or shard model states. Importing some of the classes would take a second."""
 
 
 def _refuse_wrong_types(model: object, optimizer: object) -> None:
-    """Raise if arguments have wrong types, or another wrapper manages the model's states."""
+    """Raise if an argument has the wrong type, or another wrapper manages the model's states."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model is {_described(model)}, not a torch.nn.Module. Pass a module.")
     if isinstance(optimizer, list | tuple) and optimizer:
@@ -278,50 +280,52 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
         found = bases & {*_WRAPPERS}
         if found:
             raise UsageError(
-                f"{fqn or 'the model'} is managed by {found.pop()}, which reduces or shards its states itself: "
-                "pass zeroshard the model without it (of a wrapper, its `.module`)."
+                f"{fqn or 'the model'} is managed by {found.pop()}, which reduces or shards its states itself. "
+                "Pass the model without it (the `.module` of a wrapper)."
             )
 
 
 def _refuse_unready(model: nn.Module) -> None:
-    """Raise if parameters have no shape yet, or autograd could not use them or the model's buffers."""
+    """Raise if a parameter or buffer has no shape yet, or autograd could not use it."""
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise UsageError(
-                f"{fqn} is lazy and has no shape yet: run the model once, on every rank, before `shard`, "
-                "and make the optimizer after that."
+                f"{fqn} is lazy and has no shape yet. Run the model once on every rank, then make the optimizer and "
+                "call `shard`."
             )
     if torch.is_inference_mode_enabled():
-        raise UsageError("shard() inside torch.inference_mode(): its buffers could not train. Call it outside.")
+        raise UsageError(
+            "shard() was called inside torch.inference_mode(), where its buffers could not train. Call it outside."
+        )
     with past_torch_function():
         made_there = [fqn for fqn, parameter in model.named_parameters() if parameter.is_inference()]
     if made_there:
         raise UsageError(
-            f"parameter {made_there[0]} was made inside torch.inference_mode(), and cannot train: build the model outside."
+            f"parameter {made_there[0]} was made inside torch.inference_mode() and cannot train. Build the model outside."
         )
 
 
 def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
-    """Return whether some parameter has separate master weights, of another dtype."""
+    """Return whether any parameter has separate master weights of another dtype."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     dtypes = [precision.resolve(dtype) for dtype in {parameter.dtype for parameter in parameters}]
     return any(dtype.master != dtype.param for dtype in dtypes)
 
 
 def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
-    """Raise for integer parameters that would be placeholders: these are NaN, which integers cannot be."""
+    """Raise for integer parameters that would become placeholders: these hold NaN, which integers cannot represent."""
     if not policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
         return
     for group in groups:
         if not group.dtype.is_floating_point and not group.persistent:
             raise UsageError(
-                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place: register "
+                f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place. Register "
                 "it as a buffer, or use Policy.stage(2) or below."
             )
 
 
 def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
-    """Raise for parameters of the user's classes that would be placeholders: only a class of ours intercepts reads."""
+    """Raise for placeholders of a user's parameter class: only zeroshard's classes intercept reads."""
     ordinary = (nn.Parameter, context.whole_class, distributed_class())
     if not context.policy.parameters.sharded:
         return
@@ -330,17 +334,17 @@ def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
             kind = type(entry.parameter)
             if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
                 raise UsageError(
-                    f"parameter {entry.fqn} is of the class {kind.__name__}, and sharded parameters are ordinary ones, "
-                    "whose class reports readers: use nn.Parameter there, or Policy.stage(2) or below."
+                    f"parameter {entry.fqn} is of the class {kind.__name__}, and zeroshard can shard only an ordinary "
+                    "nn.Parameter at rest. Use nn.Parameter, or Policy.stage(2) or below."
                 )
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
-    """Copy rank 0's values of buffers, which stay whole on every rank and are sent as bytes."""
+    """Copy rank 0's buffers to all ranks. Buffers stay whole on every rank."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise UsageError(
-                f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}): materialise it first."
+                f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}). Materialise it first."
             )
         if not buffer.is_contiguous():  # no two elements may share memory, as in an expanded tensor
             buffer.data = buffer.data.contiguous()
@@ -353,7 +357,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
-    """Raise for a BatchNorm that would get weights and running statistics of two dtypes, which torch refuses."""
+    """Raise for a BatchNorm whose weights and running statistics would have two dtypes, which torch refuses."""
     for name, module in model.named_modules():
         if not isinstance(module, _BATCH_NORMS) or module.weight is None:
             continue
@@ -361,9 +365,9 @@ def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
         weight = precision.resolve(module.weight.dtype).param
         if statistics is not None and (precision.buffer_dtype or statistics.dtype) != weight:
             raise UsageError(
-                f"{name or 'the model'} is a {type(module).__name__}, which torch computes with weights ({weight}) and "
-                f"running statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or have the "
-                "statistics rounded: Precision(buffer_dtype=...), in a config data_types.buffer_dtype."
+                f"{name or 'the model'} is a {type(module).__name__}, for which torch requires weights ({weight}) and "
+                f"running statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or convert the "
+                "statistics with Precision(buffer_dtype=...) (in a config, data_types.buffer_dtype)."
             )
 
 
@@ -372,15 +376,15 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if any(steps):  # Adagrad has a state from the start
         raise UsageError(
             f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. Shard before "
-            "the first step, and load a checkpoint after."
+            "the first step, and then load a checkpoint."
         )
     known = {id(p) for p in model.parameters()}
     groups = [p for g in optimizer.param_groups for p in g["params"]]
     strangers = sum(id(p) not in known for p in groups)
     if strangers:
         raise UsageError(
-            f"{strangers} of the optimizer's {len(groups)} tensors are not parameters of the model: make the optimizer "
-            "from model.parameters() of the same model, after it was moved and wrapped."
+            f"{strangers} of the optimizer's {len(groups)} tensors are not parameters of the model. Make the optimizer "
+            "from this model's parameters(), after you move and wrap the model."
         )
     if not any(p.requires_grad for p in groups):
         raise UsageError(
@@ -390,7 +394,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _refuse_different_models(model: nn.Module, context: Context) -> None:
-    """Find the first difference of models or settings: ranks would exchange buffers of different sizes."""
+    """Raise for the first difference of models or settings: ranks would exchange buffers of different sizes."""
     collectives = context.everyone
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{placed(p)}"
@@ -413,7 +417,7 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
     everyone = collectives.exchange(digests[-1] + len(lines).to_bytes(8, "little"), "the shapes of the model")
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
-        # Bisect to the first line that differs; all ranks go the same way, since all see the same answers.
+        # Bisect to the first line that differs. All ranks take the same branches, since all get the same answers.
         low = 0
         high = min(int.from_bytes(data[-8:], "little") for data in everyone)
         while low < high:

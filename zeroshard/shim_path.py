@@ -1,7 +1,7 @@
-"""Owns the path of the package named `deepspeed`, and the checks for packages that hide it.
+"""Owns the path of zeroshard's package named `deepspeed`.
 
-It is a folder on `sys.path`: `import deepspeed`, `find_spec`, `importlib.metadata` and child processes all find it,
-before a DeepSpeed that is installed.
+Its folder comes first on `sys.path`, so that `import deepspeed`, `find_spec`, `importlib.metadata` and child processes
+find it before an installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PYTHONPATH = "PYTHONPATH"
 
 
 def shim_path() -> Path:
-    """Return the folder with our package named `deepspeed`, and the metadata that version checks read."""
+    """Return the folder with zeroshard's package named `deepspeed`, and the metadata that version checks read."""
     return Path(__file__).parent / "shim"
 
 
@@ -33,7 +33,7 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 
 def real_deepspeed() -> Path | None:
-    """Return the folder of an installed DeepSpeed that is not ours, or None."""
+    """Return the folder of the real DeepSpeed, or None if it is not installed."""
     others = [entry for entry in sys.path if not entry or Path(entry) != shim_path()]
     spec = PathFinder.find_spec("deepspeed", others)
     if spec is None or not spec.origin or is_ours(spec.origin):

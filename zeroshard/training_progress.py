@@ -1,6 +1,6 @@
-"""Owns `zeroshard.progress`: the line and the log of a training while it runs.
+"""Owns `zeroshard.progress`: the progress line and the log of a training run.
 
-with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine has the rest
+with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine supplies the rest
     for batch in data: ...
 
 with zeroshard.progress(sharded, steps=1000, samples=64, log="runs/a") as progress:
@@ -47,21 +47,23 @@ def progress(
     tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
     log: str | os.PathLike[str] | None = None,
 ) -> TrainingProgress:  # fmt: skip
-    """Show a training on rank 0's terminal while the loop inside runs, and keep a log of it. Every rank must call it.
+    """Show the progress of the loop inside on rank 0's terminal, and log its steps. Every rank must call it.
 
-    It is one line on stderr, if that is a terminal and ZEROSHARD_PROGRESS is not 0. It has step, time left, loss,
-    learning rate, norm, samples and tokens a second, MFU, bytes of model states and the peak. No step waits for an
-    accelerator: figures are read when they have arrived.
+    The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
+    time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No
+    step waits for an accelerator: figures are shown once they have arrived.
 
     Args:
-        trained: an engine, which reports its steps itself; or the result of `shard`: then call `step` after each step.
-        steps: the steps of the whole training, with those before `begin`, for the time that is left.
-        begin: the steps of an earlier run that this one continues. An engine has the number.
-        samples: the samples of one step, over all ranks. An engine has the number.
+        trained: an engine, which reports its own steps, or the result of `shard`. In the second case, call `step` after
+            each step.
+        steps: the number of steps in all, including those before `begin`, for the time left.
+        begin: the number of steps before this run, if it continues another one. An engine has its own count.
+        samples: the samples of one step, over all ranks. An engine has its own count.
         tokens: the tokens of one sample.
-        flops: the operations of one sample, forward and backward. Default: 6 for each trained parameter and token, 4
-            for each frozen one.
-        peak_flops: the peak of one accelerator in operations a second, for MFU. Default: the figure of `zeroshard plan`.
+        flops: the operations of one sample, forward and backward; default: for each token, 6 for each trained parameter
+            and 4 for each frozen one.
+        peak_flops: the peak of one accelerator in operations per second, for MFU; default: the figure of
+            `zeroshard plan`.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -69,7 +71,7 @@ def progress(
     """
     if not isinstance(trained, Engine | Sharded):
         raise UsageError(
-            f"progress() of a {type(trained).__name__}: pass the engine, or the result of zeroshard.shard()."
+            f"progress() cannot show a {type(trained).__name__}. Pass the engine, or the result of zeroshard.shard()."
         )
     for name, number in (("steps", steps), ("begin", begin), ("samples", samples), ("tokens", tokens)):
         if number is not None and not (isinstance(number, Real) and float(number) >= 0):
@@ -83,7 +85,7 @@ def progress(
 
 @dataclass(frozen=True)
 class Sizes:
-    """The caller's figures of a training, see `progress`."""
+    """The sizes that the caller of `progress` passed."""
 
     steps: int | None
     samples: int | None
@@ -94,7 +96,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Step:
-    """The figures of a step that are known at once; the others arrive."""
+    """The figures of a step that are known at once; others arrive later."""
 
     number: int
     samples: int
@@ -105,7 +107,7 @@ class _Step:
 
 
 class TrainingProgress:
-    """A context manager, see `progress`."""
+    """The progress of a training run: the context manager that `progress` returns."""
 
     def __init__(self, trained: Engine | Sharded, sizes: Sizes, begin: int, log: Path | None) -> None:
         self._engine: Engine | None = None
@@ -167,30 +169,32 @@ class TrainingProgress:
         self, loss: float | Tensor | None = None, norm: float | Tensor | None = None, *, samples: int | None = None,
         loss_scale: float = 1.0, applied: bool = True,
     ) -> None:  # fmt: skip
-        """End a step of a loop over `shard`. It does not wait for an accelerator.
+        """Report a step of a loop over `shard`, without waiting for an accelerator.
 
         Args:
-            loss: the step's loss on this rank; do not write to a tensor afterwards.
+            loss: the step's loss on this rank. If it is a tensor, do not write to it afterwards.
             norm: the result of `clip_grad_norm_`.
             samples: the samples of this step over all ranks, if steps differ.
             loss_scale: the factor of the loss.
-            applied: whether the parameters were updated.
+            applied: whether the step updated the parameters.
 
         Raises:
-            UsageError: an engine trains, which reports its steps itself; or the call is outside of the `with` block; or
-                the loss is not a single number.
+            UsageError: an engine reports its own steps, the call is outside of the `with` block, or `loss` or `norm` is
+                not a single number.
         """
         if self._engine is not None:
-            raise UsageError("progress.step() with an engine: engine.step() reports each step. Leave it out.")
+            raise UsageError(
+                "progress.step() was called with an engine, whose engine.step() reports each step. Leave the call out."
+            )
         if not self._was_entered:
             raise UsageError(
-                "progress.step() outside of `with zeroshard.progress(...) as progress:`: nothing is shown or "
-                "kept. Call it inside."
+                "progress.step() was called outside of `with zeroshard.progress(...) as progress:`, where nothing is "
+                "shown or logged. Call it inside."
             )
         for name, given in (("loss", loss), ("norm", norm)):
             if isinstance(given, Tensor) and given.numel() != 1:
                 raise UsageError(
-                    f"progress.step() with a {name} of shape {tuple(given.shape)}: a step has one. Take its mean."
+                    f"progress.step() got a {name} of shape {tuple(given.shape)}, not a single number. Pass its mean."
                 )
         if samples is None:
             samples = self._sizes.samples or 0
@@ -217,7 +221,7 @@ class TrainingProgress:
         self._row.done = self._steps - 1
         self._row.advance(1)
         if self._monitor is None:
-            self._readings.forget_waiting()  # the line shows only the last
+            self._readings.forget_waiting()  # the line shows only the last step
         if norm is None:
             norm = math.nan
         step = _Step(self._steps, self._samples, time.time(), loss_scale, applied, len(losses))
@@ -243,8 +247,9 @@ class TrainingProgress:
                 self._monitor.write(self._figures(step, speed, is_last=step is last), {})
 
     def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
-        """Return the figures of the step that the row shows. Counts since the last read are those of the last step that
-        arrived.
+        """Return the figures of the step that the row shows.
+
+        Counts since the last read belong to the last step that arrived.
         """
         counted: dict[str, Any] = {}
         if is_last:
@@ -269,18 +274,18 @@ class TrainingProgress:
         )
 
     def print(self, *values: object) -> None:
-        """Print on rank 0, on stdout, above the line."""
+        """Print to stdout on rank 0, above the progress line."""
         if self._display.speaks:
             with self._display.above():
                 print(*values, flush=True)
 
 
 class TrainingRow(Row):
-    """The line of a training.
+    """The progress line of a training run.
 
     Attributes:
-        loss, norm, lr: those of the last step whose figures arrived.
-        samples: the samples since the start of the training.
+        loss, norm, lr: figures of the last step that arrived.
+        samples: the samples since the start of the run.
     """
 
     def __init__(self, sharded: Sharded, sizes: Sizes, begin: int, samples: int, display: Display) -> None:

@@ -1,8 +1,7 @@
-"""Owns the end of a process under torchrun by an error of zeroshard: the sentence comes first, once, and in torchrun's
-report.
+"""Owns the report of an uncaught zeroshard error under torchrun: the message is printed once, and in torchrun's report.
 
 torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
-folder, in which the first process to fail leaves a mark. The others, which mostly fail with the same error, then print
+folder, in which the first process to fail leaves a file. The others, which mostly fail with the same error, then print
 nothing.
 """
 
@@ -25,7 +24,7 @@ _PYTHON = Path(os.__file__).parent
 
 
 class Hook:
-    """A `sys.excepthook` for exceptions of one kind; the former hook gets all others."""
+    """A `sys.excepthook` for exceptions of one class; the former hook gets all others."""
 
     def __init__(self, kind: type[BaseException], before: Callable[..., Any]) -> None:
         self.kind = kind
@@ -43,7 +42,7 @@ class Hook:
             return
         if told is not None and told.startswith(
             f"{kind.__name__}:"
-        ):  # of the same kind, and already in the first one's report
+        ):  # of the same class as the first process's error, which is in its report
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return
@@ -55,13 +54,13 @@ class Hook:
 
 
 def report_uncaught(kind: type[BaseException]) -> None:
-    """Print uncaught exceptions of this kind as a sentence, if torchrun started this process; otherwise Python prints them."""
+    """If torchrun started this process, print uncaught exceptions of this class as one message."""
     if _FILE in os.environ and not isinstance(sys.excepthook, Hook):
         sys.excepthook = Hook(kind, sys.excepthook)
 
 
 def restore() -> None:
-    """Put back the hook that was there before."""
+    """Restore the former hook."""
     if isinstance(sys.excepthook, Hook):
         sys.excepthook = sys.excepthook.before
 
@@ -78,26 +77,26 @@ def _short(sentence: str) -> str:
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Claim to be this machine's first process to report; otherwise return that process and its report."""
+    """Claim to be this machine's first process to report. Otherwise return that process's rank and message."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent
         own = folder / f"zeroshard.{os.getpid()}"
         own.write_text(mine)
         try:
-            os.link(own, folder / "zeroshard.told")  # whole or not at all, and by one process only
+            os.link(own, folder / "zeroshard.told")  # atomic, and possible for one process only
         except FileExistsError:
             rank, told = json.loads((folder / "zeroshard.told").read_text())
             return rank, told
         finally:
             own.unlink()
     except (OSError, KeyError, ValueError):
-        pass  # without a common folder every process reports
+        pass  # without a common folder, every process reports
     return _rank(), None
 
 
 def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return the line of the user's own code, the cause in one line, and the way to the whole traceback."""
+    """Return the line of the user's own code, the cause in one line, and how to show the whole traceback."""
     lines = []
     frames = traceback.extract_tb(trace)
     mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
@@ -113,7 +112,7 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a frame of a traceback is in the user's code: not in zeroshard, a library or Python."""
+    """Return whether a file of a traceback is the user's own: not zeroshard's, a library's or Python's."""
     path = Path(filename)
     if path.is_relative_to(_PYTHON):
         return False
@@ -121,7 +120,7 @@ def is_users(filename: str) -> bool:
 
 
 def _record(text: str, *, later: bool = False) -> None:
-    """Write the text for torchrun's report. `later`: another process's error is the root cause."""
+    """Write the text for torchrun's report. With `later`, another process's error counts as the root cause."""
     file = Path(os.environ[_FILE])
     stamp = str(int(time.time()) + later)
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}
@@ -129,4 +128,4 @@ def _record(text: str, *, later: bool = False) -> None:
         with file.open("x") as opened:
             json.dump({"message": message}, opened)
     except OSError:
-        return  # the script recorded the error itself, or the agent has ended
+        return  # the script has recorded the error itself, or the agent has ended

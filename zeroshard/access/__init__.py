@@ -1,1 +1,1 @@
-"""Access: how users read and write parameters that are sharded."""
+"""Access of users to sharded parameters: reads, writes and their model states."""

@@ -1,4 +1,4 @@
-"""Owns changes of the trained parameters: frozen ones lose their states, and unfrozen ones begin with new states."""
+"""Owns changes of trained parameters: frozen ones lose their states, and unfrozen ones begin with new states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class Freezing:
-    """The changes of one model's trained parameters, see the module's docstring."""
+    """The changes of one model's trained parameters."""
 
     def __init__(self, schedule: Schedule, hooks: Hooks, context: Context, step: ShardedStep) -> None:
         self._schedule = schedule
@@ -28,12 +28,12 @@ class Freezing:
         self._context = context
         self._step = step
         self._frozen = self._frozen_names()
-        """The parameters that took no gradient at the last look."""
+        """The parameters that required no gradient after the last update."""
         for optimizer in step.users_optimizers():
             optimizer.add_param_group = self.update  # type: ignore[method-assign, assignment]
 
     def update(self, param_group: dict[str, Any] | None) -> None:
-        """Update for parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
+        """Update the states of parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
             self._update(param_group)
 
@@ -49,10 +49,10 @@ class Freezing:
         self._schedule.refuse_parked("update_trainable()")
         self._schedule.refuse_pinned("update_trainable()")
         if self._schedule.state is StepState.STEPPED:
-            self._step.zero_grad()  # a loop that drops gradients before a backward, and not after the step
+            self._step.zero_grad()  # for loops that drop gradients before a backward, not after the step
         if not self._schedule.is_between_steps:
             raise UsageError(
-                "parameters are unfrozen or frozen between a backward and its step: their gradients would be lost. End "
+                "parameters were frozen or unfrozen between a backward and its step: their gradients would be lost. End "
                 "the step first, or call zero_grad()."
             )
         listed = {one for group in self._step.groups.ids for one in group}
@@ -72,7 +72,7 @@ class Freezing:
             self._step.list_group(param_group)
         self._schedule.optimized = listed
         for entry in freed:
-            entry.parameter.grad = None  # the gradient of a parameter outside of the optimizer belongs to no step
+            entry.parameter.grad = None  # the gradient of a parameter outside the optimizer belongs to no step
         self._frozen = self._frozen_names()
         for unit in list(self._schedule.units):
             now = {entry.fqn: entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named}
@@ -90,7 +90,7 @@ class Freezing:
         register(self._schedule.units, self._hooks, self._step)
 
     def _freed(self, listed: set[int]) -> list[NamedParameter]:
-        """Find the parameters that will train from now on. `listed` has the `id`s of those in param groups."""
+        """Find the parameters that will train from now on. `listed` has the `id`s of parameters in param groups."""
         freed = []
         for unit in self._schedule.units:
             for entry in unit.named:
@@ -100,13 +100,13 @@ class Freezing:
                     freed.append(entry)
                 elif entry.fqn in self._frozen:
                     raise UsageError(
-                        f"{entry.fqn} was unfrozen and is in no param group of the optimizer: pass update_trainable a "
+                        f"{entry.fqn} was unfrozen, but is in no param group of the optimizer. Pass update_trainable a "
                         "param_group with it."
                     )
         return freed
 
     def _split(self, unit: Unit, trained: list[NamedParameter], untrained: list[NamedParameter]) -> None:
-        """Give the parameters of a unit to new units, with master weights and optimizer states."""
+        """Move the parameters of a unit to new units, with master weights and optimizer states."""
         states = self._states
         names = [PARAMETERS, *states.optimizer_names()]
         kept = {entry.fqn: {name: states.get(entry.fqn, name) for name in names} for entry in unit.named}
@@ -120,7 +120,7 @@ class Freezing:
                 group = Group(label, unit.module, tuple(named), trainable, dtype, persistent, kind)
                 groups.append(group)
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
-        # The place of its optimizer states was decided when the model was sharded.
+        # `shard` has already decided the place of the unit's optimizer states.
         decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))
         self._schedule.replace(unit, make_units(groups, replace(self._context, policy=decided), first))
         self._step.lay_out()

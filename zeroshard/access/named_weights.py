@@ -1,4 +1,4 @@
-"""Owns `named_weights`: the weights of an export, complete, one unit at a time, without files.
+"""Owns `named_weights`: the complete weights of an export, one unit at a time and without files.
 
 If parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so
 that a rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
@@ -51,8 +51,8 @@ class _Part:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values. Merged weights are copies; others are the model's own memory.
 
-        A loop's variable still refers to the last value when the unit is resharded, and would keep its memory. So the
-        smallest comes last, as a copy.
+        When the unit is resharded, the caller's loop variable still refers to the last value, and would keep its memory
+        allocated. So the smallest value comes last, as a copy.
         """
         for name, module in self.adapted:
             yield from _merge(name, module)
@@ -96,12 +96,12 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
                     del weight
                     if live.schedule.steps_ended != steps:
                         raise UsageError(
-                            "optimizer.step() inside a loop over named_weights(): the weights after it would be newer than those "
-                            "before. Call it after the loop."
+                            "optimizer.step() was called inside a loop over named_weights(): later weights would be newer "
+                            "than earlier ones. Call it after the loop."
                         )
         except CollectiveError:
-            raise  # the others have it too, or will not come
-        except BaseException:  # the consumer's, or the end of its loop
+            raise  # other ranks raise it too, or have ended
+        except BaseException:  # the consumer's error, or the end of its loop
             if is_together:
                 _exchange(live, part, _LEFT)
             raise
@@ -110,9 +110,9 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 
 
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
-    """Unshard a part's units until the stack ends. Writes to sharded parameters are undone, to others refused."""
+    """Unshard a part's units until the stack ends. Undo writes to sharded parameters, and refuse writes to others."""
     wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
-    # An outer `unsharded` holds these already, and looks for writes when it ends.
+    # An outer `unsharded` already holds the other units, and checks for writes when it ends.
     wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].pins]
     for are_sharded in (True, False):
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
@@ -139,8 +139,8 @@ def _goes_on(live: LiveModel, part: _Part, to: int | None, *, is_last: bool) -> 
     if to in left:
         return False  # the rank that gets the weights has left its loop
     raise UsageError(
-        f"of the group's ranks {left} left the loop over named_weights() after {part.label}, by a break or an exception, and rank "
-        f"{live.rank} goes on: leave it on every rank, or on none. For a loop on one rank: named_weights(to=rank)."
+        f"ranks {left} of the group left the loop over named_weights() after {part.label}, by a break or an exception, but rank "
+        f"{live.rank} continues. Leave it on every rank, or on none. For a loop on one rank, use named_weights(to=rank)."
     )
 
 
@@ -154,7 +154,7 @@ def _units_by_parameter(live: LiveModel) -> dict[int, Unit]:
 def _parts(live: LiveModel) -> list[_Part]:
     """List the tensors of an export; for a PEFT model, those of its adapters."""
     names: dict[str, list[str]] = {}
-    """By fqn, the names under which it is yielded."""
+    """The names under which each parameter or buffer is yielded, by fqn."""
     adapters = getattr(live.model, "peft_config", None)
     described = describe(live) if adapters else Description()
     if adapters and described.problem is not None:
@@ -196,8 +196,8 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
         own = {id(parameter): parameter for parameter in _base_parameters(module)}
         if bases & own.keys():
             raise UsageError(
-                f"{name} shares its weight with another layer that has an adapter, and there is no one merged weight: "
-                "adapt one of them, or pass merge_adapters=False for the adapters."
+                f"{name} shares its weight with another layer that has an adapter, so there is no single merged weight. "
+                "Adapt one of them, or pass merge_adapters=False for the adapters."
             )
         bases |= own.keys()
         largest = max(own.values() or module.parameters(), key=lambda parameter: parameter.shape.numel())
@@ -218,14 +218,14 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
     lost = [entry.fqn for entry in entries if id(entry.parameter) not in handed_over]
     if lost:
         raise UsageError(
-            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters): "
-            "hand over the adapter itself (merge_adapters=False), or export it."
+            f"{lost[0]} belongs to an adapter that PEFT does not merge into weights ({len(lost)} such parameters). "
+            "Pass merge_adapters=False for the adapter itself, or export it."
         )
     return [part for part in [*parts.values(), buffers] if part.plain or part.adapted]
 
 
 def _adapted(root: nn.Module) -> dict[str, nn.Module]:
-    """Find PEFT's layers around modules of the model, as its `merge_and_unload` does; none inside another."""
+    """Find PEFT's layers that wrap modules of the model, as its `merge_and_unload` does, but none inside another."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         is_layer = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, _BASE)
@@ -240,7 +240,7 @@ def _base_parameters(layer: nn.Module) -> Sequence[nn.Parameter]:
 
 
 def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Merge a copy of one of PEFT's layers, whose parameters are whole, with PEFT's own arithmetic."""
+    """Let PEFT merge a copy of one of its layers, and yield the weights. The layer's parameters must be whole."""
     bases = {id(parameter) for parameter in _base_parameters(layer)}
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():

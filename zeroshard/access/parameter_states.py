@@ -20,16 +20,17 @@ from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Rang
 
 
 class ParameterStates:
-    """The model states of one parameter. `parameter_states` makes it; make it again after the model is sharded again.
+    """The model states of one parameter, as `parameter_states` returns them.
 
-    The states are "parameters" (master weights), "gradients", and the optimizer's, by its own names, such as "exp_avg".
-    "gradients" are their mean over ranks, between the last backward of a step and `zero_grad`.
+    The states are "parameters" (master weights), "gradients", and the optimizer's under its own names, such as
+    "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`. After you shard
+    the model again, call `parameter_states` again.
 
     Attributes:
-        fqn: its first name in the model; "" for one made under `sharded_init` that is in no sharded model yet.
+        fqn: its first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
         number: its number in the order in which parameters were sharded, the same on every rank.
         is_trained: whether a step updates it.
-        is_sharded: whether this rank has only its part at rest.
+        is_sharded: whether this rank stores only its part at rest.
     """
 
     fqn: str
@@ -63,7 +64,7 @@ class ParameterStates:
         return self._unit.is_arriving
 
     def names(self) -> list[str]:
-        """Return the names of the states that exist, as far as this rank has them."""
+        """Return the names of the states that this rank holds and `get` can return."""
         return self._states.names(self.fqn)
 
     def get(self, state: str = PARAMETERS) -> Tensor | None:
@@ -79,7 +80,7 @@ class ParameterStates:
         self._states.set(self.fqn, state, value)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
-        """Return the ranges of the flattened state that this rank holds, see `ModelStates.local`. Runs no collective."""
+        """Return this rank's ranges of the flattened state, see `ModelStates.local`. It runs no collective."""
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
@@ -87,9 +88,9 @@ class ParameterStates:
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:
-        """Return a copy of this rank's sum of gradients, if it is not reduced yet. Runs no collective.
+        """Return a copy of this rank's sum of gradients, if it is not reduced yet. It runs no collective.
 
-        Return None if there is none, or if it was reduced over ranks: then `get("gradients")` has it.
+        The result is None if there is no sum, or if it was reduced over ranks; `get("gradients")` then returns it.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
@@ -99,8 +100,9 @@ class ParameterStates:
         return torch.cat(parts).view(shape)
 
     def flat(self, state: str = PARAMETERS) -> Tensor | None:
-        """Return a copy of this rank's elements of a state, 1-D, range by range. Empty if it holds none; None if there
-        is no such state.
+        """Return a copy of this rank's elements of a state, 1-D, range by range.
+
+        The result is empty if this rank holds no elements, and None if there is no such state.
         """
         parts = [part.tensor.view(-1) for part in self.local(state)]
         if not parts:
@@ -118,7 +120,7 @@ class ParameterStates:
         if value.numel() != sum(sizes) or (not ranges and self.local()):
             raise UsageError(
                 f"this rank holds {sum(sizes)} elements of {state} of {self.fqn or 'the parameter'}, not "
-                f"{value.numel()}. Pass as many as `get_local` returns."
+                f"{value.numel()}. Pass as many as `flat` returns."
             )
         values = value.reshape(-1).split(sizes)
         self.set_local([Range(part.start, new) for part, new in zip(ranges, values, strict=True)], state)
@@ -138,13 +140,13 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     if isinstance(parameter, nn.Parameter) and (isinstance(parameter, BornSharded) or is_shown(parameter)):
         return _Born(parameter)
     raise UsageError(
-        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no model that zeroshard "
-        "holds: call shard() or initialize() first, and give the model's own parameter, not a copy."
+        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no sharded model. "
+        "Call shard() or initialize() first, and pass the model's own parameter, not a copy."
     )
 
 
 class _Born(ParameterStates):
-    """The states of a parameter that was made sharded and is in no unit yet: it has only values."""
+    """The states of a parameter that was made sharded and belongs to no unit yet: it has only values."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
@@ -195,8 +197,8 @@ class _Born(ParameterStates):
             target = mine.get((part.start, stop))
             if target is None or self.is_here:
                 raise UsageError(
-                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}); and it is "
-                    "set outside of unsharded(). Pass its values there."
+                    f"this rank's part of the parameter is {list(mine)}, not [{part.start}, {stop}), or the parameter is "
+                    "unsharded now. Pass the values of that part, outside of unsharded()."
                 )
             target.copy_(part.tensor.reshape(-1))
 
@@ -204,5 +206,5 @@ class _Born(ParameterStates):
         if state != PARAMETERS:
             what = "gradients" if state == GRADIENTS else f"state {state!r}"
             raise UsageError(
-                f"a parameter that is in no sharded model so far has no {what}: call shard() or initialize() first."
+                f"a parameter that is in no sharded model has no {what}. Call shard() or initialize() first."
             )

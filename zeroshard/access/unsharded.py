@@ -20,7 +20,7 @@ from zeroshard.step.sharded_step import ShardedStep
 
 @dataclass(frozen=True)
 class Home:
-    """The place of a parameter: its unit, and the hooks and step that belong to it.
+    """The place of a parameter: its unit, with that unit's hooks and step.
 
     Attributes:
         number: its number in the order in which parameters were sharded, the same on every rank.
@@ -36,7 +36,7 @@ class Home:
 
 _numbers = itertools.count()
 _home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Only an index: it lets `unsharded` find a parameter's unit without an attribute on the parameter.
+# An index, so that `unsharded` finds a parameter's unit without an attribute on the parameter.
 
 
 def register(units: Iterable[Unit], hooks: Hooks, step: ShardedStep) -> None:
@@ -71,24 +71,23 @@ def home_of(parameter: Tensor) -> Home | None:
 def unsharded(
     target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
 ) -> Iterator[None]:
-    """Unshard the parameters of a module, or given parameters, inside the block, under every policy.
+    """Unshard the parameters of a module, or given parameters, inside the block.
 
-    Parameters made under `sharded_init` are unsharded too.
-
-    They stay unsharded while the model runs: inside, each rank may run it any number of times (to generate, for
-    example). Every rank must enter and leave the block if parameters are sharded at rest, or if there is a modifier
-    rank. It nests. If an exception leaves it, changes to parameters that are sharded at rest are lost.
+    This works under every policy, and for parameters made under `sharded_init`. Parameters stay unsharded while the
+    model runs, so each rank may run it any number of times inside, for example to generate. If parameters are sharded
+    at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If an
+    exception leaves the block, changes to parameters that are sharded at rest are lost.
 
     Args:
-        target: a module, a parameter or parameters. Other parameters of their units are unsharded too. Tensors of no
-            model, and None, stay as they are.
-        modifier_rank: the rank of the data-parallel group whose in-place changes count: they become every rank's
-            parameters and master weights at the end of the block. None is for reading.
-        undo: without a modifier rank: changes are undone at the end of the block instead of raising an error.
-            Parameters that are unsharded at rest are copied for it.
+        target: a module, a parameter, or several parameters. Other parameters of their units are unsharded too. Tensors
+            that belong to no sharded model, and None, are ignored.
+        modifier_rank: the rank of the data-parallel group whose in-place changes count. At the end of the block, they
+            reach every rank's parameters and master weights. With None, the block is for reading.
+        undo: without a modifier rank: undo changes at the end of the block instead of raising an error. This copies
+            parameters that are unsharded at rest.
 
     Raises:
-        UsageError: parameters were changed without a modifier rank, when the block ends, or when another one begins inside it.
+        UsageError: parameters were changed without a modifier rank, and the block ends or another one begins inside it.
             Changes to sharded parameters are lost.
     """
     if isinstance(target, nn.Module):
@@ -104,17 +103,17 @@ def unsharded(
 def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
     """Unshard parameters of other blocks while `module` runs its forward, and its backward if that needs them.
 
-    Call it for a module that uses a parameter of another block, also before the model is sharded. Every rank must run
-    the module equally often.
+    Call it for a module that uses a parameter of another block, before or after the model is sharded. Every rank must
+    run the module equally often.
 
     Returns:
-        An object whose `remove()` ends it.
+        A handle whose `remove()` ends the borrowing.
     """
     return Borrowed(module, [parameters] if isinstance(parameters, Tensor) else list(parameters))
 
 
 class Borrowed:
-    """The result of `borrow`, whose `remove` ends it."""
+    """The handle that `borrow` returns. Its `remove` ends the borrowing."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor]) -> None:
         self._borrowed = [weakref.ref(parameter) for parameter in parameters]
@@ -207,7 +206,7 @@ def _refuse_changes(unit: Unit) -> None:
 
 
 def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
-    """Name the operation, for errors of waits for other ranks inside."""
+    """Name the operation, for errors of waits inside for other ranks."""
     return units[0].collectives.operation(name) if units else nullcontext()
 
 
@@ -224,7 +223,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
 
 
 def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
-    """Return the names that any rank of the mesh's other dimension has; units agree on theirs over data-parallel ranks."""
+    """Return the names of all ranks of the mesh's other dimension. Data-parallel ranks already agree on theirs."""
     others = looks[0][0].others if looks else None
     if others is None or others.world_size == 1:
         return written
@@ -239,7 +238,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
             unit.appearance.adopt_new_data()
             unit.flat.tensor.copy_(kept[unit])
         elif unit.pins > 1 or unit not in at_rest:
-            unit.writes.written_since(versions)  # which undoes it
+            unit.writes.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
 
@@ -285,13 +284,14 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
     if written:
         raise UsageError(
             "parameters that were born sharded were changed inside unsharded() without a modifier rank: "
-            f"{', '.join(written)}. The change is gone: pass modifier_rank=0 to keep rank 0's."
+            f"{', '.join(written)}. The changes are lost. Pass modifier_rank=0 to keep rank 0's."
         )
 
 
 def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
-    """Take changes, as `_take_changes` does. Errors name a parameter without a name by its number among those given,
-    and its shape.
+    """Take changes, as `_take_changes` does.
+
+    Errors identify a parameter without a name by its number among those given, and by its shape.
     """
     collectives = born[0][1].births.collectives(born[0][0].device)
     own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]
@@ -305,8 +305,8 @@ def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int
         )
         if different is not None:
             raise UsageError(
-                f"parameter number {different} has another shape or dtype on rank {modifier_rank} than on others: give "
-                "a parameter other data on every rank, inside unsharded(modifier_rank=...)."
+                f"parameter number {different} does not have the same shape and dtype on every rank. Inside "
+                "unsharded(modifier_rank=...), replace a parameter's data on every rank."
             )
         for parameter, shard in born:
             parameter.data = parameter.data.contiguous()

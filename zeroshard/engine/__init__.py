@@ -1,4 +1,4 @@
-"""Training with a config: one object that trains a model, with the methods of DeepSpeed's engine."""
+"""Training with a config, through an object with the methods of DeepSpeed's engine."""
 
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.progress import StepReport

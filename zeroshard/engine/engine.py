@@ -37,28 +37,27 @@ _PARKED = {
     "lp_params": "parameters", "lp_grads": "gradients", "contiguous_grad_buffer": "gradients", "hp_params": "optimizer",
     "optim_states": "optimizer",
 }  # fmt: skip
-"""DeepSpeed's names of the states that `offload_states` parks."""
+"""DeepSpeed's names for the states that `offload_states` parks."""
 
 
 class Engine(Saving, nn.Module):
     """An engine that trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
-    It is a module that wraps the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()` and
-    `eval()` work as for any wrapper. An attribute that it lacks is looked up in the model.
+    The engine is a module that wraps the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()`
+    and `eval()` work as for any wrapper. Attributes that the engine lacks are looked up in the model.
 
     Attributes:
         module: the user's own model.
-        optimizer, lr_scheduler: those of the config or the caller. `optimizer.step()` is a step without the
-            scheduler's.
+        optimizer, lr_scheduler: those of the config or the caller. `optimizer.step()` does not advance the scheduler.
         config: the JSON as it was read, with values instead of "auto".
         resolved: the resolved config: each key with its value, its origin and its effect.
         checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
         training_dataloader: an object whose `state_dict` is its position, by default the loader that `initialize` made.
-            Rank 0's is saved in checkpoints, and loaded on all ranks.
+            A checkpoint holds rank 0's position, and all ranks load it.
         client_optimizer: the optimizer, or the callable that makes one, that was passed to `initialize`.
-        loss_scaler: the object with the present loss scale (1 except under fp16).
-        global_steps, micro_steps, global_samples, skipped_steps: counters since the start; a skipped step counts in
-            all.
+        loss_scaler: the object with the current loss scale (1 except under fp16).
+        global_steps, micro_steps, global_samples, skipped_steps: counters since the start of training. A skipped step
+            counts in all of them.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class Engine(Saving, nn.Module):
             if self._destroyed:
                 raise UsageError(
                     "the engine was destroyed, and cannot train. A stock Trainer's train() destroys the engine of an earlier "
-                    "train() or evaluate(): make a new Trainer, of a new model, for each. In a loop of your own, call "
+                    "train() or evaluate(): make a new Trainer with a new model for each. In your own loop, call "
                     "initialize again."
                 )
             self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
@@ -126,11 +125,11 @@ class Engine(Saving, nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute this microbatch's gradients, and return the loss divided by the accumulation steps.
 
-        A microbatch may have several backwards. `loss.backward()` works too: the step divides its gradients. Under fp16
-        call `engine.scale(loss).backward()`.
+        A microbatch may have several backwards. `loss.backward()` works too: the step divides its gradients. Under
+        fp16, call `engine.scale(loss).backward()` instead.
 
         Args:
-            loss: a scalar that depends on the model; under fp16 it is multiplied by the loss scale here.
+            loss: a scalar that depends on the model. Under fp16, this method multiplies it by the loss scale.
             scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
         """
         self._refuse_untrained("backward")
@@ -150,12 +149,12 @@ class Engine(Saving, nn.Module):
         return mean.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the loss scale, under fp16: `engine.scale(loss).backward()`."""
+        """Multiply the loss by the loss scale under fp16, for `engine.scale(loss).backward()`."""
         self._refuse_untrained("scale")
         _refuse_not_scalar(loss, "scale")
         if loss.grad_fn is None:
             raise UsageError(
-                "engine.scale takes a loss with a graph, and this one was computed under torch.no_grad(), or "
+                "engine.scale takes a loss with a graph, but this one was computed under torch.no_grad() or "
                 "detached. Pass the loss as the model returned it."
             )
         self._microbatches.was_scaled = True
@@ -164,13 +163,13 @@ class Engine(Saving, nn.Module):
     def _scaled(self, loss: Tensor) -> Tensor:
         if not self.resolved.scales_loss:
             return loss
-        return loss.float() * self.loss_scaler.scale  # in fp32: a loss in half precision times 65536 is infinite
+        return loss.float() * self.loss_scaler.scale  # in fp32: a half-precision loss times 65536 would be infinite
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
-        """End the microbatch; at the last one of a step, clip, update the parameters and move the schedule.
+        """End the microbatch. After the last one of a step, clip, update the parameters and advance the scheduler.
 
-        A step whose gradients are not finite is not applied: parameters, optimizer and schedule stay as they are.
-        Parameters without a gradient on any rank do not change.
+        A step whose gradients are not finite is skipped: parameters, optimizer and scheduler do not change. Under bf16,
+        it is skipped only with `bf16.check_grad_overflow`. Parameters without a gradient on any rank do not change.
 
         Args:
             lr_kwargs: arguments of the scheduler's step, such as a metric.
@@ -180,8 +179,8 @@ class Engine(Saving, nn.Module):
         """
         if self._microbatches.ended_by_optimizer:  # this call would end a microbatch that never ran
             raise UsageError(
-                "engine.step() after optimizer.step(), which had ended the step already: call one of them. After "
-                "optimizer.step() the scheduler is the caller's: lr_scheduler.step()."
+                "engine.step() was called after optimizer.step(), which had already ended the step. Call one of them. "
+                "After optimizer.step(), call lr_scheduler.step() yourself."
             )
         if self._ends_step and not lr_kwargs:
             refuse_without_metrics(self.lr_scheduler)
@@ -191,8 +190,9 @@ class Engine(Saving, nn.Module):
         """Run `optimizer.step()` without advancing the scheduler."""
         if not self._ends_step:
             raise UsageError(
-                f"optimizer.step() in microbatch {self._microbatches.count + 1} of {self.gradient_accumulation_steps()}: call "
-                "engine.step() after each microbatch, or set gradient_accumulation_steps to 1 and accumulate in engine.no_sync()."
+                f"optimizer.step() was called in microbatch {self._microbatches.count + 1} of "
+                f"{self.gradient_accumulation_steps()}. Call engine.step() after each microbatch, or set "
+                "gradient_accumulation_steps to 1 and accumulate in engine.no_sync()."
             )
         report = self._step(lambda: None)
         self._microbatches.ended_by_optimizer = True
@@ -200,14 +200,16 @@ class Engine(Saving, nn.Module):
 
     @property
     def _ends_step(self) -> bool:
-        """Return whether a step now updates the parameters: each step does if the caller counts microbatches."""
+        """Whether a step now updates the parameters. Each step does if the caller counts microbatches."""
         return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
         self._refuse_untrained("step")
         self._reshard_adapters()
         if self._microbatches.is_no_sync:
-            raise UsageError("engine.step() inside engine.no_sync(), which holds back the reduction: call it outside.")
+            raise UsageError(
+                "engine.step() was called inside engine.no_sync(), which delays the reduction. Call it outside."
+            )
         ends_step = self._ends_step
         if self.managed_gradient_accumulation():
             self._microbatches.warn_of_missing_steps(self.gradient_accumulation_steps())
@@ -222,7 +224,7 @@ class Engine(Saving, nn.Module):
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
-        self.loss_scaler.update(not self._last.applied)  # a step that may be applied anyway has a constant scale
+        self.loss_scaler.update(not self._last.applied)  # where no step is skipped, the scale is constant
         self._step_of_shards.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()
         return self._last
@@ -233,7 +235,7 @@ class Engine(Saving, nn.Module):
         norm = self._sharded.clip_grad_norm_(self._schema.gradient_clipping or None, scale * multiple)
         is_finite = True
         if self.resolved.skips_steps_that_are_not_finite:
-            norm = float(norm)  # which waits for an accelerator
+            norm = float(norm)  # waits for an accelerator
         if not isinstance(norm, Tensor):
             is_finite = math.isfinite(norm)
         not_finite: tuple[str, ...] = ()
@@ -259,7 +261,7 @@ class Engine(Saving, nn.Module):
         if self.managed_gradient_accumulation():
             return self.train_batch_size()
         batch = self.resolved.batch
-        return batch.micro * batch.world_size * self._microbatches.backwards  # each was a microbatch's
+        return batch.micro * batch.world_size * self._microbatches.backwards  # each counts as a microbatch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step so far, as after an exception: the next microbatch is the step's first."""
@@ -269,7 +271,7 @@ class Engine(Saving, nn.Module):
         self._progress.forget_losses()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the present microbatch is the last of its step."""
+        """Return whether the current microbatch is the last of its step."""
         if self._microbatches.boundary is not None:
             return self._microbatches.boundary
         if not self.managed_gradient_accumulation():
@@ -277,28 +279,27 @@ class Engine(Saving, nn.Module):
         return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Declare whether the present microbatch is the last of its step, from now on instead of the engine's own count.
+        """Declare whether the current microbatch is the last of its step.
 
-        It may be called between forward and backward, too.
+        From then on, these calls replace the engine's own count. A call between forward and backward is allowed too.
         """
         if not self.managed_gradient_accumulation():
             raise UsageError(
-                "set_gradient_accumulation_boundary() with managed_gradient_accumulation false: every "
+                "set_gradient_accumulation_boundary() was called with managed_gradient_accumulation false, where every "
                 "engine.step() ends a step. Leave the call out."
             )
         self._microbatches.boundary = bool(is_boundary)
         self._microbatches.expect_backward(bool(is_boundary))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Sum the gradients of backwards inside on this rank, if gradients are not sharded; `parameter.grad` is the
-        sum.
+        """Sum the gradients of backwards inside on this rank only.
 
-        Sharded gradients are reduced as usual: no rank has room for the whole.
+        `parameter.grad` is the sum. Sharded gradients are reduced as usual, since no rank has room for whole ones.
         """
         return self._microbatches.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Accept the backwards of one microbatch inside: their gradients are summed, with or without this block."""
+        """Return a block for several backwards of one microbatch. It has no effect: their gradients are always summed."""
         return nullcontext()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -307,24 +308,24 @@ class Engine(Saving, nn.Module):
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
             raise UsageError(
-                f"engine.{what} on an engine for evaluation only: give initialize an optimizer, or the config an "
-                "`optimizer`."
+                f"engine.{what} was called on an engine for evaluation only. Pass initialize an optimizer, or add an "
+                "`optimizer` block to the config."
             )
 
-    # ------------------------------------------------------------------ looks and changes between steps
+    # ------------------------------------------------------------------ inspection and changes between steps
 
     def underflow_report(
         self, compute_loss: Callable[[], Tensor] | None = None, scales: Sequence[float] = SCALES
     ) -> UnderflowReport:
-        """Measure the share of each parameter's gradient elements that vanishes in fp16, at this loss scale and at others.
+        """Measure the share of each parameter's gradient elements that vanish in fp16, at this loss scale and at others.
 
-        It computes and differentiates the loss again at each scale, and does not change the training. Every rank must
-        call it. `report.table()` is for rich's console, `report.plot(path)` draws it.
+        It computes the loss and its gradients again at each scale, and does not change the training state. Every rank
+        must call it. Print `report.table()` with rich's console, or draw a figure with `report.plot(path)`.
 
         Args:
-            compute_loss: makes the loss of some batch; by default the last call of the engine is run again, which must
-                then return the loss.
-            scales: loss scales to compare with the present one.
+            compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
+                must then be the loss.
+            scales: loss scales to compare with the current one.
         """
         if not self.resolved.scales_loss:
             raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
@@ -344,20 +345,23 @@ class Engine(Saving, nn.Module):
 
     def _replay(self) -> Tensor:
         if self._last_call is None:
-            raise UsageError("underflow_report runs the last microbatch again, and none was run: give it compute_loss.")
+            raise UsageError("underflow_report runs the last microbatch again, but none has run. Pass compute_loss.")
         args, kwargs = self._last_call
         with self._autocast():
             loss = self.module(*args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("the model does not return its loss: give underflow_report a function that computes it.")
+            raise UsageError("the model does not return its loss. Pass underflow_report a function that computes it.")
         return loss
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
-        """Update for parameters that were frozen or unfrozen, see `Sharded.update_trainable`. Every rank must call it."""
+        """Update the training state after parameters were frozen or unfrozen. Every rank must call it.
+
+        See `Sharded.update_trainable`.
+        """
         if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
             raise UsageError(
-                f"{type(self.lr_scheduler).__name__} was made for the param groups that there were: list the "
-                "parameters when the optimizer is made, frozen as they are, or use a scheduler of torch's."
+                f"{type(self.lr_scheduler).__name__} was made for the optimizer's existing param groups. List the frozen "
+                "parameters when you make the optimizer, or use one of torch's schedulers."
             )
         self._reshard_adapters()
         self._sharded.update_trainable(param_group)
@@ -369,12 +373,12 @@ class Engine(Saving, nn.Module):
         """Park model states off the accelerator, between steps: see `Sharded.offload_states`.
 
         Args:
-            include: some of "parameters", "gradients", "optimizer", or DeepSpeed's names of these. Default: all.
+            include: some of "parameters", "gradients" and "optimizer", or DeepSpeed's names for these; default: all.
             device: "cpu", or "nvme" for the disk, in the folder nvme_path (default: the config's).
-            non_blocking: has no meaning here: when this returns, the accelerator's memory is free.
+            non_blocking: no effect; when this method returns, the accelerator's memory is free.
 
         Returns:
-            The number of bytes that were freed.
+            The number of freed bytes.
         """
         self._reshard_adapters()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
@@ -392,19 +396,19 @@ class Engine(Saving, nn.Module):
         return self._sharded.offload_states(states, place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Load the states again that `offload_states` parked."""
+        """Reload the states that `offload_states` parked."""
         self._sharded.reload_states()
 
     def empty_partition_cache(self) -> None:
-        """Release the memory that torch's allocator keeps for reuse. Between steps no sharded parameter is whole."""
+        """Release the memory that torch's allocator keeps for reuse."""
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of microbatches, between steps, so that a step has this number of samples over all ranks.
+        """Set the number of microbatches between steps, so that a step has this number of samples over all ranks.
 
         Raises:
-            UsageError: a step has begun, or the ranks' microbatches do not make up this number.
+            UsageError: a step has begun, or the number is no multiple of the samples in one microbatch of all ranks.
         """
         batch = self.resolved.batch
         step = batch.micro * batch.world_size
@@ -419,7 +423,7 @@ class Engine(Saving, nn.Module):
         self.resolved = replace(self.resolved, batch=changed)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per microbatch, between steps. The number of microbatches stays the same."""
+        """Set the number of samples per microbatch, between steps. The number of microbatches stays the same."""
         if micro_batch_size < 1:
             raise UsageError(
                 f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."
@@ -437,8 +441,8 @@ class Engine(Saving, nn.Module):
         """Make a loader over this rank's part of a dataset, as `initialize(training_data=...)` does.
 
         Args:
-            batch_size: default: samples of a microbatch.
-            route, pin_memory, num_local_io_workers: have no meaning here.
+            batch_size: default: the samples of a microbatch.
+            route, pin_memory, num_local_io_workers: no effect.
         """
         if data_sampler is not None:
             raise UsageError("deepspeed_io(data_sampler=...) is not offered: use torch's DataLoader with your sampler.")
@@ -452,16 +456,16 @@ class Engine(Saving, nn.Module):
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:  # type: ignore[override]
-        """Compile the model in place, as `module.compile` does; the graph breaks at the borders of units."""
+        """Compile the model in place, as `module.compile` does. The graph breaks at the boundaries of units."""
         self.module.compile(backend=backend, **{**(compile_kwargs or {}), **kwargs})
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether the model is compiled."""
+        """Whether the model is compiled."""
         return compiled_call_of(self.module) is not None
 
     def destroy(self) -> None:
-        """End the sharding: the module is then whole and ordinary. Every rank must call it."""
+        """End the sharding, and leave the module whole and ordinary. Every rank must call it."""
         self._reshard_adapters()
         self._destroyed = True
         self._progress.close()

@@ -12,13 +12,12 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer of an engine. Its `step()` is the engine's, without the scheduler's; all else is the user's
-    optimizer.
+    """The optimizer of an engine, whose `step()` is the engine's, except that it does not advance the scheduler.
 
-    Groups, states, hooks and state dicts are those of the user's optimizer. All other attributes are forwarded to it.
+    Groups, states, hooks, state dicts and all other attributes are those of the user's optimizer.
     """
 
-    # torch's own would make other groups and hooks.
+    # torch's own `__init__` would make other groups and hooks.
     def __init__(self, step: ShardedStep, loss_scaler: LossScaler) -> None:
         self._step = step
         self.loss_scaler = loss_scaler
@@ -40,7 +39,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._step.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's optimizer's state dict: this rank's shards."""
+        """Return the state dict of the user's optimizer, with this rank's shards."""
         return self._step.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -62,7 +61,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return isinstance(self.loss_scaler, DynamicLossScaler)
 
     def needs_scaler(self) -> bool:
-        """Whether a loss must be scaled before its backward, as `engine.backward` does."""
+        """Return whether a loss must be scaled before its backward, as `engine.backward` does."""
         return self.dynamic_loss_scale or self.loss_scaler.scale != 1
 
     @property
@@ -76,4 +75,4 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._step.loss_scale
 
     cur_scale = loss_scale
-    """DeepSpeed's name of `loss_scale`."""
+    """DeepSpeed's name for `loss_scale`."""

@@ -48,28 +48,27 @@ def initialize(
 
     Args:
         args: an argparse namespace; its `deepspeed_config` is the config if `config` is not given.
-        model: the module to train; it is moved to this rank's accelerator.
+        model: the module to train. `initialize` moves it to this rank's accelerator.
         optimizer: a torch optimizer, or a callable that makes one from parameters; it replaces the config's block.
             Without either, the engine is for evaluation only.
         model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
         training_data: a dataset; `initialize` returns a loader over this rank's part of it.
         lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
-        collate_fn: for the loader.
-        config: a path, a dict or any Mapping.
-        dist_init_required: initialise torch.distributed; default: if a launcher's environment names several ranks, see
-            `launch`.
-        auto: values for keys that are "auto" in the config and cannot be derived, such as `auto={"lr": 3e-4,
-            "total_num_steps": 1000}`; also a batch size, if the config names none: `{"train_micro_batch_size_per_gpu":
-            8}`.
-        group: the data-parallel process group; default: all ranks, or, if the model is divided (DTensors, or the
-            config's `tensor_parallel.autotp_size`), the ranks that hold the same part.
-        attributes: a class whose properties the parameters have beside their own, see `shard`.
+        collate_fn: the loader's function that makes a batch of samples.
+        config: a path, a dict or any other Mapping.
+        dist_init_required: whether to initialise torch.distributed; default: if the launcher's environment names
+            several ranks. With False, the caller must have initialised it.
+        auto: values for "auto" keys of the config that zeroshard cannot derive, such as `auto={"lr": 3e-4,
+            "total_num_steps": 1000}`. If the config names no batch size, also `{"train_micro_batch_size_per_gpu": 8}`.
+        group: the data-parallel process group; default: all ranks. If the model is divided (by DTensors, or by the
+            config's `tensor_parallel.autotp_size`), the default is the ranks that hold the same part.
+        attributes: a class whose properties the parameters gain, see `shard`.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)
 
     Raises:
-        ConfigError, UsageError: the config or an argument cannot be used; the message has the value and the remedy.
+        ConfigError, UsageError: the config or an argument cannot be used. The message names the value and the remedy.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}. Pass the model.")
@@ -119,14 +118,14 @@ def _tensor_parallel_ranks(config: Any, mesh: DeviceMesh | None, group: dist.Pro
     if mesh is not None:
         if named not in (1, mesh.size()):
             raise UsageError(
-                f"tensor_parallel.autotp_size is {named}, and the model is divided over {mesh.size()} ranks already: set it to "
+                f"tensor_parallel.autotp_size is {named}, but the model is already divided over {mesh.size()} ranks. Set it to "
                 f"{mesh.size()}, or leave it out."
             )
         return mesh.size()
     if named > 1 and group is not None:
         raise UsageError(
-            f"tensor_parallel.autotp_size = {named} finds the data-parallel ranks itself: leave group= (mpu, sp_size) out. To use "
-            "both, divide the model with parallelize_module before."
+            f"tensor_parallel.autotp_size = {named} determines the data-parallel ranks itself: leave group= (mpu, sp_size) "
+            "out. To use both, divide the model with parallelize_module first."
         )
     return named
 
@@ -136,7 +135,7 @@ def make_engine(
     model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, group: dist.ProcessGroup | None = None,
     attributes: type | None = None, backend: Backend = BACKEND,
 ) -> Engine:  # fmt: skip
-    """Make the engine of a resolved config, on a backend. Other arguments are those of `initialize`."""
+    """Make the engine for a resolved config on a backend. Other arguments are those of `initialize`."""
     if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
         model.to(device)
     checkpointing = Checkpointer.of(config, model)

@@ -16,7 +16,10 @@ from zeroshard.errors import UsageError
 
 
 class ShardedSampler(Sampler[int]):
-    """A sampler of every world_size-th sample of a shuffled epoch. All ranks get the same number: the first samples repeat."""
+    """A sampler of every world_size-th sample of a shuffled epoch.
+
+    All ranks get the same number of samples. Without `drop_last`, some of the first samples repeat.
+    """
 
     def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool) -> None:
         self.epoch = 0
@@ -39,14 +42,13 @@ class ShardedSampler(Sampler[int]):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """A DataLoader over this rank's part of a dataset. It shuffles again each epoch, and can continue from a saved
-    position.
+    """A DataLoader over this rank's part of a dataset, which shuffles each epoch and resumes from a saved position.
 
-    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all ranks. The
-    first iteration after a load goes on there; any other begins the epoch.
+    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all
+    ranks. The first iteration after a load continues at that position. Any other iteration starts the epoch anew.
 
     Raises:
-        UsageError: the data cannot be cut by ranks.
+        UsageError: the data cannot be divided over ranks.
     """
 
     def __init__(
@@ -55,19 +57,19 @@ class StatefulLoader(DataLoader[Any]):
     ) -> None:  # fmt: skip
         if isinstance(data, DataLoader):
             raise UsageError(
-                "training_data is a dataset, not a DataLoader, whose batches cannot be cut by ranks: give "
+                "training_data takes a dataset, not a DataLoader, whose batches cannot be divided over ranks. Pass "
                 "training_data=loader.dataset and auto={'train_micro_batch_size_per_gpu': loader.batch_size}, or iterate "
                 "over the loader yourself."
             )
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise UsageError(
-                f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be cut by ranks: "
-                "iterate over it yourself, a part of it on each rank."
+                f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be divided over "
+                "ranks. Iterate over it yourself, over a part of it on each rank."
             )
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
         self._is_loaded = False
-        generator = torch.Generator()  # seeds for workers must not consume the training's random numbers
+        generator = torch.Generator()  # the seeds of workers must not consume random numbers of the training run
         super().__init__(
             data, batch_size, sampler=self._shard, collate_fn=collate_fn, drop_last=drop_last, generator=generator
         )
@@ -76,7 +78,7 @@ class StatefulLoader(DataLoader[Any]):
         if not self._is_loaded:
             self._shard.position = 0
         self._is_loaded = False
-        # Count the batches that the caller got, not those that workers have fetched ahead.
+        # Count the batches that the caller received, not those that workers have prefetched.
         samples = (self.batch_size or 1) * self._world_size
         for batch in super().__iter__():
             self._shard.position += samples
@@ -92,8 +94,8 @@ class StatefulLoader(DataLoader[Any]):
         """Continue from a saved position, at any world size."""
         if state["length"] != self._shard.length:
             raise UsageError(
-                f"the position was saved over {state['length']} samples, and this dataset has "
-                f"{self._shard.length}. Resume with the dataset that was saved, or start the data from its beginning."
+                f"the position was saved over {state['length']} samples, but this dataset has "
+                f"{self._shard.length}. Resume with the same dataset, or start from its beginning."
             )
         self._shard.epoch = state["epoch"]
         self._shard.position = state["position"]

@@ -1,4 +1,4 @@
-"""Owns the position in a step: the present microbatch, its backwards so far, and the divisor of their gradients."""
+"""Owns the position in a step: the current microbatch, its backwards so far, and the divisor of their gradients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zeroshard.sharded import Sharded
 
 
 class Microbatches:
-    """The microbatches of one engine's present step.
+    """The microbatches of one engine's current step.
 
-    Calls that every rank makes decide to which microbatch a backward belongs. Gradients cannot: a rank's loss may use
-    no parameter.
+    Calls that every rank makes decide to which microbatch a backward belongs. Gradients cannot decide it, since a
+    rank's loss may use no parameter.
 
     Attributes:
         count: the number of microbatches that have ended.
         backwards: the number of backwards of those microbatches.
-        boundary: the caller's declaration whether the present one is the last; None: the count decides.
-        was_scaled: `engine.scale` was called in this step.
-        is_no_sync: a `no_sync` block is open.
-        ended_by_optimizer: `optimizer.step()` ended the step before, and no microbatch has begun since.
+        boundary: whether the caller declared the current microbatch the last. None: the count decides.
+        was_scaled: whether `engine.scale` was called in this step.
+        is_no_sync: whether a `no_sync` block is open.
+        ended_by_optimizer: whether `optimizer.step()` ended the last step, and no microbatch has begun since.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -35,7 +35,7 @@ class Microbatches:
         self.start_step()
 
     def start_step(self) -> None:
-        """Start a new step, or the same one again."""
+        """Start a new step, or restart the same one."""
         self.count = self.backwards = 0
         self.was_scaled = False
         self._had_own = self._had_users = False
@@ -63,15 +63,15 @@ class Microbatches:
         self._had_own = True
 
     def warn_of_missing_steps(self, accumulation: int) -> None:
-        """Warn, once, if this microbatch had as many backwards as a step has microbatches: it may be a whole step."""
+        """Warn once if this microbatch had as many backwards as a step has microbatches: it may be a whole step."""
         backwards = self._sharded.backwards_ended - self._ended_before
         if self._has_warned or accumulation == 1 or backwards != accumulation or self.boundary is not None:
             return
         self._has_warned = True
         warnings.warn(
             f"engine.step() after {backwards} backwards, with gradient_accumulation_steps {accumulation}: each call ends one "
-            f"microbatch, and {accumulation} of them make an update. Call engine.step() after each backward; or, where each is "
-            "to update, set managed_gradient_accumulation to false. One microbatch may have several losses: then ignore this.",
+            f"microbatch, and {accumulation} of them make an update. Call engine.step() after each backward, or set "
+            "managed_gradient_accumulation to false if each call is to update. Ignore this if a microbatch has several losses.",
             stacklevel=4,
         )
 
@@ -89,10 +89,10 @@ class Microbatches:
         self._start_microbatch()
 
     def multiple(self, accumulation: int, config: Config) -> float:
-        """Return the divisor, beside the loss scale, that makes the gradients those of the mean loss.
+        """Return the divisor, apart from the loss scale, that turns the gradients into those of the mean loss.
 
         Raises:
-            UsageError: the microbatches of the step were scaled in different ways, or not at all under fp16.
+            UsageError: the step's microbatches were scaled in different ways, or not at all under fp16.
         """
         multiple = 1.0
         if self._had_users and config.scales_loss and not self.was_scaled:
@@ -103,8 +103,8 @@ class Microbatches:
         if self._had_users and accumulation > 1:
             if self._had_own:
                 raise UsageError(
-                    "some of the step's gradients came by engine.backward(loss), which divides by gradient_accumulation_steps, and "
-                    "some by loss.backward(), which does not: use one of them throughout a step."
+                    "some of the step's gradients came from engine.backward(loss), which divides by "
+                    "gradient_accumulation_steps, and some from loss.backward(), which does not. Use one of them throughout a step."
                 )
             multiple = float(accumulation)
         if config.schema.gradient_allreduce_op == "sum":

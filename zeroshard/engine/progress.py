@@ -1,4 +1,4 @@
-"""Owns the reports of a run's steps: a printed line, the monitors, and other watchers."""
+"""Owns the reports of a run's steps: a printed line, the monitors, and watchers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from zeroshard.version import __version__
 
 _MIB = 2**20
 _SETTINGS = ("ZEROSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
-"""Beginnings of the names of environment variables that a log keeps."""
+"""Prefixes of the environment variables that a log records."""
 _PRIVATE = ("wandb", "comet")
-"""Blocks of a config that a log leaves out: they may hold an account's keys."""
+"""Blocks of a config that a log leaves out: they may contain keys of an account."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class StepReport:
 
     Attributes:
         applied: whether the parameters were updated.
-        reason: the reason if they were not, otherwise None.
+        reason: the reason why they were not, otherwise None.
         not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
-            config allows such steps: the step does not wait for the norm.
-        norm: the global L2 norm before clipping, of unscaled gradients; None between the microbatches of a step. If the
-            step does not wait for an accelerator, it is a tensor of shape [] there.
+            config allows such steps, since the step does not wait for the norm.
+        norm: the global L2 norm of the unscaled gradients before clipping; None between the microbatches of a step. If
+            the step does not wait for the accelerator, the norm is a tensor of shape [] there.
         loss_scale: the loss scale of the step's backwards.
     """
 
@@ -80,7 +80,7 @@ def about(sharded: Sharded) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's product name, if torch has it."""
+    """Return a device's product name, or its type if torch has no name."""
     module = torch.get_device_module(device)
     if hasattr(module, "get_device_name"):
         return str(module.get_device_name(device))
@@ -110,7 +110,7 @@ class Progress:
         schema = config.schema
         self._every = schema.steps_per_print
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
-            self._every = 1.0  # a breakdown without an interval: each step has its line
+            self._every = 1.0  # with a breakdown and no interval, each step prints a line
         blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
@@ -120,16 +120,19 @@ class Progress:
         if self._schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
         self._losses: list[Tensor] = []
-        self._sent = Sent(sharded.comm_report(clear=False))  # bytes that were sent before belong to no step
+        self._sent = Sent(sharded.comm_report(clear=False))  # bytes sent until now belong to no step
         self._watchers: list[Watcher] = []
         self.tokens: int | None = None
         self.start_at(0)
 
-    # ------------------------------------------------------------------ while a step lasts
+    # ------------------------------------------------------------------ during a step
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the time inside to a part of the step, under `wall_clock_breakdown`. It waits for an accelerator at both ends."""
+        """Under `wall_clock_breakdown`, add the time inside to a part of the step.
+
+        It waits for an accelerator at both ends.
+        """
         if not self._schema.wall_clock_breakdown:
             yield
             return
@@ -149,7 +152,7 @@ class Progress:
         self._losses.append(loss)
 
     def forget_losses(self) -> None:
-        """Drop the losses of the step's microbatches so far, which will run again."""
+        """Drop the losses of the step's microbatches so far. These will run again."""
         self._losses.clear()
 
     def start_at(self, samples: int) -> None:
@@ -157,11 +160,11 @@ class Progress:
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
 
-    # ------------------------------------------------------------------ who hears of steps
+    # ------------------------------------------------------------------ reports of steps
 
     @contextmanager
     def heard_by(self, watcher: Watcher, tokens: int | None) -> Iterator[None]:
-        """Call `watcher` for each step inside, on this rank. `tokens`: of one sample, if given."""
+        """Call `watcher` for each step inside, on this rank. `tokens` is the number per sample, if given."""
         before = self.tokens
         self._watchers.append(watcher)
         if tokens is not None:
@@ -174,7 +177,7 @@ class Progress:
 
     @contextmanager
     def also_to(self, folder: Path) -> Iterator[None]:
-        """Write each step inside to `folder/steps.jsonl` too. Every rank must call it: each contributes its part of the loss."""
+        """Also write each step inside to `folder/steps.jsonl`. Every rank must call it, to contribute its loss."""
         before = self._is_monitored
         self._is_monitored = True
         monitor: JsonLinesMonitor | None = None
@@ -191,7 +194,7 @@ class Progress:
                     self._monitors.remove(monitor)
 
     def _prints(self, step: int) -> bool:
-        """Return whether this step has a line: the same on every rank."""
+        """Return whether this step prints a line. The answer is the same on every rank."""
         return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
 
     def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
@@ -202,7 +205,7 @@ class Progress:
             watcher(report, step, samples, lr, losses)
         if not (self._is_monitored or self._prints(step)):
             return
-        mine = torch.full((1,), math.nan, dtype=torch.float64)  # the user's own backward: the engine got no loss
+        mine = torch.full((1,), math.nan, dtype=torch.float64)  # after the user's own backward, the loss is unknown
         if losses:
             mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
         more = samples - self._logged_samples
@@ -234,7 +237,7 @@ class Progress:
             with self._sharded.display.above():
                 self._console.print(self._line(figures), markup=False)
 
-    # ------------------------------------------------------------------ in words
+    # ------------------------------------------------------------------ text
 
     def _events(self, figures: StepFigures) -> dict[str, float]:
         """Return the figures that the config enables, under DeepSpeed's names."""
@@ -269,7 +272,7 @@ class Progress:
         return "  ".join(parts)
 
     def close(self) -> None:
-        """End the monitors' records."""
+        """Close the monitors."""
         for monitor in self._monitors:
             monitor.close()
         self._monitors.clear()

@@ -1,4 +1,4 @@
-"""Owns an engine's getters: its config under DeepSpeed's names, the figures of the last step, bytes."""
+"""Owns an engine's getters: its config under DeepSpeed's names, figures of the last step, and bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _returns(doc: str, read: Callable[[Readers], T]) -> Callable[[Any], T]:
 
 
 class Readers:
-    """The getters of an engine. Those of DeepSpeed are a table, one row each."""
+    """The getters of an engine. DeepSpeed's getters form a table, with one row each."""
 
     optimizer: EngineOptimizer
     resolved: Config
@@ -68,86 +68,88 @@ class Readers:
     world_size = property(_returns(
         "The number of processes.", lambda _: dist.get_world_size() if dist.is_initialized() else 1))
     # the last step
-    was_step_applied = _returns("Whether the last call of `step` updated the parameters.", lambda self: self._was_applied)
-    get_lr = _returns("The learning rate of each param group.", lambda self: rates(self.optimizer))
+    was_step_applied = _returns("Return whether the last call of `step` updated the parameters.", lambda self: self._was_applied)
+    get_lr = _returns("Return the learning rate of each param group.", lambda self: rates(self.optimizer))
     get_mom = _returns(
-        "The momentum, or the betas, of each param group.",
+        "Return the momentum, or the betas, of each param group.",
         lambda self: [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups])
     # bytes
     memory_report = _returns(
-        "Bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).",
+        "Return the bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).",
         lambda self: self._sharded.memory_report())
     memory_formula = _returns(
-        "Bytes by the ZeRO paper's formulas for this model, policy and world size, with Adam.",
+        "Return each rank's bytes at rest, by the ZeRO paper's formulas for this model under Adam.",
         lambda self: self._sharded.memory_formula())
     comm_report = _returns(
-        "Bytes that this rank sent since the last call, by collective.", lambda self: self._sharded.comm_report())
+        "Return the bytes that this rank has sent since the last call, by collective.",
+        lambda self: self._sharded.comm_report())
     # batches
     dp_world_size = property(_returns("The number of data-parallel ranks.", lambda self: self.resolved.batch.world_size))
     mp_world_size = property(_returns(
         "The number of tensor-parallel ranks of a model.", lambda self: self._sharded._context.others.world_size))
     train_batch_size = _returns(
-        "Samples of one optimizer step, over all ranks and microbatches.", lambda self: self.resolved.batch.train)
+        "Return the number of samples per optimizer step, over all ranks and microbatches.",
+        lambda self: self.resolved.batch.train)
     train_micro_batch_size_per_gpu = _returns(
-        "Samples of one forward on one rank.", lambda self: self.resolved.batch.micro)
+        "Return the number of samples per forward on one rank.", lambda self: self.resolved.batch.micro)
     gradient_accumulation_steps = _returns(
-        "Microbatches per optimizer step.", lambda self: self.resolved.batch.accumulation)
+        "Return the number of microbatches per optimizer step.", lambda self: self.resolved.batch.accumulation)
     managed_gradient_accumulation = _returns(
-        "Whether the engine counts microbatches; if not, every `step` ends a step.",
+        "Return whether the engine counts microbatches. If not, every `step` ends a step.",
         lambda self: self._schema.managed_gradient_accumulation)
     # precision
-    fp16_enabled = _returns("Whether the config trains in fp16.", lambda self: self._schema.fp16.enabled)
-    bfloat16_enabled = _returns("Whether the config trains in bf16.", lambda self: self._schema.bf16.enabled)
+    fp16_enabled = _returns("Return whether the config trains in fp16.", lambda self: self._schema.fp16.enabled)
+    bfloat16_enabled = _returns("Return whether the config trains in bf16.", lambda self: self._schema.bf16.enabled)
     fp16_auto_cast = _returns(
-        "Whether floating-point inputs become fp16.", lambda self: self._schema.fp16.enabled and self._schema.fp16.auto_cast)
+        "Return whether floating-point inputs become fp16.", lambda self: self._schema.fp16.enabled and self._schema.fp16.auto_cast)
     torch_autocast_enabled = _returns(
-        "Whether the forward runs under torch.autocast.", lambda self: self.resolved.autocast_dtype is not None)
-    amp_enabled = _returns("False: Apex is not used.", lambda _: False)
+        "Return whether the forward runs under torch.autocast.", lambda self: self.resolved.autocast_dtype is not None)
+    amp_enabled = _returns("Return False: zeroshard does not use Apex.", lambda _: False)
     get_data_types = _returns(
-        "The dtypes of the model and of the gradient sums.",
+        "Return the dtypes of the model and of the gradient sums.",
         lambda self: (self._sharded.dtypes.param, self._sharded.dtypes.accumulate))
-    loss_scale = _returns("The config's fixed loss scale; 0 where it is dynamic.", lambda self: self._schema.fp16.loss_scale)
+    loss_scale = _returns("Return the config's fixed loss scale; 0 means dynamic.", lambda self: self._schema.fp16.loss_scale)
     dynamic_loss_scale = _returns(
-        "Whether the loss scale is dynamic.", lambda self: self.resolved.scales_loss and not self._schema.fp16.loss_scale)
+        "Return whether the loss scale is dynamic.", lambda self: self.resolved.scales_loss and not self._schema.fp16.loss_scale)
     initial_dynamic_scale = _returns(
-        "The first dynamic loss scale.", lambda self: float(2.0**self._schema.fp16.initial_scale_power))
+        "Return the first dynamic loss scale.", lambda self: float(2.0**self._schema.fp16.initial_scale_power))
     # optimizer, scheduler and log
     optimizer_name = _returns(
-        "The type of the config's optimizer.", lambda self: self._schema.optimizer and self._schema.optimizer.type)
+        "Return the type of the config's optimizer.", lambda self: self._schema.optimizer and self._schema.optimizer.type)
     optimizer_params = _returns(
-        "The arguments of the config's optimizer.",
+        "Return the arguments of the config's optimizer.",
         lambda self: self._schema.optimizer and dict(self._schema.optimizer.params))
     scheduler_name = _returns(
-        "The type of the config's scheduler.", lambda self: self._schema.scheduler and self._schema.scheduler.type)
+        "Return the type of the config's scheduler.", lambda self: self._schema.scheduler and self._schema.scheduler.type)
     scheduler_params = _returns(
-        "The arguments of the config's scheduler.",
+        "Return the arguments of the config's scheduler.",
         lambda self: self._schema.scheduler and dict(self._schema.scheduler.params))
     gradient_clipping = _returns(
-        "The largest global L2 norm of the gradients; 0 is off.", lambda self: self._schema.gradient_clipping)
+        "Return the largest global L2 norm of the gradients; 0 means no clipping.", lambda self: self._schema.gradient_clipping)
     gradient_predivide_factor = _returns(
-        "The divisor of gradients before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
-    steps_per_print = _returns("Steps between two printed lines.", lambda self: self._schema.steps_per_print)
-    wall_clock_breakdown = _returns("Whether the parts of a step are timed.", lambda self: self._schema.wall_clock_breakdown)
+        "Return the divisor of gradients before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
+    steps_per_print = _returns("Return the number of steps between two printed lines.", lambda self: self._schema.steps_per_print)
+    wall_clock_breakdown = _returns("Return whether the parts of a step are timed.", lambda self: self._schema.wall_clock_breakdown)
     # ZeRO
-    zero_optimization = _returns("Whether any model state is sharded.", lambda self: self._sharded.policy.optimizer.sharded)
-    zero_optimization_stage = _returns("The stage that the config names.", lambda self: self.resolved.stage)
+    zero_optimization = _returns("Return whether any model state is sharded.", lambda self: self._sharded.policy.optimizer.sharded)
+    zero_optimization_stage = _returns("Return the stage that the config names.", lambda self: self.resolved.stage)
     zero_optimization_partition_gradients = _returns(
-        "Whether gradients are sharded.", lambda self: self._sharded.policy.gradients.sharded)
+        "Return whether gradients are sharded.", lambda self: self._sharded.policy.gradients.sharded)
     zero_optimization_partition_weights = _returns(
-        "Whether parameters are sharded at rest.", lambda self: self._sharded.policy.parameters.sharded)
-    zero_offload_optimizer = _returns("The block `offload_optimizer`, or None.", lambda self: self._zero.offload_optimizer)
-    zero_offload_param = _returns("The block `offload_param`, or None.", lambda self: self._zero.offload_param)
+        "Return whether parameters are sharded at rest.", lambda self: self._sharded.policy.parameters.sharded)
+    zero_offload_optimizer = _returns("Return the block `offload_optimizer`, or None.", lambda self: self._zero.offload_optimizer)
+    zero_offload_param = _returns("Return the block `offload_param`, or None.", lambda self: self._zero.offload_param)
     zero_cpu_offload = _returns(
-        "Whether optimizer states are in CPU memory.", lambda self: self._sharded.policy.optimizer.place is Place.CPU)
+        "Return whether optimizer states are in CPU memory.", lambda self: self._sharded.policy.optimizer.place is Place.CPU)
     zero_overlap_comm = _returns(
-        "Whether collectives run behind the computation.", lambda self: self.resolved.overlap)
+        "Return whether collectives overlap with the computation.", lambda self: self.resolved.overlap)
     zero_reduce_bucket_size = _returns(
-        "The most elements that are reduced at once.", lambda self: self._zero.reduce_bucket_size)
+        "Return the most elements that are reduced at once.", lambda self: self._zero.reduce_bucket_size)
     zero_allgather_bucket_size = _returns(
-        "The most elements that are gathered at once, of parameters that are not sharded at rest.",
+        "Return the most elements that are gathered at once, for parameters that are not sharded at rest.",
         lambda self: self._zero.allgather_bucket_size)
     zero_sub_group_size = _returns(
-        "The most elements that the optimizer updates in one call, for offloaded states.",
+        "Return the most elements that the optimizer updates in one call, for offloaded states.",
         lambda self: self._zero.sub_group_size)
     # fmt: on
 

@@ -1,4 +1,4 @@
-"""Owns the calls by which an engine saves, loads and exports, with DeepSpeed's signatures."""
+"""Owns an engine's calls to save, load and export, with DeepSpeed's signatures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Saving(Readers):
-    """The methods of an engine that write and read files, and gather their contents."""
+    """The methods of an engine that write and read files, or gather their contents."""
 
     module: nn.Module
     lr_scheduler: Any
@@ -47,11 +47,11 @@ class Saving(Readers):
         save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> bool:  # fmt: skip
-        """Save all states that a resumed training needs, see `Sharded.save`. Every rank must call it.
+        """Save all states that a resumed run needs, see `Sharded.save`. Every rank must call it.
 
         These are model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
-        position of `training_dataloader`, and `client_state`. After a save between the microbatches of a step, a load
-        begins that step again.
+        position of `training_dataloader`, and `client_state`. If you save between the microbatches of a step, a load
+        restarts that step.
 
         Args:
             save_dir: the folder of all checkpoints.
@@ -71,7 +71,7 @@ class Saving(Readers):
         return True
 
     def _agree_on_tag(self, tag: str) -> str:
-        """Return rank 0's tag. If ranks differ, raise or warn as the config sets it."""
+        """Return rank 0's tag. If ranks name different tags, raise or warn as the config requires."""
         tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
         validation = self._schema.checkpoint.tag_validation
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
@@ -80,7 +80,7 @@ class Saving(Readers):
             if validation == "Fail":
                 raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
             if self._sharded.rank == 0:
-                warnings.warn(f"{what}: it is saved as rank 0's. Name one tag on every rank.", stacklevel=3)
+                warnings.warn(f"{what}: the checkpoint gets rank 0's. Name one tag on every rank.", stacklevel=3)
         return str(tags[0])
 
     def load_checkpoint(
@@ -104,7 +104,7 @@ class Saving(Readers):
         self._reshard_adapters()
         if tag is None:
             folder = Path(load_dir)
-            # Files of one checkpoint count, so that the error of the load names the right folder.
+            # A folder of one checkpoint counts too, so that the load's error names the right folder.
             found = (folder / LATEST).exists() or is_checkpoint(folder)
             if not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
                 warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
@@ -121,7 +121,7 @@ class Saving(Readers):
         return str(loaded.path), loaded.values.get("client_state", {})
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what a checkpoint holds beside model states. Objects without a `state_dict` are left out."""
+        """Return the values that a checkpoint holds beside model states. Leave out objects without a `state_dict`."""
         values: dict[str, Any] = {
             "engine": {name: getattr(self, name) for name in _COUNTERS},
             "lr_scheduler": None,
@@ -136,7 +136,7 @@ class Saving(Readers):
         return values
 
     def _load_values(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
-        """Restore what `_values_to_save` returned; the scheduler and the loss scaler only on request."""
+        """Restore the values of `_values_to_save`; the scheduler and the loss scaler only on request."""
         for name in _COUNTERS:
             setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
         self.micro_steps = self.global_steps * self.resolved.batch.accumulation
@@ -148,7 +148,9 @@ class Saving(Readers):
             self.training_dataloader.load_state_dict(values["data"])
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model as transformers does (safetensors, tied parameters once). Each rank writes its part, and must call it.
+        """Write the model in transformers' format: safetensors, with tied parameters once.
+
+        Every rank must call it, and writes its own part.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
@@ -163,21 +165,21 @@ class Saving(Readers):
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:  # fmt: skip
-        """Write the model's state dict with `torch.save`, in the dtypes that it trains in. Every rank must call it.
+        """Write the model's state dict with `torch.save`, in its training dtypes. Every rank must call it.
 
         Rank 0 needs memory for the whole model. `export` does not, and writes safetensors.
 
         Returns:
-            Whether it was saved. False if parameters are sharded and the config forbids gathering them for a save.
+            Whether the file was written. False if parameters are sharded and the config forbids gathering them.
 
         Raises:
             UsageError: the name ends in .safetensors, a format that `torch.save` does not write.
-            CheckpointError: rank 0 cannot write; raised on every rank.
+            CheckpointError: rank 0 cannot write the file. Every rank raises it.
         """
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
             raise UsageError(
-                f"save_16bit_model writes as torch.save does, and {path.name} is a name for safetensors: name a .bin file, or "
+                f"save_16bit_model writes as torch.save does, but {path.name} is a name for safetensors. Name a .bin file, or "
                 f"call engine.export({str(save_dir)!r}, dtype=...), which writes safetensors."
             )
         if not self.zero_gather_16bit_weights_on_model_save():
@@ -209,46 +211,47 @@ class Saving(Readers):
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return the complete state dict in rank 0's CPU memory, unit by unit; None on others. Every rank must call it."""
+        """Return the complete state dict in CPU memory on rank 0, and None on the others. Every rank must call it."""
         state = self._sharded.consolidated_state_dict()
         if state is not None and exclude_frozen_parameters:
             return self._without_frozen(state)
         return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return `consolidated_state_dict` under the name that trainers use; other ranks get an empty dict, which cannot be saved.
+        """Return `consolidated_state_dict`, under the name that trainers use.
 
-        Scripts call transformers' `save_pretrained(state_dict=...)` on every rank. None there means
-        `model.state_dict()`, which gathers the weights: those ranks would wait for rank 0.
+        Ranks other than 0 get an empty dict, which cannot be saved. Scripts call transformers'
+        `save_pretrained(state_dict=...)` on every rank. With None, it would call `model.state_dict()`, which gathers
+        the weights, and those ranks would wait for rank 0.
 
-        A PEFT model's adapters stay whole until the engine is used again. While PEFT saves, it runs prompt encoders and
-        makes state dicts of modules, and trainers let it save on rank 0 only.
+        A PEFT model's adapters stay whole until the next use of the engine, since PEFT reads them while it saves on
+        rank 0 only.
         """
         self._reshard_adapters()
         if self._sharded.policy.parameters.sharded:
-            with torch.no_grad():  # nothing here is differentiated, so no hooks on saved tensors stay behind
+            with torch.no_grad():  # without a graph, no hooks on saved tensors stay behind
                 self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
         state = self.consolidated_state_dict(exclude_frozen_parameters)
         return _OnRank0() if state is None else state
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name where tensors are divided
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name under tensor parallelism
 
     def _reshard_adapters(self) -> None:
         """Reshard the adapters that `_zero3_consolidated_16bit_state_dict` left whole."""
         self._whole_adapters.close()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict of the model, master weights too. Every rank must call it."""
+        """Load a complete state dict into the model and its master weights. Every rank must call it."""
         self.module.load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise UsageError(
-            "an engine cannot be copied or pickled: it holds process groups and shards. On every rank call "
-            "engine.save_checkpoint to go on later, engine.consolidated_state_dict or engine.export for the weights, or copy "
-            "engine.module inside zeroshard.unsharded."
+            "an engine cannot be copied or pickled: it holds process groups and shards. On every rank, call "
+            "engine.save_checkpoint to resume later, engine.consolidated_state_dict or engine.export for the weights, or "
+            "copy engine.module inside zeroshard.unsharded."
         )
 
-    __deepcopy__ = __reduce_ex__  # otherwise that of the model
+    __deepcopy__ = __reduce_ex__  # otherwise `__getattr__` would find the model's
 
     def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -256,7 +259,7 @@ class Saving(Readers):
 
 
 class _OnRank0(dict[str, Tensor]):
-    """The empty state dict of a rank other than 0, which has the complete one. Pickling it raises."""
+    """An empty state dict, for ranks other than 0. It cannot be pickled, since rank 0 has the complete one."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("this rank's state dict is empty: rank 0 has the whole. Save it on that rank only.")

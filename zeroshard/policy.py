@@ -372,7 +372,7 @@ class Precision:
         Args:
             sum_dtype: a function that returns the dtype in which a transport sends gradients, see `reduce_dtype`.
         """
-        # No computation has 8 bits: such parameters stay as they are.
+        # zeroshard never computes in 8 bits: such parameters keep their dtype.
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype

@@ -200,8 +200,8 @@ class Sharded:
     def memory_report(self) -> dict[str, int]:
         """Return the bytes of live storage on this rank, by kind.
 
-        The kinds are `parameters`, `gradients`, `optimizer` and `buffers`, which are communication scratch and memory
-        kept for the next unit. With offload, also `cpu`, with the buffers for transfers to the disk, and `disk`.
+        The kinds are `parameters`, `gradients`, `optimizer` and `buffers` (communication scratch, and memory kept for
+        the next unit). With offload, there are also `disk` and `cpu`, which includes buffers for transfers to the disk.
         """
         storages = self._context.storages
         here = storages.accelerator
@@ -227,7 +227,7 @@ class Sharded:
         Args:
             states: some of "parameters", "gradients" and "optimizer" (optimizer states, and master weights that are
                 separate tensors).
-            place: CPU memory, or the disk. CPU memory has no effect without an accelerator.
+            place: CPU memory, or the disk. `Place.CPU` has no effect without an accelerator.
             offload: the settings for the disk; its `path` is the folder.
 
         Returns:

@@ -109,12 +109,12 @@ def shard(
             several optimizers, each steps its own parameters. None: the model is for evaluation only, and needs no
             memory for gradients and optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
-        precision: the dtypes; by default, each parameter keeps its own, with fp32 master weights.
+        precision: the dtypes; by default, each parameter keeps its own dtype, and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
-        overlap: overlap collectives with the computation. Results are bit-identical with and without it.
-        elementwise: for an optimizer of an unknown class. True: it updates each element only from that element's own
-            history, so ranks may divide a parameter. False: it reads whole parameters, so each parameter stays whole
-            on one rank.
+        overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
+        elementwise: a fact about an optimizer of an unknown class. True: it updates each element only from that
+            element's own history, so ranks may divide a parameter. False: it reads whole parameters, so each parameter
+            stays whole on one rank.
         units: the parameters that are unsharded together; default: those of each block of a list of blocks.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be
@@ -325,7 +325,7 @@ def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
 
 
 def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
-    """Raise for placeholders of a user's parameter class: only zeroshard's classes intercept reads."""
+    """Raise if a parameter of a user's class would become a placeholder: only zeroshard's classes intercept reads."""
     ordinary = (nn.Parameter, context.whole_class, distributed_class())
     if not context.policy.parameters.sharded:
         return

@@ -1,8 +1,8 @@
 """Owns the report of an uncaught zeroshard error under torchrun: the message is printed once, and in torchrun's report.
 
 torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
-folder, in which the first process to fail leaves a file. The others, which mostly fail with the same error, then print
-nothing.
+folder, in which the first process to fail leaves its message. The others, which mostly fail with the same error, then
+print nothing.
 """
 
 from __future__ import annotations

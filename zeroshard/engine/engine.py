@@ -299,7 +299,7 @@ class Engine(Saving, nn.Module):
         return self._microbatches.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Return a block for several backwards of one microbatch. It has no effect: their gradients are always summed."""
+        """Return a context for several backwards of one microbatch. It has no effect: gradients are always summed."""
         return nullcontext()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -405,7 +405,7 @@ class Engine(Saving, nn.Module):
             torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of microbatches between steps, so that a step has this number of samples over all ranks.
+        """Between steps, set the number of microbatches so that a step has this number of samples over all ranks.
 
         Raises:
             UsageError: a step has begun, or the number is no multiple of the samples in one microbatch of all ranks.
@@ -423,7 +423,7 @@ class Engine(Saving, nn.Module):
         self.resolved = replace(self.resolved, batch=changed)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the number of samples per microbatch, between steps. The number of microbatches stays the same."""
+        """Between steps, set the number of samples per microbatch. The number of microbatches stays the same."""
         if micro_batch_size < 1:
             raise UsageError(
                 f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."

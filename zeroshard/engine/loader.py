@@ -18,7 +18,7 @@ from zeroshard.errors import UsageError
 class ShardedSampler(Sampler[int]):
     """A sampler of every world_size-th sample of a shuffled epoch.
 
-    All ranks get the same number of samples. Without `drop_last`, some of the first samples repeat.
+    All ranks get the same number of samples. Without `drop_last`, some of the first samples may repeat.
     """
 
     def __init__(self, length: int, rank: int, world_size: int, *, drop_last: bool) -> None:
@@ -45,7 +45,7 @@ class StatefulLoader(DataLoader[Any]):
     """A DataLoader over this rank's part of a dataset, which shuffles each epoch and resumes from a saved position.
 
     Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all
-    ranks. The first iteration after a load continues at that position. Any other iteration starts the epoch anew.
+    ranks. The first iteration after a load continues at that position. Any other starts the epoch from its beginning.
 
     Raises:
         UsageError: the data cannot be divided over ranks.

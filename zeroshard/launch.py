@@ -1,8 +1,13 @@
 """Owns the calls that join this process to the other ranks of its launcher, and leave them at exit.
 
-They look for launchers in this order: torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR); the mpirun of Open MPI,
-MPICH and Intel MPI; Slurm's srun, with or without PMI; and others with PMI. mpirun comes before srun, since under
-mpirun inside a Slurm job, Slurm's variables describe the batch script. A process without a launcher is one rank.
+They look for launchers in this order:
+
+- torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR);
+- the mpirun of Open MPI, MPICH and Intel MPI: inside a Slurm job, Slurm's variables describe the batch script;
+- Slurm's srun, with or without PMI;
+- others with PMI.
+
+A process without a launcher is one rank.
 """
 
 from __future__ import annotations

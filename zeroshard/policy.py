@@ -97,8 +97,8 @@ class Offload:
 def largest_shard_numel(offload: Offload) -> int:
     """Return the largest size of an optimizer's shard on disk, in elements, of which several fit into the buffers.
 
-    At one time, one shard is read, one updated and one written. The size allows for master weights, gradient and two
-    states in fp32 for four sub-groups (one to spare), and leaves half of the buffers for other shapes.
+    At one time, one shard is read, one updated and one written. The buffers must hold four sub-groups (one to spare) of
+    master weights, gradient and two states in fp32. Half of the buffers stays free for other shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
@@ -311,9 +311,9 @@ class Units:
     """A rule for the parameters that are unsharded together, instead of the default: each block of a list of blocks.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that form one unit with everything inside: by class name (with
-            or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare a module that runs
-            some of its children on some ranks only, such as a mixture of experts. All ranks then gather all of it.
+        leaf_classes, leaf_names, leaf_suffixes: modules that form one unit with everything inside. They are given by
+            class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare a
+            module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
         min_numel: a block of fewer elements belongs to the unit that contains it. None means 0 for models of up to 128
             blocks, and 10,000 for others.
         persistent_numel: parameters of fewer elements are not sharded; their gradients and optimizer states are.

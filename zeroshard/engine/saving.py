@@ -98,8 +98,8 @@ class Saving(Readers):
             load_module_only: load only parameters and buffers.
 
         Returns:
-            (the checkpoint's folder, client_state); or (None, None), with a warning, if no tag is given and the folder
-            has no checkpoint yet, as in the first run of a job.
+            (the checkpoint's folder, client_state). Without a tag, and if the folder has no checkpoint yet, as in the
+            first run of a job: (None, None), with a warning.
         """
         self._reshard_adapters()
         if tag is None:

@@ -538,7 +538,7 @@ sys.exit(7)
     real.mkdir()
     (real / "__init__.py").write_text("")
     said = python(code, tmp_path, status=7).splitlines()
-    assert said == [f"zeroshard: this process imports it as deepspeed, in place of the one at {real}."]
+    assert said == [f"zeroshard: this process imports zeroshard as deepspeed, instead of the one at {real}."]
     assert python("import zeroshard.as_deepspeed, sys; sys.exit(7)", status=7, RANK="1") == ""
 
 

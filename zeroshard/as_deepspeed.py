@@ -46,8 +46,8 @@ def _has_decided(name: str) -> bool:
 def _announce() -> None:
     if os.environ.get("RANK", "0") == "0":
         beside = real_deepspeed()
-        instead = f", in place of the one at {beside}" if beside is not None else ""
-        print(f"zeroshard: this process imports it as deepspeed{instead}.", file=sys.stderr)
+        instead = f", instead of the one at {beside}" if beside is not None else ""
+        print(f"zeroshard: this process imports zeroshard as deepspeed{instead}.", file=sys.stderr)
 
 
 _refuse_late()

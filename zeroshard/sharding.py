@@ -156,7 +156,7 @@ def shard_on(
     refuse_shared_memory(model)
     shown = [name for name, p in model.named_parameters() if is_shown(p)]
     if shown:
-        raise UsageError(f"shard() inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
+        raise UsageError(f"shard() was called inside zeroshard.unsharded(), which holds {shown[0]}. Call it outside.")
     if optimizer is None:
         optimizer = NoOptimizer()
         elementwise = True

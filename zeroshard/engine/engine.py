@@ -328,7 +328,7 @@ class Engine(Saving, nn.Module):
             scales: loss scales to compare with the current one.
         """
         if not self.resolved.scales_loss:
-            raise UsageError("underflow_report looks at fp16 gradients: enable fp16 in the config.")
+            raise UsageError("underflow_report measures fp16 gradients, and fp16 is off. Enable it in the config.")
         present = self.loss_scaler.scale
         counts = [GradientCount(scale) for scale in sorted({*scales, present})]
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
@@ -388,7 +388,8 @@ class Engine(Saving, nn.Module):
         folder = nvme_path or policy.offload_optimizer.path or policy.offload_parameters.path
         if place is Place.DISK and folder is None:
             raise UsageError(
-                "offload_states to nvme needs nvme_path, and the config names no folder. Set it in an offload block."
+                "offload_states to nvme needs nvme_path, since the config names no folder. Pass it, or set it in an offload "
+                "block."
             )
         offload = Offload(None if folder is None else os.fspath(folder), pin_memory)
         names = [_value(name) for name in (STATES if include is None else include)]
@@ -418,7 +419,9 @@ class Engine(Saving, nn.Module):
                 f"each of {batch.world_size} ranks."
             )
         if self._microbatches.count:
-            raise UsageError("set_train_batch_size() within a step: call it after the step's last microbatch.")
+            raise UsageError(
+                "set_train_batch_size() was called within a step. Call it after the step's last microbatch."
+            )
         changed = replace(batch, train=train_batch_size, accumulation=train_batch_size // step)
         self.resolved = replace(self.resolved, batch=changed)
 
@@ -429,7 +432,9 @@ class Engine(Saving, nn.Module):
                 f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."
             )
         if self._microbatches.count:
-            raise UsageError("set_train_micro_batch_size() within a step: call it after the step's last microbatch.")
+            raise UsageError(
+                "set_train_micro_batch_size() was called within a step. Call it after the step's last microbatch."
+            )
         batch = self.resolved.batch
         train = micro_batch_size * batch.accumulation * batch.world_size
         self.resolved = replace(self.resolved, batch=replace(batch, train=train, micro=micro_batch_size))

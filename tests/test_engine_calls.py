@@ -395,7 +395,7 @@ def test_a_saved_model_is_in_the_dtype_that_it_trains_in(
             assert engine.save_16bit_model(tmp_path)
         else:
             assert engine.save_16bit_model(tmp_path, name)
-        with pytest.raises(UsageError, match=r"model\.safetensors is a name for safetensors: .*engine\.export"):
+        with pytest.raises(UsageError, match=r"model\.safetensors is a name for safetensors. .*engine\.export"):
             engine.save_16bit_model(tmp_path, "model.safetensors")
         read = torch.load(tmp_path / (name or "pytorch_model.bin"))
         assert read.keys() == whole.keys()

@@ -146,7 +146,7 @@ def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
     sharded.optimizer.zero_grad()  # a backward that no step used
     assert model.head.weight.grad is not None, "trainable, and outside of the optimizer: gathered, and nobody's"
     model.embedding.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"embedding\.weight was unfrozen and is in no param group"):
+    with pytest.raises(UsageError, match=r"embedding\.weight was unfrozen, but is in no param group"):
         sharded.update_trainable()
     sharded.update_trainable({"params": (p for m in (model.embedding, model.head) for p in m.parameters())})
     assert model.head.weight.grad is None
@@ -165,7 +165,7 @@ def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
     engine, *_ = zeroshard.initialize(
         model=other, config=config(0, **ADAMW, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})
     )
-    with pytest.raises(UsageError, match="WarmupLR was made for the param groups"):
+    with pytest.raises(UsageError, match="WarmupLR was made for the optimizer's existing param groups"):
         engine.update_trainable({"params": []})
 
 

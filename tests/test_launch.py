@@ -89,7 +89,7 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
             "start it with srun",
         ),
-        ({"RANK": "1"}, "RANK=1 implies several ranks, and WORLD_SIZE is not set"),
+        ({"RANK": "1"}, "RANK=1 implies several ranks, but WORLD_SIZE is not set"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 implies .* SLURM_NTASKS is not set"),
         ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 implies .* OMPI_COMM_WORLD_SIZE is not set"),

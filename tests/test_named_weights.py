@@ -410,7 +410,7 @@ def test_a_step_inside_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         model, sharded = build(stage)
         model(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match=r"optimizer\.step\(\) was called inside .*loop over named_weights\(\)"):
+        with pytest.raises(UsageError, match=r"optimizer\.step\(\) (was called )?inside .*loop over named_weights\(\)"):
             for _ in sharded.named_weights():
                 sharded.optimizer.step()
 

@@ -287,7 +287,7 @@ def test_what_progress_is_not_told_so(wrong: dict[str, Any], expected: str, term
     engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
     with pytest.raises(UsageError, match=expected):
         zeroshard.progress(engine, **wrong)
-    with pytest.raises(UsageError, match=r"progress\(\) of a Linear: pass the engine"):
+    with pytest.raises(UsageError, match=r"progress\(\) cannot show a Linear. Pass the engine"):
         zeroshard.progress(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     engine.destroy()
 

@@ -134,7 +134,7 @@ def _launch(
     if world_size == 1:
         return None
     if rank not in env:
-        raise UsageError(f"{size}={world_size} is set, but {rank} is not. Start with torchrun.")
+        raise UsageError(f"{size}={world_size} is set, but {rank} is not set. Start with torchrun.")
     local_rank = None
     if local in env:
         local_rank = _number(env, local, 0)

@@ -305,8 +305,8 @@ def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int
         )
         if different is not None:
             raise UsageError(
-                f"parameter number {different} does not have the same shape and dtype on every rank. Inside "
-                "unsharded(modifier_rank=...), replace a parameter's data on every rank."
+                f"parameter number {different} does not have the same shape and dtype on every rank. Set its data to one "
+                "shape and dtype on every rank, inside unsharded(modifier_rank=...)."
             )
         for parameter, shard in born:
             parameter.data = parameter.data.contiguous()

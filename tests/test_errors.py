@@ -436,5 +436,7 @@ def test_a_place_is_one_of_three() -> None:
     by_name = Policy.stage(3).offloaded(optimizer="cpu", parameters="cpu")  # type: ignore[arg-type]
     assert by_name == Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU)
     assert by_name.optimizer.place is Place.CPU
-    with pytest.raises(PolicyError, match=r"the place 'gpu'. Pass a Place, or one of \"accelerator\", \"cpu\", \"disk\"."):
+    with pytest.raises(
+        PolicyError, match=r"the place 'gpu'. Pass a Place, or one of \"accelerator\", \"cpu\", \"disk\"."
+    ):
         Policy.stage(3).offloaded(optimizer="gpu")  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""Owns `make accelerator`: parts of at most nine minutes each, which measure zeroshard on one accelerator beside its rivals.
+"""Owns `make accelerator`: parts of at most nine minutes each, which measure zeroshard and other systems on one accelerator.
 
     python benchmarks/accelerator.py --part right --out results       # one part, on the first accelerator
-    python benchmarks/accelerator.py --rehearse --out /tmp/rehearsal  # all, tiny, on the simulated one: to see that they run
+    python benchmarks/accelerator.py --rehearse --out /tmp/rehearsal  # tiny versions of all parts, on the simulated accelerator
 
-A part runs in a process of its own and ends by itself in its time. Each row is in `results.json` as soon as it is
-measured; that file, the logs and the traces are in `results.tar.gz`, which is written again with each row. Parts that
-ran before stay there.
+Each part runs in a separate process, which ends within the part's time. `results.json` gets each row as soon as it is
+measured. After each row, `results.tar.gz` is written again with that file, the logs and the traces. Both keep the
+results of earlier parts.
 
-It needs torch and this checkout. docs/accelerators.md describes how to supply libraries that a machine lacks.
+The script needs torch and this checkout. docs/accelerators.md describes how to supply libraries that a machine lacks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("facts", "right", "memory", "speed", "offload")
-"""The most valued first."""
+"""The parts, the most important first."""
 RESERVE_SECONDS = 20.0
-"""A part stops to begin rows so long before its time is up; a row that hangs is ended then."""
+"""A part starts no row in its last seconds, so that a row that hangs can be killed."""
 GRACE_SECONDS = 5.0
 RESULTS, ARCHIVE = "results.json", "results.tar.gz"
 
@@ -38,9 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=PARTS, nargs="*", default=list(PARTS), help="default: all, one after another")
     parser.add_argument(
-        "--rows", type=int, nargs="*", default=[], help="of the part offload; the others stay as they are"
+        "--rows", type=int, nargs="*", default=[], help="rows of the part offload to run; the results keep the others"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for each part")
+    parser.add_argument("--minutes", type=float, default=9.0, help="the time limit of each part")
     parser.add_argument("--out", type=Path, default=Path("runs/accelerator"), help="the folder for results")
     parser.add_argument("--rehearse", action="store_true", help="on the simulated accelerator, with tiny sizes")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _build_simulated() -> None:
-    """Compile the simulated accelerator before any part's time begins: that may take minutes."""
+    """Compile the simulated accelerator before the time of any part begins, since this may take minutes."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from simgpu.build import build  # type: ignore[import-not-found, unused-ignore]
 
@@ -75,7 +75,7 @@ def _build_simulated() -> None:
 
 
 def run_part(part: str, out: Path, seconds: float, rows: Sequence[int] = (), *, rehearse: bool) -> str:
-    """Run a part in a process group of its own, and note how it ended."""
+    """Run a part in a separate process group, and record how it ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
     if part == "right":  # bits are compared, see accelerator_ranks.be_deterministic
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -103,7 +103,7 @@ def run_part(part: str, out: Path, seconds: float, rows: Sequence[int] = (), *, 
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End it, with all that it started."""
+    """End a process and all its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -113,14 +113,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 class Findings:
-    """The rows of one part in the one file of all parts."""
+    """The rows of one part, in the file of all parts."""
 
     def __init__(self, out: Path, part: str) -> None:
         self._out = out
         self._part = part
 
     def begin(self, rows: Sequence[int] = ()) -> None:
-        """Forget what an earlier run of this part found: all, or these of its rows."""
+        """Delete the results of an earlier run of this part: all, or only these rows."""
         kept = []
         if rows:
             known = read(self._out)["parts"].get(self._part, {}).get("rows", [])
@@ -129,12 +129,12 @@ class Findings:
 
     @property
     def device(self) -> str | None:
-        """The device of an earlier run."""
+        """Return the device of an earlier run."""
         found: str | None = read(self._out)["parts"].get(self._part, {}).get("about", {}).get("device")
         return found
 
     def about(self, **facts: Any) -> None:
-        """Note where the part runs."""
+        """Record the setting of the part."""
         self._change({"about": facts})
 
     def add(self, **row: Any) -> None:
@@ -144,7 +144,7 @@ class Findings:
         self._change({"rows": sorted(rows, key=lambda one: one.get("row", 0))})
 
     def end(self, how: str, seconds: float) -> None:
-        """Note how the part ended, and after how many seconds."""
+        """Record how the part ended, and after how many seconds."""
         self._change({"end": how, "seconds": round(seconds, 1)})
 
     def _change(self, values: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def _pack(out: Path) -> None:
-    """Write the archive anew. Traces move into it: such a machine gives few files back."""
+    """Write the archive again. Traces move into it, since a lent machine may return only a few files."""
     traces = sorted(out.glob("*.json.gz"))
     unfinished = out / f"{ARCHIVE}.part"
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
@@ -188,7 +188,7 @@ def _keep_traces(earlier: Path, archive: tarfile.TarFile, newer: set[str]) -> No
 
 
 def run_inside(part: str, out: Path, end: float, rows: Sequence[int] = (), *, rehearse: bool) -> None:
-    """Run a part in this process, which is ended at `end`, by `time.monotonic`."""
+    """Run a part in this process, which is killed at `end`, by `time.monotonic`."""
     from stand_ins import stand_in
 
     missing = stand_in()

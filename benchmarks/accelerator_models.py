@@ -1,4 +1,4 @@
-"""Owns the Llama that `make accelerator` trains: its shapes and operations, in torch alone, so that it needs no library of models."""
+"""Owns the Llama that `make accelerator` trains: its shapes, and its operations in plain torch, without a model library."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Block(nn.Module):
 
 
 def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary positions, of halves."""
+    """Rotate the two halves of each head by position."""
     first, second = heads.chunk(2, -1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
 

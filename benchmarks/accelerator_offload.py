@@ -1,7 +1,7 @@
-"""Owns the part `offload` of `make accelerator`: how much of the speed is left with states in CPU memory or on disk, row by row.
+"""Owns the part `offload` of `make accelerator`: the speed of training with states in CPU memory or on disk.
 
-Each row is a process of its own: pinned memory goes back to the host only when a process ends. It asks first whether the host has
-the memory, since the kernel would end a process that takes too much, and the row with it.
+Each row runs in a separate process, since the host gets pinned memory back only when a process ends. The process
+first checks that the host has enough memory. Otherwise the kernel would kill the process, and the row would be lost.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """For CUDA's allocator of pinned memory: several threads touch its pages, of which a row takes up to a hundred GiB."""
 
 BASES = ("5.4 B", "3.2 B", "1.3 B")
-"""Models whose states lie on the device in the rows "base": the first that it holds."""
+"""The models of the rows "base", whose states are on the device: the first that fits there is used."""
 LARGEST = ("12.6 B", "9.6 B", "8.0 B", "5.4 B")
-"""Models of the row "largest": the first that device and host hold together."""
+"""The models of the row "largest": the first that fits on device and host together is used."""
 RATIOS = tuple(tenth / 10 for tenth in range(3, 11))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training.
+    """One training run.
 
     Attributes:
         model: its parameters; or "base" or "largest", see `BASES` and `LARGEST`.
@@ -80,11 +80,11 @@ ROWS = (
     Row("largest", "optimizer", 4, ratio=None, seconds=140),
     Row("1.3 B", "disk", 8, seconds=90),
 )
-"""In order of value; `--rows` counts them from 1. One part has time for the first six."""
+"""The rows, the most important first. `--rows` counts them from 1. One part has time for the first six."""
 
 
 def offload(setting: Setting, tell: Callable[..., None]) -> None:
-    """Speed with states elsewhere beside the speed without, and larger models."""
+    """Measure training with offload, beside training without it, also of larger models."""
     unknown = [number for number in setting.rows if not 1 <= number <= len(ROWS)]
     if unknown:
         raise SystemExit(f"the part offload has no row {unknown[0]}: its rows are 1 to {len(ROWS)}.")
@@ -108,7 +108,7 @@ def offload(setting: Setting, tell: Callable[..., None]) -> None:
 
 
 def base_tflops(out: Path) -> float | None:
-    """Return the speed of the row without offload, of this call or an earlier one; None where there is none."""
+    """Return the speed of the row without offload, from this call or an earlier one; None if neither has it."""
     rows = read(out)["parts"].get("offload", {}).get("rows", [])
     found = [row["tflops"] for row in rows if row["where"] == "device" and "tflops" in row]
     return found[-1] if found else None
@@ -141,7 +141,7 @@ BATCH, LENGTH = 8, 2048
 
 
 def host_bytes(row: Row, parameters: int) -> float:
-    """CPU memory that a row takes: fp32 masters and two states, and bf16 gradients; bf16 parameters where all leaves."""
+    """Return the CPU memory of a row, in bytes: fp32 masters, two states, bf16 gradients and, if all leave, bf16 parameters."""
     assert row.ratio is not None
     each = {"device": 0, "optimizer": 14, "all": 16, "disk": 0, "FSDP2": 16}[row.where]
     return SLAB_SHARE * row.ratio * each * parameters
@@ -158,7 +158,7 @@ def device_bytes(row: Row, shape: Shape) -> float:
 
 
 def fitted(row: Row, device: float, host: float) -> Row | None:
-    """Return the row with the model and the ratio for so many bytes of both memories; None where these hold none."""
+    """Return the row with the model and the ratio that fit these bytes of both memories; None if nothing fits."""
     models = {"base": (_base(device),), "largest": LARGEST}.get(row.model, (row.model,))
     ratios = RATIOS if row.ratio is None else (row.ratio,)
     for model in models:
@@ -171,7 +171,7 @@ def fitted(row: Row, device: float, host: float) -> Row | None:
 
 
 def _base(device: float) -> str:
-    """The same for each row: the host's free memory does not count."""
+    """Return the base model, which is the same for each row, whatever memory the host has free."""
     for model in BASES:
         if device_bytes(Row(model, "device", 1), SHAPES[model]) <= USABLE * device:
             return model
@@ -179,7 +179,7 @@ def _base(device: float) -> str:
 
 
 def measure(setting: Setting, row: Row) -> dict[str, Any]:
-    """Train, and return what a step took."""
+    """Train, and return the figures of a step."""
     device, host = (80 * GIB, 120 * GIB)
     if not setting.rehearse:
         device, host = torch.accelerator.get_memory_info(setting.device)[1], host_memory_available()

@@ -1,8 +1,8 @@
-"""Owns the figures of docs/accelerators.md: fills them from the results of `make accelerator`.
+"""Owns the figures of docs/accelerators.md: writes the results of `make accelerator` into the page.
 
     python benchmarks/accelerator_page.py runs/accelerator/results.json docs/accelerators.md
 
-Everything between the two marks of the page is replaced. A rehearsal's figures are refused.
+It replaces everything between the page's two marks, and refuses figures of a rehearsal.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Owns the parts of `make accelerator`. Each reports its rows as it measures them, and begins none for which its time
-is too short.
+"""Owns the parts of `make accelerator`.
+
+Each part reports its rows as it measures them, and starts no row for which it lacks time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ LIBRARIES = (
 
 
 def facts(setting: Setting, tell: Tell) -> None:
-    """Describe the machine: versions, memory, clocks, copies, the time that pinning takes."""
+    """Describe the machine: versions, memory, clocks, copies, the time of pinning."""
     tell(fact="accelerator", value=setting.name)
     tell(fact="torch", value=f"{setting.version}, Python {platform.python_version()}")
     tell(fact="libraries", value=", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name))))
@@ -79,7 +80,7 @@ def _version(name: str) -> str | None:
 
 
 def _ask_driver(tell: Tell) -> None:
-    """Clocks, power and driver, where NVIDIA's tool is there."""
+    """Return clocks, power and driver, if NVIDIA's tool is installed."""
     if shutil.which("nvidia-smi") is None:
         tell(fact="driver", value="no nvidia-smi here")
         return
@@ -90,7 +91,7 @@ def _ask_driver(tell: Tell) -> None:
 
 
 def _time_copies(setting: Setting, tell: Tell, nbytes: int) -> None:
-    """Copies between pinned and device memory, one way and both ways at once."""
+    """Time copies between pinned and device memory, in one direction and in both at once."""
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.zeros(nbytes, dtype=torch.uint8, device=setting.device) for _ in range(2)]
     streams = [torch.Stream(setting.device) for _ in range(2)]
@@ -117,7 +118,7 @@ def _time_copies(setting: Setting, tell: Tell, nbytes: int) -> None:
 
 
 def right(setting: Setting, tell: Tell) -> None:
-    """Whether kernels repeat themselves, every policy through the backend, and the bodies of the simulated suite."""
+    """Check whether kernels repeat their results, every policy through the backend, and the features of the simulated suite."""
     accelerator_ranks.be_deterministic()
     workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     tell(what="asked of kernels", result=f"deterministic where torch can; CUBLAS_WORKSPACE_CONFIG={workspaces}")
@@ -184,7 +185,7 @@ NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints", "engine", "failing_d
 
 
 def _bodies(setting: Setting, tell: Tell) -> bool:
-    """The features that tests on the simulated device train, on this one; its kernels round otherwise than the CPU's."""
+    """Train the features of the simulated suite on this device, whose kernels round differently from the CPU's."""
     from simgpu import device, rare  # type: ignore[import-not-found, unused-ignore]
 
     setting.alone()
@@ -222,7 +223,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def memory(setting: Setting, tell: Tell) -> None:
-    """The memory of a Llama after a step: by the plan, our report, the allocator, and the driver."""
+    """Measure the memory of a Llama after a step: by the plan, zeroshard's report, the allocator and the driver."""
     shape = setting.shape("1.3 B")
     batch, length = setting.tokens(4, 2048)
     rows: dict[str, dict[str, Any]] = {str(number): {"number": number} for number in range(4)}
@@ -275,7 +276,7 @@ def _trained(
 
 
 def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> dict[str, float]:
-    """Return the bytes of a dry run, allocated and reserved; none where the libraries that read configs are missing."""
+    """Return the bytes of a dry run, allocated and reserved, or nothing if the libraries that read configs are missing."""
     if _version("pydantic") is None or _version("json5") is None:
         return {}
     tokens = torch.zeros(batch, length, dtype=torch.long)
@@ -284,7 +285,7 @@ def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> d
 
 
 def planned_config(number: int, batch: int, *, masters_only: bool = False) -> dict[str, Any]:
-    """The config of what `sharded` trains: its gradients are summed in fp32, while a config alone would keep bf16 ones."""
+    """Return a config that trains as `sharded` does, with gradients summed in fp32 instead of bf16."""
     return {
         "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {
@@ -297,7 +298,7 @@ def planned_config(number: int, batch: int, *, masters_only: bool = False) -> di
 
 
 def forget() -> None:
-    """Give the allocator's memory back."""
+    """Free the allocator's unused memory."""
     for _ in range(2):  # one collection was seen to leave a whole model
         gc.collect()
         torch.accelerator.synchronize()
@@ -311,7 +312,7 @@ STEPS = 3
 
 
 def speed(setting: Setting, tell: Tell) -> None:
-    """A step of each system, with its launches, the time in which the device was idle, and a trace."""
+    """Measure a step of each system, with its launches, the device's idle time, and a trace."""
     torch.set_float32_matmul_precision("high")
     for name, batch, length in (("1.2 B", 8, 2048), ("3.2 B", 8, 2048), ("1.2 B", 1, 512)):
         first: float | None = None
@@ -328,7 +329,7 @@ def speed(setting: Setting, tell: Tell) -> None:
 
 
 def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `work`, or the reason why it failed, for any exception of a rival. The device's memory is freed."""
+    """Return the result of `work`, or the reason why it failed, and free the device's memory."""
     try:
         found = work()
     except Exception as error:
@@ -339,7 +340,7 @@ def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 TRACED = ("FSDP2, reduces bf16", "zeroshard, stage 2", "zeroshard, stage 3")
-"""The systems that leave a trace, at two sizes: the archive comes back from such a machine only while it is small."""
+"""The systems that write a trace, at two sizes. There are only three, since the archive must stay small."""
 TRACED_MODEL = "1.2 B"
 TRACE_NBYTES = 5 << 19
 
@@ -422,7 +423,7 @@ def _profiled(one: Step, data: torch.Tensor, trace: Path | None) -> dict[str, An
 
 
 def idle_share(ranges: list[tuple[float, float]]) -> float:
-    """Return the share of time, from the first start to the last end, in which none of these ranges ran. Sorted by start."""
+    """Return the share of time, from the first start to the last end, without any of these ranges, sorted by start."""
     begin, end = ranges[0][0], ranges[0][0]
     busy = 0.0
     for start, stop in ranges:

@@ -1,4 +1,4 @@
-"""Owns the ranks that share one accelerator, over gloo: all policies, one after another, in each. Started by accelerator_parts."""
+"""Owns the ranks that share one accelerator over gloo, and train every policy in turn. accelerator_parts.py starts them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ STEPS = 4
 
 
 def be_deterministic() -> None:
-    """Have kernels repeat themselves where torch has such kernels, since bits are compared.
+    """Use torch's deterministic kernels, since bits are compared.
 
-    cuBLAS does with CUBLAS_WORKSPACE_CONFIG, which it reads when the device is used first: accelerator.py sets it.
+    cuBLAS also needs CUBLAS_WORKSPACE_CONFIG before the device's first use; accelerator.py sets it.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     # It would launch kernels that no training launches.
@@ -36,7 +36,7 @@ def be_deterministic() -> None:
 
 
 def policies(folder: str) -> dict[str, Policy]:
-    """By name. All are compared with a first training at stage 0; stage 0 itself shows whether kernels repeat themselves."""
+    """Return the policies by name. All are compared with a first run at stage 0. Stage 0 again shows the kernels' noise."""
     found = {f"stage {number}": Policy.stage(number) for number in range(4)}
     for number, optimizer, parameters in (
         (1, Place.CPU, None), (2, Place.CPU, None), (3, Place.CPU, None), (2, None, Place.CPU), (3, None, Place.CPU),
@@ -49,7 +49,7 @@ def policies(folder: str) -> dict[str, Policy]:
 
 
 def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> tuple[torch.Tensor, int]:
-    """Return all parameters [n] after some steps, in CPU memory, and how often memory was kept that was to be given back."""
+    """Return all parameters [n] after some steps, in CPU memory, and how often memory could not be freed."""
     model = small_model(setting)
     one = sharded(model, policy, dtype, bucket_numel=1 << 18, **options)
     for number in range(STEPS):
@@ -64,7 +64,7 @@ def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **opt
 
 
 def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
-    """In a word."""
+    """Return the result of a comparison as one word."""
     if torch.equal(one, reference):
         return "equal"
     difference = float((one - reference).abs().max())
@@ -100,7 +100,7 @@ def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue:
 
 
 def run(world: int, *, rehearse: bool, tell: Any, limit: float) -> bool:
-    """All policies on `world` processes; whether all was right."""
+    """Train every policy on `world` processes, and return whether all results were right."""
     context, is_right = multiprocessing.get_context("spawn"), True
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()

@@ -1,4 +1,4 @@
-"""Owns where `make accelerator` runs: the accelerator or the simulated one, its backend, its time, and the sizes that fit."""
+"""Owns the setting of `make accelerator`: the real or simulated accelerator, its backend, its time, and sizes that fit."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Setting:
-    """See the module's docstring.
+    """The setting of a part: its device, backend, time and sizes.
 
     Attributes:
-        name, version: of the device and of torch, for people.
+        name, version: the device's and torch's, to print.
         backend: the accelerator's own.
         out: the folder for traces.
-        end: of the part's time, by `time.monotonic`.
+        end: the end of the part's time, by `time.monotonic`.
         small: the model for the checks of results.
-        rehearse: on the simulated accelerator, tiny.
-        rows: those of the part `offload` that run, counted from 1; none: all.
+        rehearse: whether to run tiny versions on the simulated accelerator.
+        rows: the rows of the part `offload` to run, counted from 1; empty for all.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class Setting:
 
     @classmethod
     def make(cls, out: Path, end: float, *, rehearse: bool, rows: Sequence[int] = ()) -> Setting:
-        """Look for the accelerator.
+        """Return the setting for this machine's accelerator.
 
         Args:
             end: of the part's time, by `time.monotonic`, which counts alike in each process of a host.
@@ -70,15 +70,15 @@ class Setting:
 
     @property
     def left(self) -> float:
-        """Seconds of the part's time."""
+        """Return the seconds that are left of the part's time."""
         return self.end - time.monotonic()
 
     def shape(self, name: str) -> Shape:
-        """Sizes of a Llama by its parameters; tiny in a rehearsal."""
+        """Return the sizes of a Llama by its number of parameters; tiny ones in a rehearsal."""
         return SHAPES["tiny" if self.rehearse else name]
 
     def tokens(self, batch: int, length: int) -> tuple[int, int]:
-        """Sequences and their length; tiny in a rehearsal."""
+        """Return the number of sequences and their length; tiny ones in a rehearsal."""
         return (2, 8) if self.rehearse else (batch, length)
 
     def alone(self) -> None:
@@ -88,7 +88,7 @@ class Setting:
             dist.init_process_group(self.backend, init_method=f"file://{path}", rank=0, world_size=1)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Return how long `work` takes, until the device has done it."""
+        """Return the seconds that `work` takes, until the device has finished it."""
         torch.accelerator.synchronize()
         start = time.perf_counter()
         work()
@@ -107,7 +107,7 @@ def simulate() -> None:
 
 
 def host_memory_available() -> int:
-    """Return the bytes that the host can give without swapping."""
+    """Return the bytes that the host can allocate without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Owns the systems that `make accelerator` compares: each turns a model into a function that takes one step."""
+"""Owns the systems that `make accelerator` compares: each turns a model into a function that runs one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def small_model(setting: Setting) -> nn.Module:
-    """Make the GPT for the checks of results: the same values in every system."""
+    """Return the GPT for the checks of results, with the same values in every system."""
     torch.manual_seed(0)
     with torch.device("cpu"):
         model = GPT(setting.small)
@@ -37,14 +37,14 @@ def small_model(setting: Setting) -> nn.Module:
 
 
 def small_batch(setting: Setting, number: int = 0) -> Tensor:
-    """Tokens [8, context + 1] on the device."""
+    """Return tokens [8, context + 1] on the device."""
     config: GPTConfig = setting.small
     shape = (8, config.context + 1)
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(number)).to(setting.device)
 
 
 def llama(setting: Setting, shape: Shape, dtype: torch.dtype = torch.float32) -> Llama:
-    """A checkpointed Llama, made on the device."""
+    """Return a checkpointed Llama, made on the device."""
     torch.manual_seed(0)
     with setting.device:
         model = Llama(shape).to(dtype)
@@ -53,18 +53,18 @@ def llama(setting: Setting, shape: Shape, dtype: torch.dtype = torch.float32) ->
 
 
 def batch_of(setting: Setting, shape: Shape, batch: int, length: int) -> Tensor:
-    """Tokens [batch, length + 1] on the device."""
+    """Return tokens [batch, length + 1] on the device."""
     made = torch.randint(0, shape.vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     return made.to(setting.device)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW with one fused kernel."""
+    """Return AdamW with fused kernels."""
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
 
 
 def loop(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step:
-    """One step of one microbatch."""
+    """Return a function that runs one step of one microbatch."""
 
     def step(data: Tensor) -> Tensor:
         loss = model(data[:, :-1], data[:, 1:])
@@ -77,7 +77,7 @@ def loop(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step
 
 
 def plain(setting: Setting, shape: Shape) -> Step:
-    """PyTorch with bf16 parameters and fp32 master weights beside them, as a loop of one's own would have them."""
+    """Return plain PyTorch with bf16 parameters and separate fp32 master weights."""
     model = llama(setting, shape, BF16)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
@@ -101,7 +101,7 @@ def plain(setting: Setting, shape: Shape) -> Step:
 
 
 def fsdp2(reduce_dtype: torch.dtype) -> Callable[[Setting, Shape], Step]:
-    """torch's fully_shard, over each block and the root; fp32 master weights."""
+    """Return torch's fully_shard over each block and the root, with fp32 master weights."""
 
     def make(setting: Setting, shape: Shape) -> Step:
         from torch.distributed.device_mesh import DeviceMesh
@@ -124,7 +124,7 @@ def fsdp2(reduce_dtype: torch.dtype) -> Callable[[Setting, Shape], Step]:
 
 
 def deepspeed(setting: Setting, shape: Shape) -> Step:
-    """DeepSpeed's own engine at stage 2, with torch's optimizer."""
+    """Return DeepSpeed's engine at stage 2, with torch's optimizer."""
     setting.alone()
     module: Any = importlib.import_module("deepspeed")
     model = llama(setting, shape)
@@ -151,10 +151,10 @@ def sharded(
     bucket_numel: int = BUCKET_NUMEL,
     forced: Setting | None = None,
 ) -> Sharded:
-    """A model in the hands of zeroshard, with fp32 master weights.
+    """Shard a model with zeroshard, with fp32 master weights.
 
     Args:
-        forced: with the collectives of its backend, which one rank does not need.
+        forced: whether to use the backend's collectives, which one rank does not need.
     """
     precision = None
     if dtype is not torch.float32:
@@ -167,7 +167,7 @@ def sharded(
 
 
 def _native_at_one_rank(_group: Any, device: torch.device, **_: Any) -> Native:
-    """Collectives of a rank that sends to itself."""
+    """Return collectives of one rank that sends to itself."""
     world = dist.group.WORLD
     assert world is not None
     members = Members.of(world, device)
@@ -176,7 +176,7 @@ def _native_at_one_rank(_group: Any, device: torch.device, **_: Any) -> Native:
 
 
 def policy_of(number: int, *, masters_only: bool) -> Policy:
-    """A stage's policy, in which only master weights may rest."""
+    """Return the policy of a stage, optionally with master weights only."""
     return replace(Policy.stage(number), rests_as_masters=masters_only)
 
 
@@ -192,7 +192,7 @@ def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> C
 
 
 def systems() -> dict[str, Callable[[Setting, Shape], Step]]:
-    """By name, the systems that this machine has. The first is what the others are compared with."""
+    """Return the systems of this machine by name. The others are compared with the first."""
     found: dict[str, Callable[[Setting, Shape], Step]] = {
         "PyTorch with masters": plain,
         "FSDP2, reduces fp32": fsdp2(torch.float32),

@@ -1,8 +1,9 @@
-"""Owns the checkpoint part of `make bench`: save and load of a 50 M parameter GPT with Adam, beside its rivals in one run.
+"""Owns the checkpoint part of `make bench`: saves and loads of a 50 M parameter GPT with Adam, under several systems.
 
-Every system trains one step, then saves and loads in turn, several rounds over, in the same folder. `dd` writes as many bytes there and
-flushes them (conv=fsync), right before each save: the disk's bandwidth at that moment. A save of zeroshard ends when its files are flushed;
-DCP and DeepSpeed flush nothing by default, so each is followed by `sync` here, and its time counted.
+Every system trains one step, then saves and loads in turn, for several rounds, in the same folder. Right before each
+save, `dd` writes as many bytes there and flushes them (conv=fsync), which shows the disk's bandwidth at that moment.
+A save of zeroshard ends when its files are flushed. DCP and DeepSpeed flush nothing by default, so `sync` runs after
+each, and its time counts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _save(sharded: zeroshard.Sharded, folder: Path) -> None:
 
 
 def _dcp() -> tuple[Work, Work]:
-    """FSDP2, saved and loaded as torch's tutorial does."""
+    """Return FSDP2's save and load, as in torch's tutorial."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -117,7 +118,7 @@ def _deepspeed() -> tuple[Work, Work]:
 
 
 def train(rank: int, system: str, folder: str, rounds: int) -> dict[str, list[float]]:
-    """One rank's part: seconds of each save, load and, for zeroshard, of what an asynchronous save stalls."""
+    """Run one rank. Return the seconds of each save and load and, for zeroshard, of the stall of an asynchronous save."""
     torch.manual_seed(0)
     path, times = Path(folder), dict[str, list[float]](save=[], load=[], stall=[], dd=[])
     sharded = None
@@ -157,10 +158,10 @@ def _dd(path: Path, nbytes: int) -> None:
 
 def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Saves and loads of each system, after one to warm up.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Saves and loads of each system, after one warm-up.")] = 4,
     folder: Annotated[Path | None, typer.Option(help="Where to write; default: a temporary folder.")] = None,
 ) -> None:
-    """Time saving and loading under zeroshard and its rivals."""
+    """Time saves and loads under zeroshard and other systems."""
     systems = ["zeroshard", "DCP", *(["DeepSpeed"] if importlib.util.find_spec("deepspeed") else [])]
     numel = sum(p.numel() for p in GPT(CONFIG).parameters())
     table = Table(

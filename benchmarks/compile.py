@@ -1,9 +1,10 @@
 """Owns the time of a training step under torch.compile (inductor): DDP, FSDP2 and zeroshard, eager, with compiled blocks, and compiled whole.
 
-The same model and tokens in every row, all rows in the same two processes, which take turns of a few steps: so a row and the ones that it is
-compared with share the machine's moods. Each block, or the model, is compiled before the system takes it, as FSDP2's users do it. "x eager" is a
-row over the same system without torch.compile, "x DDP" and "x FSDP2" over these compiled as it is, all within a round. "graphs after" are those that
-were made after the second step: there are to be none.
+Every row trains the same model on the same tokens. All rows share two processes and take turns of a few steps, so
+rows that are compared ran under the same load. Each block, or the model, is compiled before the system gets it, as
+users of FSDP2 do. "x eager" is the ratio to the same system without torch.compile. "x DDP" and "x FSDP2" are ratios
+to these systems, compiled in the same way. All ratios are within a round. "graphs after" counts graphs that were
+compiled after the second step, which should be none.
 
     python benchmarks/compile.py
     python benchmarks/compile.py --only zs3,fsdp2 --rounds 9 --batch 4
@@ -37,11 +38,11 @@ KINDS = {
 }
 EAGER, BLOCKS, WHOLE = "eager", "blocks compiled", "compiled whole"
 CHECKPOINTED = ("fsdp2", "zs2", "zs3")
-"""Systems that are timed with activation checkpointing too."""
+"""The systems that are also timed with activation checkpointing."""
 
 
 def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part: every row is made and warmed up, then they take turns. Returns seconds by row and round, and more."""
+    """Run one rank: warm up every row, then time the rows in turns. Return seconds by row and round, and other figures."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
         4096  # many rows, one process
     )
@@ -81,7 +82,7 @@ def _make(row: dict[str, Any]) -> TrainStep:
 
 
 def _step(step: TrainStep, job: dict[str, Any], rank: int, number: int) -> tuple[float, float]:
-    """(loss, seconds)."""
+    """Run one step, and return (loss, seconds)."""
     tokens = torch.Generator().manual_seed(2 * number + rank)
     data = torch.randint(0, CONFIG.vocabulary, (job["batch"], CONFIG.context + 1), generator=tokens)
     dist.barrier()
@@ -96,7 +97,7 @@ def _graphs() -> int:
 
 
 def run_rows(job: dict[str, Any]) -> dict[str, Any]:
-    """By row: for each round the slowest rank's seconds of each step; the mean losses; the graphs that were made late."""
+    """Return by row: for each round the slowest rank's seconds of each step, the mean losses, and the number of late graphs."""
     by_rank = run_ranks(train, job["ranks"], job, timeout=job["limit"], collective_timeout=300)
     found = dict[str, Any]()
     for key in job["rows"]:
@@ -115,7 +116,7 @@ def run_rows(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def columns(results: dict[str, Any]) -> list[Column]:
-    """The table's columns."""
+    """Return the columns of the table."""
     rows = results["rows"]
 
     def over(key: str, base: str) -> str:
@@ -143,7 +144,7 @@ def columns(results: dict[str, Any]) -> list[Column]:
 
 
 def show_results(results: dict[str, Any], *, markdown: bool) -> None:
-    """Print the table of a run, of now or before."""
+    """Print the table of this run or a saved one."""
     about = results["about"]
     title = (
         f"GPT of {about['parameters'] / 1e6:.1f} M parameters, fp32, {about['ranks']} ranks on {about['cores']} cores"
@@ -157,14 +158,14 @@ def main(
     ranks: Annotated[int, typer.Option(help="Processes, one thread each.")] = 2,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens per rank.")] = 1,
     only: Annotated[str, typer.Option(help="Systems by short name: ddp, fsdp2, zs0, zs1, zs2, zs3.")] = ",".join(KINDS),
-    rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 5,
+    rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 5,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 3,
-    limit: Annotated[float, typer.Option(help="Seconds after which the run is ended and reported.")] = 1800.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which the run is killed and reported.")] = 1800.0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Where all figures go as JSON. [default: benchmarks/results/]")
+        Path | None, typer.Option(help="The JSON file for all figures. [default: benchmarks/results/]")
     ] = None,
-    saved: Annotated[Path | None, typer.Option(help="Run nothing: show an earlier run's JSON.")] = None,
+    saved: Annotated[Path | None, typer.Option(help="Print the table of this JSON file, and run nothing.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Time a training step under torch.compile."""

@@ -1,4 +1,4 @@
-"""Owns the statistics of repeated runs: medians, spreads, ratios within a round, tables for a terminal and for Markdown."""
+"""Owns the statistics of repeated runs: medians, spreads, ratios within a round, and tables for a terminal or Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Column = tuple[str, Callable[[str], str]]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """The median, with the least and the most where there are several: "0.85 (0.83 to 0.88)"."""
+    """Return the median and, if there are several values, the least and the most: "0.85 (0.83 to 0.88)"."""
     if not values:
         return ""
     median = f"{statistics.median(values):.{digits}f}"
@@ -31,11 +31,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], key: str = "times") -> list[float]:
-    """Of each round that has both: the median step over the mean of the bases' median steps.
+    """Return for each round that has both the median step over the mean of the bases' median steps.
 
     Args:
-        runs: one for each round, None where it failed. A row that failed for good has fewer.
-        bases: the same, of each row that is compared with.
+        runs: one run for each round, or None if it failed. A row that always fails has fewer.
+        bases: the same for each row to compare with.
     """
     found = []
     for number, run in enumerate(runs):
@@ -46,7 +46,7 @@ def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], ke
 
 
 def median_of(runs: Sequence[Run | None], key: str) -> float | None:
-    """The median over all that the runs found: of all steps, or of one figure a run."""
+    """Return the median over all steps of all runs, or over one figure per run."""
     values: list[float] = []
     for run in runs:
         if run:
@@ -55,12 +55,12 @@ def median_of(runs: Sequence[Run | None], key: str) -> float | None:
 
 
 def number(value: float | None, scale: float = 1.0, digits: int = 0, unit: str = "") -> str:
-    """A figure for a cell; nothing where there is none."""
+    """Return a figure for a cell, or an empty text if there is none."""
     return "" if value is None else f"{value * scale:.{digits}f}{unit}"
 
 
 def show(title: str, columns: Sequence[Column], rows: Sequence[str], *, markdown: bool) -> None:
-    """Print the table: with lines and colours, or as Markdown."""
+    """Print the table with lines and colours, or as Markdown."""
     cells = [[cell(row) for _, cell in columns] for row in rows]
     if markdown:
         print("\n".join(markdown_lines([heading for heading, _ in columns], cells)))
@@ -77,7 +77,7 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[str], *, markdown
 
 
 def markdown_lines(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table. A vertical bar in a cell would end it."""
+    """Return the lines of a Markdown table. No cell may contain a vertical bar."""
     assert not any("|" in cell for row in cells for cell in row)
     lines = [headings, ["---"] * len(headings), *cells]
     return [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines]
@@ -111,7 +111,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to 12 significant digits: all that a table prints, and no noise in a diff."""
+    """Round floats to 12 significant digits, so that a diff shows no noise."""
     if isinstance(value, float):
         return float(f"{value:.12g}")
     if isinstance(value, dict):

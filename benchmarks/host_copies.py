@@ -1,10 +1,10 @@
-"""Owns the benchmark of copies in another host's memory, beside files: their cost for a step, and the time to restore a
-lost host.
+"""Owns the benchmark of checkpoint copies in another host's memory: their cost per step, and the time to restore a lost host.
 
-Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3, and save behind the training every few steps: nothing, a checkpoint in a folder
-that both see, or one in each host's own /dev/shm, with copies on the other host (`node_local=True`). A step is the time of all steps over
-their number, the saves that they stalled for included. Then fresh processes load; for the copies the second host's folder is empty. The
-folder that both see is a disk of this machine, without a network in between: a file system for many hosts is slower.
+Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3, and save asynchronously every few steps. A run saves
+nothing, a checkpoint in a folder that both hosts see, or one in each host's own /dev/shm with copies on the other
+host (`node_local=True`). The time of a step is the time of all steps divided by their number, including the stalls of
+saves. Then new processes load the checkpoint; for the copies, the second host's folder is empty. The shared folder is
+on a disk of this machine, without a network in between, so a file system for many hosts would be slower.
 
     python benchmarks/host_copies.py
 """
@@ -37,7 +37,7 @@ WARMUP = 2
 
 
 def folder_of(job: dict[str, Any]) -> Path:
-    """Where this rank's host saves."""
+    """Return the folder that this rank's host saves to."""
     return Path(job["memory"], f"host{dist.get_rank() // job['ranks']}") if job["to"] == COPIES else Path(job["disk"])
 
 
@@ -55,7 +55,7 @@ def check_sum(model: GPT) -> float:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's training."""
+    """Run one rank's training."""
     model, sharded = made(job)
     tokens = torch.Generator().manual_seed(dist.get_rank())
     stalls, start = [], 0.0
@@ -80,7 +80,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's resumption: from the processes' meeting to the loaded states."""
+    """Resume on one rank, and return the time from joining the ranks to loaded states."""
     model, sharded = made(job)
     dist.barrier()
     start = time.perf_counter()
@@ -102,7 +102,7 @@ def of_all_ranks(job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
 
 
 def run(to: str, job: dict[str, Any], timeout: float) -> Run:
-    """Training and, where it saved, resumption."""
+    """Train and, if the run saved, resume."""
     with tempfile.TemporaryDirectory() as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         job = {**job, "to": to, "disk": disk, "memory": memory}
         trained = of_all_ranks({**job, "part": "train"}, timeout)
@@ -123,12 +123,12 @@ def run(to: str, job: dict[str, Any], timeout: float) -> Run:
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 20,
-    every: Annotated[int, typer.Option(min=1, help="Steps from a save to the next.")] = 5,
-    ranks: Annotated[int, typer.Option(min=1, help="On each host.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Steps between saves.")] = 5,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
     size: Annotated[str, typer.Option(help=" or ".join(CONFIGS))] = "10M",
-    mbit: Annotated[int, typer.Option(help="Megabits a second of the wire, each way.")] = 1000,
-    delay_us: Annotated[int, typer.Option(help="Microseconds of the wire, each way.")] = 1000,
-    timeout: Annotated[float, typer.Option(help="Seconds of one run.")] = 600.0,
+    mbit: Annotated[int, typer.Option(help="The bandwidth of the link in Mbit/s, in each direction.")] = 1000,
+    delay_us: Annotated[int, typer.Option(help="The delay of the link in microseconds, in each direction.")] = 1000,
+    timeout: Annotated[float, typer.Option(help="The time limit of a run in seconds.")] = 600.0,
     markdown: bool = False,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:

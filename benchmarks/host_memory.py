@@ -1,9 +1,10 @@
 """Owns the memory of all processes of a run together, in which a page that several ranks map counts once.
 
-A separate control group for the run has the exact bytes that the kernel charged to it, at most and now. That is
-anonymous and shared memory (each page to the process that touched it first), the kernel's page tables and buffers, and
-pages of files that nobody had read before. Where no control group can be made, the proportional set sizes (anonymous
-and shared memory) of all the run's processes are sampled every few milliseconds; a peak between two samples is missed.
+A separate control group for the run has the exact bytes that the kernel charged to it, at present and at most. These
+are anonymous and shared memory (each page is charged to the process that touched it first), the kernel's page tables
+and buffers, and pages of files that were not cached before. If no control group can be made, a thread samples the
+proportional set sizes (anonymous and shared memory) of all the run's processes every few milliseconds. It misses
+peaks between two samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 SAMPLE_SECONDS = 0.005
 RESCAN_SECONDS = 0.2
-"""Processes come and go more slowly than memory."""
+"""The time between two searches for processes, which start and end less often than memory changes."""
 
 
 class _Files(NamedTuple):
@@ -33,11 +34,11 @@ ROOTS = ((Path("/sys/fs/cgroup/memory"), V1), (Path("/sys/fs/cgroup"), V2))
 
 
 class NoControlGroups(OSError):
-    """None can be made here: it takes the rights to, and the memory controller."""
+    """An error: this process cannot make a control group, which needs rights and the memory controller."""
 
 
 class ControlGroup:
-    """Processes whose memory the kernel counts together; with `limit`, the most bytes that they may use."""
+    """Processes whose memory the kernel counts together. `limit` is the most bytes that they may use."""
 
     def __init__(self, limit: int | None = None) -> None:
         for folder, self._files in _parents():
@@ -58,7 +59,7 @@ class ControlGroup:
 
     @property
     def now(self) -> int:
-        """Bytes in use."""
+        """The bytes in use."""
         return int((self.path / self._files.now).read_text())
 
     @property
@@ -67,7 +68,7 @@ class ControlGroup:
         return int((self.path / self._files.peak).read_text())
 
     def close(self) -> None:
-        """Remove it; its processes have ended, or are about to."""
+        """Remove the group, whose processes have ended or are about to end."""
         for _ in range(50):
             if not self.path.is_dir():
                 return
@@ -83,7 +84,7 @@ def join(group: Path) -> None:
 
 
 class SampledSession:
-    """The same figures for the processes of a session (see setsid), from samples of a thread. Needs no rights."""
+    """The same figures for the processes of a session (see setsid), sampled by a thread. It needs no rights."""
 
     def __init__(self, session: int) -> None:
         self.peak = 0
@@ -99,7 +100,7 @@ class SampledSession:
             self.peak = max(self.peak, sum(map(_proportional, members)))
 
     def close(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self._over.set()
         self._thread.join()
 
@@ -114,7 +115,7 @@ def used_now(group: str | None) -> int:
 
 
 def status(key: str) -> int:
-    """A figure of this process alone in bytes: VmRSS, or VmHWM, the peak of it. Pages that it shares count in full."""
+    """Return a figure of this process in bytes: VmRSS, or its peak VmHWM. Shared pages count in full."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -122,7 +123,7 @@ def status(key: str) -> int:
 
 
 def _parents() -> Iterator[tuple[Path, _Files]]:
-    """Where a group may be made: below this process's own, whose limits then go on to hold, or at the root."""
+    """Return the folders in which a group can be made: below this process's own group, or at the root."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -141,7 +142,7 @@ def _members(session: int) -> Iterator[int]:
 
 
 def _proportional(pid: int) -> int:
-    """Bytes of anonymous and shared memory, each page divided by the number of processes that map it."""
+    """Return the bytes of anonymous and shared memory, with each page divided by the number of processes that map it."""
     with suppress(OSError):  # it has ended
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

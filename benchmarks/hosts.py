@@ -1,10 +1,10 @@
-"""Owns the benchmark of several hosts: a training step of a GPT over two hosts with a slow wire between them, zeroshard and its rivals.
+"""Owns the benchmark of several hosts: a training step of a GPT over two hosts with a slow link between them, under several systems.
 
-The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun, joined by a link of the
-given bandwidth and delay: by default 1 Gbit/s and 1 ms. A round runs every system once, in fresh processes; a step's
-time is the slowest rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes across are
-what one host gave to the wire in a step, with all headers, as its kernel counts them; beside them what the formulas say
-of parameters and gradients.
+The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun. A link of the given
+bandwidth and delay joins them; by default 1 Gbit/s and 1 ms. Each round runs every system once, in new processes. The
+time of a step is the slowest rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes
+across are those that one host sent in a step, with all headers, as its kernel counts them. Beside them are the bytes
+that the formulas give for parameters and gradients.
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --only 'DDP,zeroshard*' --ranks 1 --mbit 100 --delay-us 5000
@@ -42,7 +42,7 @@ WARMUP = 2
 
 
 def hsdp(ranks: int, model: nn.Module) -> TrainStep:
-    """FSDP2 over the ranks of a host, repeated on each."""
+    """Return FSDP2 over the ranks of each host (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +54,7 @@ def hsdp(ranks: int, model: nn.Module) -> TrainStep:
 
 
 def zero(stage: int, within: bool, _: int, model: nn.Module, wire: zeroshard.Wire = EXACT) -> TrainStep:
-    """zeroshard, flat or within hosts."""
+    """Return zeroshard, over all ranks or within hosts."""
     policy = zeroshard.Policy.stage(stage, within="host" if within else None, wire=wire)
     return loop(model, zeroshard.shard(model, adamw(model), policy).optimizer)
 
@@ -70,7 +70,7 @@ SYSTEMS: dict[str, Callable[[int, nn.Module], TrainStep]] = {
 
 
 def across(system: str, ranks: int, nbytes: int) -> float | None:
-    """Bytes that one host sends the other in a step, by the formulas: of parameters and gradients of `nbytes` each, in fp32."""
+    """Return the bytes that a host sends across in a step by the formulas, for fp32 states of `nbytes` each."""
     if not system.startswith("zeroshard"):
         return None
     if "within" in system:
@@ -84,13 +84,13 @@ def across(system: str, ranks: int, nbytes: int) -> float | None:
 
 
 def given_to_wire() -> int:
-    """Bytes that this host has sent so far."""
+    """Return the bytes that this host has sent so far."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return int(next(line for line in lines if "wire0" in line).split(":")[1].split()[8])
 
 
 def given_when_quiet() -> int:
-    """The same once nothing of a step is on its way any longer. Every rank must call it."""
+    """Return the same after all messages of a step have been sent. Every rank must call it."""
     dist.barrier()
     before = -1
     while before != (now := given_to_wire()):
@@ -101,7 +101,7 @@ def given_when_quiet() -> int:
 
 
 def train(job: dict[str, Any]) -> None:
-    """One rank's part of one run."""
+    """Run one rank of one run."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -131,7 +131,7 @@ def train(job: dict[str, Any]) -> None:
 
 
 def run(system: str, job: dict[str, Any], delay_us: int, mbit: int, timeout: float) -> Run | None:
-    """Run one system in fresh processes on fresh hosts; return None if it failed, which is reported."""
+    """Run one system in new processes on new hosts. Return None, and report it, if it failed."""
     from two_hosts import TwoHosts
 
     with tempfile.TemporaryDirectory() as folder, TwoHosts(delay_us, mbit) as hosts:
@@ -149,13 +149,15 @@ def run(system: str, job: dict[str, Any], delay_us: int, mbit: int, timeout: flo
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 8,
-    ranks: Annotated[int, typer.Option(min=1, help="On each host.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 2,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     size: Annotated[str, typer.Option(help=" or ".join(CONFIGS))] = "10M",
-    mbit: Annotated[int, typer.Option(help="Megabits a second of the wire, each way.")] = 1000,
-    delay_us: Annotated[int, typer.Option(help="Microseconds of the wire, each way.")] = 1000,
-    only: Annotated[str, typer.Option(help="Patterns of systems, by commas; DDP is always among them.")] = "*",
-    timeout: Annotated[float, typer.Option(help="Seconds of one run.")] = 600.0,
+    mbit: Annotated[int, typer.Option(help="The bandwidth of the link in Mbit/s, in each direction.")] = 1000,
+    delay_us: Annotated[int, typer.Option(help="The delay of the link in microseconds, in each direction.")] = 1000,
+    only: Annotated[
+        str, typer.Option(help="Patterns of systems, separated by commas; DDP is always among them.")
+    ] = "*",
+    timeout: Annotated[float, typer.Option(help="The time limit of a run in seconds.")] = 600.0,
     markdown: bool = False,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:

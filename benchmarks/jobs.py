@@ -1,7 +1,7 @@
-"""Owns one run of one system in a child process: its environment, its limit in seconds, its peak of memory.
+"""Owns one run of one system in a child process: its environment, its time limit in seconds, and its peak memory.
 
-A child that fails or hangs is ended with its own children, and reported in a line. The comparison continues without it.
-A script that runs itself as a child reads what to do from `read_job`, and writes what it found with `write_result`.
+A child that fails or hangs is ended with its own children, and reported in one line. The comparison continues without
+it. A script that runs itself as a child gets its job from `read_job`, and returns its results with `write_result`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ With 256 KiB, small temporaries part the heap into holes that larger blocks then
 and 56 MiB (FSDP2) of free memory; with 64 KiB it keeps 2.
 """
 GLOO = {"ZEROSHARD_SHARED_MEMORY": "0"}
-"""No memory is shared between the ranks of a host: everything goes over gloo."""
+"""The setting in which ranks of a host share no memory, and send over gloo."""
 _OURS = {*KEEPS_PAGES, *RETURNS_PAGES, *GLOO}
 _GRACE_SECONDS = 15.0
 
@@ -39,7 +39,7 @@ _GRACE_SECONDS = 15.0
 def run_job(
     script: str, job: dict[str, Any], limit: float, environment: dict[str, str] | None = None, *, memory: bool = False
 ) -> dict[str, Any] | str:
-    """Run `script --job FOLDER` in a child and return its result; a sentence where there is none.
+    """Run `script --job FOLDER` in a child, and return its result, or a sentence if there is none.
 
     Args:
         job: the child's job, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in,
@@ -83,17 +83,17 @@ def run_job(
 
 
 def _exit(number: int, _: Any) -> None:
-    """A script that is terminated ends what it started and removes its control group, as after an exception."""
+    """Exit on SIGTERM as after an exception, so that the script ends its children and removes its control group."""
     raise SystemExit(128 + number)
 
 
 def without_settings() -> dict[str, str]:
-    """This process's environment, less what a run may set."""
+    """Return this process's environment without the variables that a run may set."""
     return {key: value for key, value in os.environ.items() if key not in _OURS}
 
 
 def wait(child: subprocess.Popen[Any], limit: float) -> str | None:
-    """Wait for a child; a sentence where it had to be ended."""
+    """Wait for a child. Return a sentence if it had to be ended."""
     try:
         child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -128,7 +128,7 @@ def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any]
 
 
 def read_job(folder: Path) -> dict[str, Any]:
-    """Return the job, in the child. From here on its memory counts, if the caller measures it."""
+    """Return the job, in the child. If the caller measures memory, it counts from this call on."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text())
     if job.get("group"):
         join(Path(job["group"]))

@@ -1,10 +1,11 @@
-"""A model whose training states are several times the memory that each process may use, trained with them on disk.
+"""Trains a model whose states are several times the memory that each process may use, with the states on disk.
 
     python benchmarks/larger_than_memory.py --limit 384 --times 4 --folder /tmp
 
-Each rank is a process in a control group of its own, which the kernel holds to the limit (it kills what exceeds it; nothing can be
-swapped out). The same training runs without a limit and with everything in memory: the losses must be the same to the last bit.
-Control groups need the rights to make them. Without these rights the script reports that, and exits with status 3.
+Each rank is a process in a separate control group, to which the kernel applies the limit: it kills a process that
+exceeds it, and nothing can be swapped out. The same training also runs without a limit and with everything in memory,
+and the losses must be equal to the last bit. Making control groups needs the rights to do so. Without these rights
+the script exits with status 3.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BUCKET_NUMEL = 1 << 20
 
 
 def control_group(limit: int) -> ControlGroup:
-    """A new one, or the end of the script."""
+    """Return a new control group, or end the script."""
     try:
         return ControlGroup(limit)
     except NoControlGroups as error:
@@ -38,7 +39,7 @@ def control_group(limit: int) -> ControlGroup:
 
 @contextmanager
 def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """Run the training in `arguments.ranks` fresh processes; gives each one's report."""
+    """Train in `arguments.ranks` new processes, and return the report of each."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -66,7 +67,7 @@ def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dic
 
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One rank's part."""
+    """Train on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -108,19 +109,19 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def layers(arguments: argparse.Namespace) -> int:
-    """As many as bring 16 bytes a parameter to `times` the limit."""
+    """Return the number of layers whose parameters, at 16 bytes each, are `times` the limit."""
     return -int(-arguments.times * arguments.limit * MIB // 16 // (12 * arguments.width**2))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=int, default=384, help="MiB that each process may use")
-    parser.add_argument("--times", type=int, default=4, help="training states in all, in limits")
+    parser.add_argument("--times", type=int, default=4, help="all training states, as a multiple of the limit")
     parser.add_argument("--buffers", type=int, default=32, help="MiB of CPU memory for the optimizer's states")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--folder", default="/tmp", help="where states rest")
+    parser.add_argument("--folder", default="/tmp", help="the folder for states")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bounded", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
 """Owns the benchmark of lossy communication: final losses, compared with those of other seeds, and bytes sent.
 
-A small GPT learns the text of examples/train_gpt.py on four ranks of this machine, two of which count as a host. Exact wires with six
-seeds, then lossy ones with the first seed. The loss is that of the same held-out windows, in nats a byte. Bytes are
-those that one rank sends to others in a step, by purpose.
+A small GPT learns the text of examples/train_gpt.py on four ranks of this machine, where two ranks count as a host.
+It trains with exact communication and six seeds, then with lossy communication and the first seed. The loss is over
+the same held-out windows, in nats per byte. Bytes are those that one rank sends to others in a step, by purpose.
 
     python benchmarks/lossy_wires.py
 """
@@ -36,7 +36,7 @@ WIRES = {
 
 
 def train(rank: int, wire: Wire, seed: int, steps: int) -> tuple[float, dict[str, float]]:
-    """The loss at the end, and bytes that this rank sent in a step."""
+    """Return the final loss, and the bytes that this rank sent in a step."""
     text = read_text(STDLIB)
     cut = len(text) - len(text) // 20
 
@@ -69,8 +69,8 @@ def train(rank: int, wire: Wire, seed: int, steps: int) -> tuple[float, dict[str
     return loss, sent
 
 
-def main(steps: Annotated[int, typer.Option(help="optimizer steps of each training.")] = 100) -> None:
-    """Train under each wire, and show where it ended."""
+def main(steps: Annotated[int, typer.Option(help="the optimizer steps of each run.")] = 100) -> None:
+    """Train with each wire, and print the results."""
     rows = []
     for name, wire in WIRES.items():
         for seed in SEEDS if name == "exact" else SEEDS[:1]:

@@ -2,8 +2,9 @@
 
     python benchmarks/many_units.py [--blocks 2000] [--steps 5] [--one-unit]
 
-CPU seconds of a rank's process (its threads included), the median over steps, beside DDP and FSDP2: for a step, for its backward, and for
-a step of a tenth of the blocks. With --one-unit no block is a unit of its own: one unit has all parameters.
+The table has the CPU seconds of a rank's process, including its threads, under zeroshard, DDP and FSDP2. They are
+medians over steps, for a step, for its backward, and for a step of a tenth of the blocks. With --one-unit, one unit
+has all parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Five small parameters."""
+    """A block of five small parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,13 +35,13 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, WIDTH] to the same."""
+        """Map [batch, WIDTH] to [batch, WIDTH]."""
         out: Tensor = x + self.scale * self.linear(self.norm(x)) * 0.01
         return out
 
 
 class Deep(nn.Module):
-    """As many blocks as one likes."""
+    """A model of any number of blocks."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ SYSTEMS: dict[str, Callable[[Any], tuple[nn.Module, Any]]] = {
 
 
 def cpu_seconds(_: int, system: str, blocks: int, steps: int, one_unit: bool) -> tuple[float, float]:
-    """Return those of this process, for one step and for its backward."""
+    """Return the CPU seconds of this process, for one step and for its backward."""
     torch.manual_seed(0)
     model, optimizer = SYSTEMS[system](Wide(blocks) if one_unit else Deep(blocks))
     x = torch.randn(2, WIDTH)

@@ -1,8 +1,9 @@
-"""Writes the figures of master weights that rest alone: `python benchmarks/masters_at_rest.py > benchmarks/results/masters_at_rest.txt`.
+"""Measures stage 3 with master weights only: `python benchmarks/masters_at_rest.py > benchmarks/results/masters_at_rest.txt`.
 
-Stage 3 in bf16, 2 ranks with one thread each. Three trainings live side by side and step in turn, one step each: with a 16-bit copy
-at rest, with the masters alone, and with the copy again. A ratio is taken within each turn, over the mean of the two with a copy,
-whose own ratios show the noise. A step's time is the slowest rank's; CPU time is of both ranks.
+Three models train at stage 3 in bf16, on 2 ranks with one thread each: one with a 16-bit copy, one with master
+weights only, and one with the copy again. They take turns of one step. A ratio is within a turn, over the mean of the
+two models with a copy, whose own ratios show the noise. The time of a step is the slowest rank's; CPU time is the sum
+over both ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ROWS = ("with a copy", "masters alone", "with a copy, again")
 
 
 def training(rests_as_masters: bool) -> Callable[[torch.Tensor], None]:
-    """Return the step of a new training."""
+    """Return the step of a new run."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
     policy = dataclasses.replace(Policy.stage(3), rests_as_masters=rests_as_masters)
@@ -46,7 +47,7 @@ def training(rests_as_masters: bool) -> Callable[[torch.Tensor], None]:
 
 
 def measure(rank: int, turns: int) -> list[list[tuple[float, float]]]:
-    """Return for each turn the seconds and CPU seconds of each row's step."""
+    """Return, for each turn, the seconds and CPU seconds of each row's step."""
     steps = [training(rests_as_masters=row == ROWS[1]) for row in ROWS]
     generator = torch.Generator().manual_seed(rank)
     found = []
@@ -66,7 +67,7 @@ def measure(rank: int, turns: int) -> list[list[tuple[float, float]]]:
 
 
 def told(name: str, turns: list[list[float]]) -> None:
-    """Print medians over turns, with the middle half of them."""
+    """Print the medians over turns, with the middle half of the values."""
     print(f"{name}: {statistics.median(turn[0] for turn in turns) * 1e3:.0f} ms with a copy")
     for index, row in enumerate(ROWS):
         ratios = [turn[index] / statistics.mean((turn[0], turn[2])) for turn in turns]
@@ -74,8 +75,8 @@ def told(name: str, turns: list[list[float]]) -> None:
         print(f"  {row:20} {middle:.3f} ({low:.3f} to {high:.3f})")
 
 
-def main(turns: Annotated[int, typer.Option(help="Steps of each training.")] = 60) -> None:
-    """Measure, over memory that ranks share and over gloo."""
+def main(turns: Annotated[int, typer.Option(help="The number of steps.")] = 60) -> None:
+    """Measure over shared memory and over gloo."""
     for transport, flag in (("shared memory", "1"), ("gloo", "0")):
         os.environ["ZEROSHARD_SHARED_MEMORY"] = flag
         both = run_ranks(measure, 2, turns, timeout=3600)

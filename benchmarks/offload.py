@@ -1,8 +1,9 @@
-"""Owns the offload part of `make bench`: the CPU's step beside the memory's bandwidth, the disk beside `dd`, training beside itself.
+"""Owns the offload part of `make bench`: the CPU's step, the disk, and training with offload.
 
-All in one run, turn by turn; figures are medians. The step moves 28 bytes a parameter (weights, gradient and two states in fp32 are
-read, all but the gradient written), a triad a = b + s c moves 12 bytes an element by STREAM's count, which leaves out that a cache
-line is read before it is written to. `dd` runs with direct I/O on a file of the same size in the same folder.
+All measurements take turns in one run, and figures are medians. The step moves 28 bytes per parameter: it reads
+weights, gradients and two states in fp32, and writes all but the gradients. It is compared with a triad a = b + s c,
+which moves 12 bytes per element. This is STREAM's count, which omits that a cache line is read before it is written.
+The disk is compared with `dd`, which runs with direct I/O on a file of the same size in the same folder.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _zeroshard_step() -> tuple[int, Callable[[], Any]]:
-    """Elements, and the optimizer's step of one rank whose states rest in CPU memory."""
+    """Return the number of elements, and the optimizer's step of one rank whose states are in CPU memory."""
     model = GPT(training.CONFIG)
     policy = zeroshard.Policy.stage(3).offloaded(optimizer=zeroshard.Place.CPU)
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), policy)
@@ -56,7 +57,7 @@ def _zeroshard_step() -> tuple[int, Callable[[], Any]]:
 
 
 def _deepspeed_step(numel: int) -> Callable[[], Any]:
-    """DeepSpeed's compiled CPUAdam over as many elements in one tensor."""
+    """Return the step of DeepSpeed's compiled CPUAdam, over as many elements in one tensor."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -67,7 +68,7 @@ def _deepspeed_step(numel: int) -> Callable[[], Any]:
 
 
 def cpu_step(_rank: int, rounds: int, with_deepspeed: bool) -> dict[str, Any]:
-    """Seconds of each, round by round, on one thread."""
+    """Return the seconds of each, by round, on one thread."""
     numel, step = _zeroshard_step()
     a, b, c = (torch.randn(numel) for _ in range(3))
     works: dict[str, Callable[[], Any]] = {
@@ -95,7 +96,7 @@ def _dd(path: Path, *, write: bool) -> None:
 
 
 def disk(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of 512 MiB each way: dd, and a slot on disk, checksums included."""
+    """Return the seconds to write and to read 512 MiB with dd, and with a slot on disk, including checksums."""
     offload = zeroshard.Offload(str(folder))
     policy = zeroshard.Policy.stage(3).offloaded(optimizer=zeroshard.Place.DISK, offload=offload)
     storages = Storages(policy, CPU)
@@ -116,11 +117,11 @@ def disk(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Where states on disk rest.")] = TEMPORARY,
-    rounds: Annotated[int, typer.Option(help="How often each has its turn.")] = 9,
-    turns: Annotated[int, typer.Option(help="The same for whole trainings, of 6 steps.")] = 3,
+    folder: Annotated[Path, typer.Option(help="The folder for states on disk.")] = TEMPORARY,
+    rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 9,
+    turns: Annotated[int, typer.Option(help="The number of training runs, of 6 steps each.")] = 3,
 ) -> None:
-    """Time the parts of offload, and training with it."""
+    """Time the parts of offload, and training with offload."""
     os.environ["FOLDER"] = str(folder)
     console = Console(width=max(110, Console().width))
     with console.status("the CPU's step"):

@@ -1,7 +1,7 @@
-"""Plans against real runs: the predicted peak of live bytes beside the allocator's, over models, stages, dtypes and places.
+"""Compares plans with real runs: the predicted peak of live bytes and the allocator's, over models, stages, dtypes and places.
 
-On several ranks a thread of gloo's may keep the gradient that it sent last: the allocator's peak is the least of the ranks and of a few
-runs, of which there are as many as it takes to come within 0.1 %.
+On several ranks, a thread of gloo may keep the gradient that it sent last. So the allocator's peak is the lowest over
+ranks and repeated runs. Runs are repeated until the peak is within 0.1 % of the plan, up to a limit.
 
 python benchmarks/plan.py [--ranks 1 2 3] [--only TEXT] [--dtypes fp32 bf16 fp16]
 """
@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 
 
 def cases(ranks: list[int], folder: str) -> Iterator[tuple[str, Case]]:
-    """(label, case): every stage, dtype and checkpointing for each model; places and accumulation for the first."""
+    """Yield (label, case): every stage, dtype and checkpointing for each model, and places and accumulation for the first."""
     for (name, (factory, batch)), count, stage, dtype, checkpointing in itertools.product(
         MODELS.items(), ranks, range(4), ("fp32", "bf16", "fp16"), (False, True)
     ):
@@ -117,7 +117,7 @@ def least(case: Case, said: int) -> tuple[int, dict[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--only", default="", help="cases whose label has this in it")
+    parser.add_argument("--only", default="", help="only cases whose label contains this text")
     parser.add_argument(
         "--dtypes", nargs="+", default=["fp32", "bf16", "fp16"], help="a CPU may lack instructions for some"
     )

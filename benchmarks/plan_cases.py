@@ -1,8 +1,8 @@
-"""Owns the cases that plans are compared with: the same training, by real ranks over gloo, with all bytes of torch's
-allocator.
+"""Owns the cases that plans are compared with: the same training on real ranks over gloo.
 
-On a CPU memory that comes and goes lies in ranges of addresses of our own, and ranks share memory; an accelerator has neither. So
-both are turned off here, as on a kernel that offers them not, and torch's allocator gives out every byte, as an accelerator's does.
+torch's allocator provides every byte, as an accelerator's allocator does. On a CPU, zeroshard would move pages
+between units and share memory between ranks, which an accelerator cannot. So both are turned off here, as on a kernel
+that does not support them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def tokens(samples: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """One training run.
 
     Attributes:
-        apart: CPU memory is not the device's, as beside an accelerator.
+        apart: whether CPU memory is separate from the device's, as for an accelerator.
     """
 
     config: dict[str, Any]
@@ -55,7 +55,7 @@ class Case:
 def config_of(
     stage: int, dtype: str = "fp32", *, checkpointing: bool = False, accumulation: int = 1, micro: int = 4, **zero: Any
 ) -> dict[str, Any]:
-    """A DeepSpeed config."""
+    """Return a DeepSpeed config."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage, **zero},
@@ -68,20 +68,20 @@ def config_of(
 
 
 def machine_for(case: Case) -> Machine:
-    """What the ranks of these tests run on. Where CPU memory is kept apart, no memory is free: a CPU takes none for speed."""
+    """Return the machine of the ranks. If CPU memory is separate, no memory is free, since a CPU uses none for speed."""
     machine = machine_of("cpu")
     return machine.model_copy(update={"computes_on_cpu": not case.apart, "memory": 1 if case.apart else machine.memory})
 
 
 @contextmanager
 def to_the_byte() -> Iterator[None]:
-    """Plan inside for a CPU's allocator, which rounds nothing, and where optimizers take no `foreach` by default."""
+    """Plan in the block for a CPU's allocator, which rounds nothing, and for optimizers without `foreach`."""
     with patch.object(ledger, "Segments", lambda: None), patch.object(dry_run, "take_foreach", lambda _: None):
         yield
 
 
 def planned(case: Case) -> zeroshard.Plan:
-    """What the dry run says."""
+    """Return the figures of the dry run."""
     with to_the_byte():
         return zeroshard.plan(
             case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra
@@ -89,7 +89,7 @@ def planned(case: Case) -> zeroshard.Plan:
 
 
 def measured(case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
-    """What each real rank says: the peak of the allocator's live bytes in training, and the bytes that it sent in a step."""
+    """Return for each real rank the allocator's peak of live bytes in training, and the bytes sent in a step."""
     before = os.environ.get("ZEROSHARD_SHARED_MEMORY")
     os.environ["ZEROSHARD_SHARED_MEMORY"] = "0"
     try:
@@ -101,7 +101,7 @@ def measured(case: Case, timeout: float = 120.0) -> list[dict[str, Any]]:
 
 
 def _loss(engine: zeroshard.Engine, arguments: Any) -> Tensor:
-    """Alone: who keeps a model's output keeps its logits through the backward."""
+    """Return only the loss, since the model's output would keep the logits through the backward."""
     output = engine(**arguments) if isinstance(arguments, dict) else engine(*arguments)
     loss: Tensor = getattr(output, "loss", output)
     return loss

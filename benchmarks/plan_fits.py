@@ -1,11 +1,14 @@
-"""Whether a plan tells the truth about fitting: random trainings, each in a control group whose memory is about what was planned.
+"""Checks whether plans predict that a training run fits: random runs, each in a control group of about the planned memory.
 
 python benchmarks/plan_fits.py [--cases 60] [--seed 0] [--out FILE]
 
-Ranks are processes of their own. As everywhere in plan_cases.py memory is given out as beside an accelerator: ranks share none, and what
-is freed is free (malloc maps each larger block by itself); --as-it-is leaves both as users of CPUs have them. Where a plan says "fits", the training must end; where it says "does not
-fit", the kernel must end it, or the plan be within 3 % of the limit. What a process takes before it trains is measured first, with a
-model of nearly nothing: the constant of the machine's table that a user would have of `zeroshard doctor --profile`.
+If a plan reports that a run fits, the run must end. If not, the kernel must kill the run, or the plan must be within
+3 % of the limit.
+
+Each rank is a separate process. As in plan_cases.py, memory behaves as on an accelerator: ranks share none, and freed
+memory is free, since malloc maps each larger block separately. With --as-it-is, both are as for users of CPUs. The
+memory that a process needs before it trains is measured first, with a tiny model, as `zeroshard doctor --profile`
+would measure it.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ NEAR = 0.03
 
 @dataclass(frozen=True)
 class Training:
-    """A GPT, how it is trained, and by how many ranks."""
+    """A training run of a GPT: its sizes, settings and ranks."""
 
     ranks: int
     layers: int
@@ -55,7 +58,7 @@ class Training:
 
 
 def drawn(random_: random.Random) -> Training:
-    """One of those that differ in every respect that a plan knows."""
+    """Draw a run whose settings vary in every respect that a plan knows."""
     stage, dtype = random_.randrange(4), random_.choice(("fp32", "bf16"))
     offload = {"offload_optimizer": {"device": "cpu"}} if stage and random_.random() < 0.25 else {}
     config = config_of(
@@ -81,7 +84,7 @@ def planned(training: Training, machine: Machine) -> zeroshard.Plan:
 
 
 def trained(training: Training, limit: int | None) -> tuple[bool, int]:
-    """Whether every rank came to its end, and the most bytes that the group used."""
+    """Return whether every rank finished, and the most bytes that the group used."""
     group = ControlGroup(limit)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -120,7 +123,7 @@ def _train(group: str, training: Training) -> None:
 
 
 def machine_here() -> Machine:
-    """The table's, with what a process takes of itself measured."""
+    """Return the known CPU machine, with the measured memory of a process that does not train."""
     table = machine_of("cpu")
     _, used = trained(NEARLY_NOTHING, None)
     plan = planned(NEARLY_NOTHING, table)
@@ -132,8 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="JSON lines, one a case")
-    parser.add_argument(AS_IT_IS, action="store_true", help="shared memory, and malloc's own ways")
+    parser.add_argument("--out", type=Path, default=None, help="a file for JSON lines, one per case")
+    parser.add_argument(AS_IT_IS, action="store_true", help="use shared memory and the default malloc settings")
     parser.add_argument("--rank-of", nargs=2, metavar=("GROUP", "TRAINING"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of is not None:

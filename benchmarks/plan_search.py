@@ -1,12 +1,14 @@
-"""The search against an exhaustive sweep: each setting that it may choose is trained and timed, and what it chose stands beside the fastest.
+"""Compares the search of `zeroshard plan` with an exhaustive sweep over all settings.
 
 python benchmarks/plan_search.py --machine PROFILE [--rounds 4] [--only TEXT]
 
-PROFILE is a file of `zeroshard doctor --profile`. Every setting of a case (stage, checkpointing, micro-batch and how often) is trained for
-a few steps by real ranks; settings take turns in rounds, and a time is the least of the medians of the rounds: what else runs here
-only adds to it. Stages of one rank are the same work: how far they are apart is the noise.
-`--clock cpu` takes the processor's time of the slowest rank in the place of the wall's: for a machine that has other work to do. It
-does not see who waits. A setting fits where its plan does: `benchmarks/plan_fits.py` says what that is worth.
+PROFILE is a file of `zeroshard doctor --profile`. Real ranks train every setting of a case for a few steps: stage,
+checkpointing, micro-batch and accumulation. Settings take turns in rounds, and a time is the lowest of the medians of
+the rounds, since other load only adds to it. On one rank all stages do the same work, so the differences between them
+show the noise.
+
+`--clock cpu` measures the CPU time of the slowest rank instead of wall time, for a machine that has other work. It
+does not include waits. A setting fits if its plan fits; `benchmarks/plan_fits.py` measures how reliable that is.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NEAR = 0.10
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its ranks, the samples of a step on each, and the memory: 0 is what the leanest setting needs, 1 what the largest does."""
+    """A model, its ranks, samples per rank and step, and memory: 0 fits the smallest setting, 1 the largest."""
 
     kind: str
     layers: int
@@ -87,7 +89,7 @@ BASE = {"optimizer": config_of(0)["optimizer"]}
 
 
 def sweep(case: Case) -> list[Choice]:
-    """Every setting. On one rank the stages are one, but for what they cost."""
+    """Return every setting. On one rank all stages do the same work."""
     return [
         Choice(stage, micro, checkpointing, False, False)
         for stage in range(4)
@@ -105,7 +107,7 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 
 
 def trained(rank: int, case: Case, configs: list[dict[str, Any]], rounds: int, clock: str) -> list[list[float]]:
-    """For each config, the median step of each round, in seconds."""
+    """Return, for each config, the median step of each round, in seconds."""
     torch.manual_seed(rank)
     torch.set_num_threads(1)
     taken: list[list[float]] = [[] for _ in configs]
@@ -128,7 +130,7 @@ def _step(engine: zeroshard.Engine, case: Case, clock: Callable[[], float]) -> f
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the search chose, what was the fastest that fits, and how much slower the choice is."""
+    """The choice of the search, the fastest setting that fits, and the slowdown of the choice."""
 
     chosen: Choice
     fastest: Choice
@@ -160,8 +162,8 @@ def main() -> None:
     parser.add_argument("--machine", required=True, type=Path)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--all", action="store_true", help="print every setting's time, planned and taken")
+    parser.add_argument("--only", default="", help="only cases whose name contains this text")
+    parser.add_argument("--all", action="store_true", help="print the planned and the measured time of every setting")
     options = parser.parse_args()
     torch.set_num_threads(1)
     near, count = 0, 0

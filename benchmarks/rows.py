@@ -1,4 +1,4 @@
-"""Owns the rows of step.py's table: a system of systems.py in an environment, under a short name to choose it by."""
+"""Owns the rows of the table of step.py: a system of systems.py in an environment, with a short name that selects it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEEPSPEED = "deepspeed"
 
 @dataclass(frozen=True)
 class Row:
-    """One row."""
+    """One row of the table."""
 
     system: str
     """A key of systems.SYSTEMS."""
@@ -44,7 +44,7 @@ def _ours() -> dict[str, Row]:
 
 
 FIRST, LAST = "ddp", "ddp-again"
-"""The baseline, twice in each round: what it differs from itself is noise."""
+"""The baseline, which runs twice in each round to show the noise."""
 RIVAL = "fsdp2"
 ROWS: dict[str, Row] = {
     FIRST: Row("DDP", "DDP, fused AdamW"),
@@ -65,10 +65,10 @@ ROWS: dict[str, Row] = {
 
 
 def chosen(patterns: Iterable[str], *, has_deepspeed: bool) -> dict[str, Row]:
-    """Rows by short names with wildcards ("zs3*"), or the default ones; DDP is always there, first and last.
+    """Return the rows whose short names match ("zs3*"), or the default rows. DDP is always the first and the last.
 
     Raises:
-        ValueError: a pattern that no row has.
+        ValueError: a pattern matches no row.
     """
     has_deepspeed = has_deepspeed or importlib.util.find_spec("deepspeed") is not None
     patterns = [pattern for text in patterns for pattern in text.split(",")]

@@ -1,4 +1,4 @@
-"""Owns the count of bytes that really left this process."""
+"""Owns the count of bytes that this process sent over TCP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES_ACKED = 120
 
 
 def sent_bytes() -> int:
-    """The bytes that the peers of this process's TCP connections have acknowledged: no other process's bytes, and no byte twice."""
+    """Return the bytes that the peers of this process's TCP connections have acknowledged, each counted once."""
     total = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(entry.name)

@@ -1,4 +1,4 @@
-"""Owns stand-ins for libraries that a lent machine may lack: zeroshard's import needs them, the training that is measured does not."""
+"""Owns stubs for libraries that a machine may lack: importing zeroshard needs them, but the measured training does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIBRARIES = ("pydantic", "rich", "typer", "json5", "safetensors", "matplotlib", 
 
 
 class _Anything:
-    """A base class, a decorator, a field, a type: whatever is asked of it while modules are read."""
+    """A base class, decorator, field or type, for any use while modules are imported."""
 
     model_fields: dict[str, Any] = {}  # noqa: RUF012  (pydantic's, of a class)
 
@@ -66,7 +66,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 def stand_in() -> list[str]:
-    """For what is not installed; returns which that is."""
+    """Register stubs for libraries that are not installed, and return their names."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         sys.meta_path.append(_StandIns(set(missing)))

@@ -1,19 +1,20 @@
-"""Owns the first part of `make bench`: a training step of a 50 M parameter GPT, zeroshard beside its rivals in one run.
+"""Owns the first part of `make bench`: a training step of a 50 M parameter GPT, under zeroshard and other systems.
 
-Each system trains the same model on the same tokens in fresh processes, one after another, several rounds over. A round begins and ends
-with DDP. A step's time is the slowest rank's. "x DDP" is the median over rounds of a ratio taken within the round: the median of the
-system's steps, over the mean of the medians of that round's two DDPs; the least and the most of the rounds stand beside it. So DDP's own
-two rows show the noise. "x FSDP2" is taken in the same way, over FSDP2 that gives its units back.
+Each system trains the same model on the same tokens in new processes, one system after another, for several rounds. A
+round begins and ends with DDP. The time of a step is the slowest rank's. "x DDP" is the median over rounds of a ratio
+within the round: the median of the system's steps, over the mean of the medians of that round's two DDP runs. The
+lowest and highest ratio are in brackets. So DDP's own two rows show the noise. "x FSDP2" is the same ratio over FSDP2
+that reshards its units.
 
-CPU time (user and system), page faults (minor ones) and bytes on sockets (TCP, sent) are of one step and one rank: means over the steps
-of a run and its ranks, medians over runs. System time is also told as a share of the step.
+CPU time (user and system), minor page faults, and bytes sent over TCP are for one step and one rank: means over the
+steps and ranks of a run, and medians over runs. System time is also shown as a share of the step.
 
-Peak memory comes from a run of its own: the most that all processes of a run used together, a page that ranks share counted once
-(host_memory.py), less what they used when the ranks had joined and before the model was made, divided by the number of ranks.
-In that run every freed block goes back to the system, so that it counts what lives, and not what malloc keeps; but rows
-that are about malloc's settings keep theirs.
+Peak memory comes from a separate run. It is the most that all processes of the run used together, less what they used
+after the ranks had joined and before the model was made, divided by the number of ranks. A page that ranks share
+counts once (host_memory.py). In that run malloc returns every freed block to the system, so that the peak counts live
+memory. Rows that are about malloc's settings keep these settings.
 
-    python benchmarks/step.py                                    # what the README's table shows
+    python benchmarks/step.py                                    # the README's table
     python benchmarks/step.py --only 'zs3*,fsdp2' --ranks 4      # some rows; DDP is always among them
     python benchmarks/step.py --batch 4 --checkpointing          # activation checkpointing in every system
     python benchmarks/step.py --saved benchmarks/results/step_2_ranks.json --markdown     # the table of an earlier run
@@ -45,11 +46,11 @@ from zeroshard.testing.ranks import run_ranks
 CONFIG = GPTConfig(layers=16, width=512, heads=8, context=128)
 WARMUP = 2
 MEMORY_STEPS = 2
-"""After one to warm up: the peak of the second step is every later step's."""
+"""The steps after one warm-up step. All later steps have the peak of the second."""
 
 
 def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One rank's part of one run."""
+    """Run one rank of one run."""
     torch.manual_seed(0)
     start_rss, start_host = status("VmRSS"), 0
     if "group" in job:
@@ -87,7 +88,7 @@ def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_system(job: dict[str, Any]) -> Run:
-    """One run of one system: seconds of each step, the mean loss of each; means over ranks for one step, bytes, seconds.
+    """Run one system. Return the seconds and mean loss of each step, and means over ranks of bytes and CPU seconds per step.
 
     Args:
         job: "system", "ranks", "batch", "checkpointed", "warmup" and "steps"; "limit" in seconds, and "group", come from jobs.py.
@@ -105,7 +106,7 @@ def run_system(job: dict[str, Any]) -> Run:
 
 
 class Comparison:
-    """Rows, and what their runs found: all that a table is made of, and all that is saved."""
+    """The rows and the results of their runs, which a table shows and a file stores."""
 
     def __init__(self, rows: dict[str, Row], about: dict[str, Any], deepspeed_path: Path | None, limit: float) -> None:
         self.rows, self._deepspeed_path, self._limit = rows, deepspeed_path, limit
@@ -115,7 +116,7 @@ class Comparison:
             self.results["rows"][key] = {**entry, "runs": [], "memory": {}, "failure": None}
 
     def run(self, key: str, warmup: int, steps: int, checkpointed: bool, *, memory: bool = False) -> Run | None:
-        """One run of a row, or none: it has failed, now or before."""
+        """Run a row once, and return None if it fails or has failed before."""
         entry, row, about = self.results["rows"][key], self.rows[key], self.results["about"]
         if entry["failure"]:
             return None
@@ -132,7 +133,7 @@ class Comparison:
         return found
 
     def measure_memory(self, key: str, checkpointed: bool) -> None:
-        """The peak of a row, in a run of its own."""
+        """Measure the peak of a row, in a separate run."""
         run = self.run(key, 1, MEMORY_STEPS, checkpointed, memory=True)
         if run:
             ranks = self.results["about"]["ranks"]
@@ -141,7 +142,7 @@ class Comparison:
 
 
 def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
-    """The table's columns. `brief` is what a README shows."""
+    """Return the columns of the table. `brief` selects those of the README."""
     rows, about = results["rows"], results["about"]
     bases = [rows[key]["runs"] for key in (FIRST, LAST)]
 
@@ -185,7 +186,7 @@ def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
 
 
 def show_results(results: dict[str, Any], *, markdown: bool) -> None:
-    """Print the table of a run, of now or before."""
+    """Print the table of this run or a saved one."""
     about, rows = results["about"], results["rows"]
     title = (
         f"GPT of {about['parameters'] / 1e6:.1f} M parameters, fp32, {about['ranks']} ranks on {about['cores']} cores"
@@ -203,21 +204,21 @@ def main(
         bool, typer.Option("--checkpointing", help="Activation checkpointing of every block.")
     ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Rows by short name, as in rows.py: 'zs3*,fsdp2'.")] = None,
-    rounds: Annotated[int, typer.Option(help="How often each row has its turn; with 0, only peaks.")] = 3,
+    rounds: Annotated[int, typer.Option(help="The number of rounds; 0 measures only peak memory.")] = 3,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 4,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, in runs of their own.")] = True,
-    limit: Annotated[float, typer.Option(help="Seconds after which a run is ended and told.")] = 180.0,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in separate runs.")] = True,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is killed and reported.")] = 180.0,
     deepspeed_path: Annotated[
         Path | None, typer.Option(help="A folder in which the real DeepSpeed is installed.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the README's table.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Where all figures go as JSON. [default: benchmarks/results/step_...]")
+        Path | None, typer.Option(help="The JSON file for all figures. [default: benchmarks/results/step_...]")
     ] = None,
-    saved: Annotated[Path | None, typer.Option(help="Run nothing: show an earlier run's JSON.")] = None,
+    saved: Annotated[Path | None, typer.Option(help="Print the table of this JSON file, and run nothing.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Time a training step under zeroshard and its rivals."""
+    """Time a training step under zeroshard and other systems."""
     if job is not None:
         write_result(job, run_system(read_job(job)))
         return

@@ -1,4 +1,4 @@
-"""Owns the systems that train: each turns a model into a function that takes one step. Called by benchmarks/step.py and offload.py."""
+"""Owns the systems that step.py and offload.py compare: each turns a model into a function that runs one step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TrainStep = Callable[[Tensor], Tensor]
 
 
 def loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> TrainStep:
-    """Return a function that takes one step."""
+    """Return a function that runs one step."""
 
     def step(tokens: Tensor) -> Tensor:
         loss = forward(tokens[:, :-1], tokens[:, 1:])
@@ -36,7 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _checkpoint(model: nn.Module) -> None:
-    """torch's wrapper for activation checkpointing (not reentrant) around each block."""
+    """Wrap each block in torch's activation checkpointing (not reentrant)."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     blocks = set(model.get_submodule("blocks").children())
@@ -44,14 +44,14 @@ def _checkpoint(model: nn.Module) -> None:
 
 
 def ddp(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """torch's DistributedDataParallel."""
+    """Return torch's DistributedDataParallel."""
     if checkpointed:
         _checkpoint(model)
     return loop(nn.parallel.DistributedDataParallel(model), adamw(model))
 
 
 def ddp_zero_redundancy(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """The same with torch's ZeroRedundancyOptimizer."""
+    """Return DDP with torch's ZeroRedundancyOptimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if checkpointed:
@@ -61,9 +61,9 @@ def ddp_zero_redundancy(model: nn.Module, *, checkpointed: bool = False) -> Trai
 
 
 def floor(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """What no system goes below: ranks that never talk, each with AdamW over its share of the elements, and no gradients kept.
+    """Return a lower bound for all systems: ranks that do not communicate, each with AdamW over its share of the elements.
 
-    It trains nothing: its losses are no other system's.
+    It does not train the model, so its losses differ from those of the systems.
     """
     if checkpointed:
         _checkpoint(model)
@@ -87,7 +87,7 @@ def floor(model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
 
 
 def fsdp2(reshard: bool, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """torch's fully_shard, over each block and the root."""
+    """Return torch's fully_shard over each block and the root."""
     if checkpointed:
         _checkpoint(model)
     from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +109,7 @@ def zeroshard_stage(
     optimizer: zeroshard.Place | None = None,
     parameters: zeroshard.Place | None = None,
 ) -> TrainStep:
-    """zeroshard's plain road, and its own checkpointing; with states at rest elsewhere: on disk through 64 MiB of CPU memory, in $FOLDER."""
+    """Return zeroshard with its own checkpointing. Offloaded states are on disk in $FOLDER, through 64 MiB of CPU memory."""
     if checkpointed:
         zeroshard.checkpointing.Checkpointer().checkpoint_units(model)
     policy = zeroshard.Policy.stage(stage, reshard_after_forward=reshard)
@@ -120,7 +120,7 @@ def zeroshard_stage(
 
 
 def deepspeed(stage: int, model: nn.Module, *, checkpointed: bool = False) -> TrainStep:
-    """DeepSpeed, with torch's fused AdamW in place of its own (which needs a compiler for minutes at first use)."""
+    """Return DeepSpeed with torch's fused AdamW, since its own optimizer is compiled for minutes at first use."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as peer
 
@@ -164,4 +164,4 @@ SYSTEMS: dict[str, Callable[..., TrainStep]] = {
         zeroshard_stage, 3, True, optimizer=zeroshard.Place.DISK, parameters=zeroshard.Place.DISK
     ),
 }
-"""By name: `(model, checkpointed=...)` to a function that takes one step on tokens of shape [batch, length + 1]."""
+"""The systems by name. Each maps `(model, checkpointed=...)` to a function that runs one step on tokens [batch, length + 1]."""

@@ -1,7 +1,7 @@
-"""Owns the comparison under stock transformers' Trainer: the same 30-line script on DDP, FSDP, DeepSpeed and zeroshard.
+"""Owns the comparison under the stock transformers Trainer: the same 30-line script on DDP, FSDP, DeepSpeed and zeroshard.
 
-Each system is a job of its own; jobs run one after another, several rounds over. A step's time is taken between two optimizer steps,
-and quoted as a ratio to DDP's of the same round; DDP runs twice in each, to show the noise.
+Each system runs as a separate job, one job after another, for several rounds. A step's time is the time between two
+optimizer steps, and is shown as a ratio to DDP's in the same round. DDP runs twice in each round, to show the noise.
 
     python benchmarks/trainers.py [--rounds 3] [--deepspeed-path FOLDER]
 """
@@ -35,7 +35,7 @@ SYSTEMS = [
 
 
 def config(stage: int) -> dict[str, Any]:
-    """What both DeepSpeed and zeroshard read."""
+    """Return the config that both DeepSpeed and zeroshard read."""
     return {
         "zero_optimization": {"stage": stage, "overlap_comm": True},
         "train_micro_batch_size_per_gpu": "auto",
@@ -51,7 +51,7 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
-    """The script: one rank of one system."""
+    """Run the script on one rank of one system."""
     import time
 
     import torch
@@ -72,7 +72,7 @@ def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
             return {"input_ids": tokens, "labels": tokens}
 
     class Clock(transformers.TrainerCallback):
-        """The time at the end of each step."""
+        """A callback that records the time at the end of each step."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -115,7 +115,7 @@ def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
 
 
 def run(system: str, ranks: int, batch: int, steps: int, deepspeed_path: Path | None) -> dict[str, Any] | str:
-    """One job; a sentence where the system does not run here."""
+    """Run one job. Return a sentence if the system does not run here."""
     name = system.partition(" ")[0]
     if name == "DeepSpeed" and deepspeed_path is None:
         return "not installed (--deepspeed-path)"
@@ -138,8 +138,8 @@ def run(system: str, ranks: int, batch: int, steps: int, deepspeed_path: Path | 
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="How often each system runs.")] = 3,
-    ranks: Annotated[int, typer.Option(help="Processes.")] = 2,
+    rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 3,
+    ranks: Annotated[int, typer.Option(help="The number of processes.")] = 2,
     batch: Annotated[int, typer.Option(help="Sequences of 128 tokens on each rank.")] = 4,
     steps: Annotated[int, typer.Option(help="Measured steps of a run.")] = 8,
     deepspeed_path: Annotated[
@@ -149,7 +149,7 @@ def main(
     system: Annotated[str | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Compare one step of stock transformers' Trainer over systems."""
+    """Compare a step of the stock transformers Trainer under several systems."""
     if system is not None and out is not None:
         train(system, out, batch, steps, warmup=3)
         return

@@ -1,14 +1,15 @@
-"""Times ZeroRedundancyOptimizer beside torch's, on the 50 M parameter GPT under DDP: part of `make bench`.
+"""Times zeroshard's ZeroRedundancyOptimizer and torch's on the 50 M parameter GPT under DDP: part of `make bench`.
 
-One table row is one way to use them: 2 or 4 ranks, Adam plain or fused, parameters_as_bucket_view or not; both classes get the same
-arguments. In the same processes torch's class trains a model, ours another and torch's a third, in turns step by step, so that what
-disturbs one disturbs all and torch's two show the noise. Two times are taken, each of the slowest rank:
+Each row of the table is one way to use them: 2 or 4 ranks, Adam plain or fused, and parameters_as_bucket_view or not.
+Both classes get the same arguments. In the same processes, torch's class trains one model, zeroshard's another, and
+torch's a third. They take turns step by step, so other load affects all three, and torch's two models show the noise.
+Two times are measured, each on the slowest rank:
 
-- the optimizer's part: `optimizer.step()` between two barriers, with the communication that it does;
+- the optimizer's part: `optimizer.step()` between two barriers, including its communication;
 - the whole training step: forward, backward under DDP (gradient_as_bucket_view), `optimizer.step()`, `zero_grad()`.
 
-"x torch" is the median over rounds (fresh processes) of our median step over the mean of torch's two medians, with the least and the most of
-the rounds. Bytes are what a rank's own sockets sent in `optimizer.step()`.
+"x torch" is the median over rounds (new processes) of zeroshard's median step over the mean of torch's two medians.
+The lowest and highest ratio are in brackets. Bytes are those that a rank's own sockets sent in `optimizer.step()`.
 
     python benchmarks/zero_redundancy.py [--ranks 2,4] [--gloo] [--markdown]
 """
@@ -42,7 +43,7 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "fused, bucket view": {"fused": True, "parameters_as_bucket_view": True},
 }
 CONSOLIDATED = "plain"
-"""The variant whose consolidation is timed, in the first round: torch's takes as long as ten rounds."""
+"""The variant whose consolidation is timed, only in the first round, since torch's takes as long as ten rounds."""
 CONTESTANTS: dict[str, Callable[..., Any]] = {
     "torch": TorchZero,
     "zeroshard": ZeroRedundancyOptimizer,
@@ -61,7 +62,7 @@ class Contestant:
         self.found: Run = {"whole": [], "optimizer": [], "losses": [], "sent": 0}
 
     def step(self, tokens: torch.Tensor) -> None:
-        """Train on tokens of shape [1, length + 1], and take the times."""
+        """Train on tokens of shape [1, length + 1], and measure the times."""
         dist.barrier()
         start = time.perf_counter()
         loss = self._ddp(tokens[:, :-1], tokens[:, 1:])
@@ -79,7 +80,7 @@ class Contestant:
         self.found["sent"] = sent_bytes() - before
 
     def finish(self, *, consolidate: bool) -> Run:
-        """What was found, without the first step, which makes the states."""
+        """Return the times without the first step, which makes the optimizer's states."""
         state = self.optimizer.optim.state
         self.found["state"] = sum(value.nbytes for entry in state.values() for value in entry.values())
         if consolidate:
@@ -92,7 +93,7 @@ class Contestant:
 
 
 def measure(rank: int, job: dict[str, Any]) -> dict[str, Run]:
-    """One rank's part of one run."""
+    """Run one rank of one run."""
     contestants = {name: Contestant(make, VARIANTS[job["variant"]]) for name, make in CONTESTANTS.items()}
     generator = torch.Generator().manual_seed(rank)
     for _ in range(1 + job["steps"]):
@@ -106,7 +107,7 @@ def measure(rank: int, job: dict[str, Any]) -> dict[str, Run]:
 
 
 def run(job: dict[str, Any]) -> dict[str, Run]:
-    """One run: what each contestant took, the slowest rank's times."""
+    """Run once, and return the slowest rank's times of each contestant."""
     by_rank = run_ranks(measure, job["ranks"], job, timeout=job["limit"], collective_timeout=300)
     found: dict[str, Run] = {}
     for name in CONTESTANTS:
@@ -126,7 +127,7 @@ def run(job: dict[str, Any]) -> dict[str, Run]:
 
 
 def columns(results: dict[str, Any]) -> list[Column]:
-    """The table's columns; a row is a key of results["rows"]."""
+    """Return the columns of the table; a row is a key of results["rows"]."""
 
     def runs(key: str, name: str) -> list[Run | None]:
         return [one and one[name] for one in results["rows"][key]["runs"]]
@@ -173,7 +174,7 @@ def columns(results: dict[str, Any]) -> list[Column]:
 
 
 def show_results(results: dict[str, Any], *, markdown: bool) -> None:
-    """Print the table of a run, of now or before."""
+    """Print the table of this run or a saved one."""
     about = results["about"]
     title = f"ZeroRedundancyOptimizer, {about['parameters'] / 1e6:.1f} M parameters, Adam, {about['cores']} cores"
     title += f"; {about['rounds']} rounds of {about['steps']} steps, {about.get('seconds', 0):.0f} s in all"
@@ -182,15 +183,15 @@ def show_results(results: dict[str, Any], *, markdown: bool) -> None:
 
 
 def main(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
-    rounds: Annotated[int, typer.Option(help="How often each row has its turn.")] = 2,
+    ranks: Annotated[str, typer.Option(help="The numbers of ranks.")] = "2,4",
+    rounds: Annotated[int, typer.Option(help="The number of rounds.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 5,
     only: Annotated[str, typer.Option(help="Only this variant: plain; bucket view; fused; fused, bucket view.")] = "",
-    gloo: Annotated[bool, typer.Option("--gloo", help="Also with ours over gloo.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which a run is ended and told.")] = 240.0,
+    gloo: Annotated[bool, typer.Option("--gloo", help="Also measure zeroshard over gloo.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is killed and reported.")] = 240.0,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
-    out: Annotated[Path, typer.Option(help="Where all figures go as JSON.")] = RESULTS / "zero_redundancy.json",
-    saved: Annotated[Path | None, typer.Option(help="Run nothing: show an earlier run's JSON.")] = None,
+    out: Annotated[Path, typer.Option(help="The JSON file for all figures.")] = RESULTS / "zero_redundancy.json",
+    saved: Annotated[Path | None, typer.Option(help="Print the table of this JSON file, and run nothing.")] = None,
     job: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Print one table."""

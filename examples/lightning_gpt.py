@@ -1,7 +1,7 @@
 """Lightning's Trainer on zeroshard: train, stop, continue at another stage, and read the weights with plain torch.
 
     python examples/lightning_gpt.py                                    # Lightning starts 2 processes
-    torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # or torchrun does
+    torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # torchrun starts them
 
 The text is this file. With accelerators, pass --accelerator auto.
 """
@@ -36,7 +36,7 @@ class Windows(Dataset[Tensor]):
 
 
 class Model(lightning.LightningModule):
-    """A byte-level GPT. Its layers are built in configure_model: under stage 3, sharded from the start."""
+    """A byte-level GPT. `configure_model` builds its layers, which at stage 3 are sharded from the start."""
 
     def configure_model(self) -> None:
         """Build the layers. The Trainer calls it once for each run."""
@@ -56,12 +56,12 @@ class Model(lightning.LightningModule):
         self.log("norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make the optimizer."""
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def main() -> None:
-    """Train half of the steps under one stage and half under another."""
+    """Train half of the steps at one stage, and half at another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=32)

@@ -1,11 +1,10 @@
-"""Ray Train starts the ranks, and restarts them if one fails: they continue from the last checkpoint that was reported
-to Ray.
+"""Train a byte-level GPT on Ray Train, which restarts the ranks from the last reported checkpoint if one fails.
 
     pip install zeroshard[ray]
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines must see FOLDER: zeroshard writes checkpoints there, each rank its own part, and Ray uploads nothing. The text is this
-file.
+All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. The text is
+this file.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def windows(text: Tensor, first: int, count: int) -> Tensor:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train on one worker. Ray has joined them in torch.distributed."""
+    """Train on one worker. Ray has initialized torch.distributed."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=64, heads=2, context=LENGTH))
     engine, _, _, _ = zeroshard.initialize(model=model, config=CONFIG)
@@ -65,7 +64,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def trainer(storage: Path, name: str, workers: int, steps: int, save_every: int, gpu: bool = False) -> TorchTrainer:
-    """Make the trainer of a run. If the storage has a run of that name, it continues."""
+    """Return the trainer of a run. A run of the same name in the storage continues."""
     settings = {
         "text": Path(__file__).read_bytes(), "storage": str(storage), "name": name, "steps": steps, "save_every": save_every,
     }  # fmt: skip
@@ -81,9 +80,9 @@ def main() -> None:
     """Train on Ray's workers. The same command continues a run that was stopped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--storage", type=Path, required=True, help="a folder that all machines see")
-    parser.add_argument("--name", default="gpt", help="of the run, in that folder")
+    parser.add_argument("--name", default="gpt", help="the name of the run in that folder")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--gpu", action="store_true", help="an accelerator for each worker")
+    parser.add_argument("--gpu", action="store_true", help="give each worker an accelerator")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=10)
     options = parser.parse_args()

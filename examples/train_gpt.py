@@ -1,14 +1,14 @@
-"""Train a byte-level GPT on text, under any ZeRO stage, from a DeepSpeed config.
+"""Train a byte-level GPT on text at any ZeRO stage, from a DeepSpeed config.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
-With --checkpoints FOLDER it saves regularly, also at Ctrl-C, and resumes where it was stopped, with any number of ranks and at any
-stage. Samples are numbered, and a step takes the next ones, however many ranks share them. So torchrun may restart it with more
-machines or fewer, see docs/elastic_hosts.md.
+With --checkpoints FOLDER the script saves regularly and at Ctrl-C, and resumes at that step with any number of ranks
+and at any stage. Samples are numbered, and each step trains on the next ones, however many ranks share them. So
+torchrun may restart the script with more or fewer machines (docs/elastic_hosts.md).
 
-The text is the Python standard library's own source, unless --text names a file or a folder. At the end it draws the
-loss: as a PNG if matplotlib is installed (`pip install 'zeroshard[plots]'`), otherwise in the terminal.
+The text is the source of Python's standard library, unless --text names a file or a folder. At the end the script draws
+the loss: as a PNG if matplotlib is installed (`pip install 'zeroshard[plots]'`), and otherwise in the terminal.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from zeroshard.testing.gpt import GPT, GPTConfig
 LENGTH = 128  # tokens of one training sequence
 MICROBATCH = 4  # sequences of one forward, at most
 STEPS = 650
-STEPS_IN_FP32 = 250  # on a CPU without instructions for bf16: fp32 takes about three times as long
+STEPS_IN_FP32 = 250  # on a CPU without bf16 instructions, where a step in fp32 takes about three times as long
 CURVE = Path("runs/train_gpt.png")
 
 
 def read_text(path: Path) -> Tensor:
-    """Return all bytes of a file, or of the text files of a folder, as a tensor of uint8."""
+    """Return all bytes of a file, or of the text files in a folder, as a uint8 tensor of shape [n]."""
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
     files = [p for p in files if "site-packages" not in p.parts and "test" not in p.parts]
     data = bytearray(b"\n".join(p.read_bytes() for p in files))
     if len(data) < 100 * LENGTH:
-        raise SystemExit(f"{path}: {len(data)} bytes of text found, at least {100 * LENGTH} are needed.")
+        raise SystemExit(f"{path} has {len(data)} bytes of text. Choose a text of at least {100 * LENGTH} bytes.")
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
@@ -63,7 +63,7 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
 class Windows:
-    """Random windows of the text, by number: sample 7 is the same window on every rank and at any time."""
+    """Random windows of the text, by number. Sample 7 is the same window on every rank and in every run."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -74,14 +74,14 @@ class Windows:
         return self.text[start : start + LENGTH + 1].long()
 
     def batch(self, first: int, engine: zeroshard.Engine) -> tuple[Tensor, Tensor]:
-        """Return one microbatch, from sample `first` on: tokens and targets of shape [batch, LENGTH]."""
+        """Return one microbatch that begins at sample `first`: tokens and targets, each of shape [batch, LENGTH]."""
         numbers = range(first, first + engine.train_micro_batch_size_per_gpu())
         tokens = torch.stack([self[number] for number in numbers]).to(engine.device)
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def microbatch_size(batch: object, world_size: int) -> int:
-    """Return the sequences of one forward. If the config fixes those of a step, fewer ranks take more forwards."""
+    """Return the sequences per forward. If the config fixes those of a step, fewer ranks run more forwards."""
     share = batch // world_size if isinstance(batch, int) else MICROBATCH
     return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
@@ -89,7 +89,7 @@ def microbatch_size(batch: object, world_size: int) -> int:
 class CtrlC:
     """A block in which Ctrl-C takes effect between steps. In the middle of a step, ranks would wait for each other forever.
 
-    torchrun's processes get the signal from the terminal, and again from torchrun: there, the second one has no effect. A
+    Under torchrun a process gets the signal twice, from the terminal and from torchrun, and ignores the second one. A
     process without torchrun ends at the second Ctrl-C.
     """
 
@@ -109,14 +109,14 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     def on_any_rank(self, device: torch.device) -> bool:
-        """Return whether any rank got a request to stop. Every rank must call it."""
+        """Return whether Ctrl-C was pressed on any rank. Every rank must call it."""
         pressed = torch.tensor(float(self.pressed), device=device)
         dist.all_reduce(pressed)
         return bool(pressed > 0)
 
 
 def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> None:
-    """Save, print how to resume, and exit with code 130, as programs do after Ctrl-C."""
+    """Save, print the command that resumes, and exit with code 130, as programs do after Ctrl-C."""
     if folder is None:
         console.print(
             f"stopped after step {engine.global_steps}; nothing was saved. Pass --checkpoints FOLDER to save."
@@ -125,7 +125,7 @@ def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> Non
         engine.save_checkpoint(folder, keep_last=2)
         local = os.environ.get("LOCAL_WORLD_SIZE")
         start = ["torchrun", "--nproc-per-node", local] if local else [Path(sys.executable).name]
-        console.print(f"stopped after step {engine.global_steps}, and saved. To go on:")
+        console.print(f"stopped after step {engine.global_steps}, and saved. To resume:")
         console.print(f"  {shlex.join([*start, *sys.argv])}", soft_wrap=True, markup=False, highlight=False)
     raise SystemExit(128 + signal.SIGINT)
 
@@ -141,7 +141,7 @@ def evaluate(engine: zeroshard.Engine, data: Windows, count: int) -> float:
 
 @torch.no_grad()
 def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: float = 0.6) -> str:
-    """Continue a prompt. Every rank must run it: at stage 3 each forward gathers the parameters."""
+    """Continue a prompt. Every rank must call it, since at stage 3 each forward gathers the parameters."""
     tokens = torch.tensor([list(prompt.encode())], device=engine.device)
     generator = torch.Generator(engine.device).manual_seed(1)
     for _ in range(length):
@@ -152,12 +152,12 @@ def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: floa
 
 
 def report(engine: zeroshard.Engine, console: Console) -> None:
-    """Return a table for this rank: live bytes beside the formulas, and the peak of the process."""
+    """Print a table of all ranks: live bytes, the formulas, and the peak of each process. Every rank must call it."""
     mine = {**engine.memory_report(), "peak of the process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     formula = engine.memory_formula()
-    table = Table(title=f"Memory at rest under ZeRO-{engine.zero_optimization_stage()}, MiB")
+    table = Table(title=f"Memory at rest at ZeRO stage {engine.zero_optimization_stage()}, MiB")
     table.add_column("")
     for rank in range(dist.get_world_size()):
         table.add_column(f"rank {rank}", justify="right")
@@ -169,7 +169,7 @@ def report(engine: zeroshard.Engine, console: Console) -> None:
 
 
 def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
-    """Return whether some rank's processor has no instructions for a dtype: all ranks train in the same one."""
+    """Return whether any rank's processor lacks instructions for a dtype. All ranks train in the same dtype."""
     device = local_device()
     found = torch.tensor(float(is_emulated(dtype, device)), device=device)
     dist.all_reduce(found)
@@ -180,18 +180,18 @@ def parse() -> argparse.Namespace:
     """Read the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
-    parser.add_argument("--stage", type=int, choices=range(4), help="takes the place of the config's stage")
+    parser.add_argument("--stage", type=int, choices=range(4), help="the stage, instead of the config's")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}, or {STEPS_IN_FP32} on a CPU without bf16")
-    parser.add_argument("--checkpoints", type=Path, help="a folder to save to, and to go on from")
-    parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
+    parser.add_argument("--checkpoints", type=Path, help="a folder to save to and to resume from")
+    parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
-    parser.add_argument("--fp16", action="store_true", help='if the config has "auto"')
+    parser.add_argument("--fp16", action="store_true", help='use fp16 instead of bf16 if the config has "auto"')
     return parser.parse_args()
 
 
 def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Console) -> None:
-    """Choose the number of steps if --steps is left out: fewer on a CPU without bf16, with a schedule of the same length."""
+    """Choose the number of steps if --steps is missing: fewer on a CPU without bf16, with a shorter schedule."""
     if options.steps is not None:
         return
     options.steps = STEPS
@@ -201,18 +201,18 @@ def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Cons
         if schedule.get("total_num_steps") == STEPS:
             schedule["total_num_steps"] = STEPS_IN_FP32
         console.print(
-            f"this CPU has no bf16 instructions: {STEPS_IN_FP32} steps, not {STEPS} (--steps {STEPS} makes all)"
+            f"this CPU has no bf16 instructions: {STEPS_IN_FP32} steps, not {STEPS} (--steps {STEPS} runs all)"
         )
 
 
 def curve(losses: list[float], first: int, width: int = 64, height: int = 12) -> str:
-    """Draw a curve of characters: each column is the mean of its steps.
+    """Return a curve of characters, in which each column is the mean of several steps.
 
     Args:
-        losses: of each step.
-        first: the number of the first of these steps.
-        width: columns, at most.
-        height: rows.
+        losses: the loss of each step.
+        first: the number of the first step.
+        width: the largest number of columns.
+        height: the number of rows.
     """
     width = min(width, len(losses))
     edges = [len(losses) * column // width for column in range(width + 1)]
@@ -231,7 +231,7 @@ def curve(losses: list[float], first: int, width: int = 64, height: int = 12) ->
 
 
 def draw(losses: list[float], first: int, console: Console) -> None:
-    """Draw the loss of each step from step `first` on: to a PNG, or in the terminal where matplotlib is missing."""
+    """Draw the loss of each step from step `first` on, as a PNG or, without matplotlib, in the terminal."""
     if not losses:
         return
     if find_spec("matplotlib") is None:
@@ -258,7 +258,7 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
         for step in range(engine.global_steps, options.steps):
             start = time.perf_counter()
             for microbatch in range(engine.gradient_accumulation_steps()):
-                # A step takes the next train_batch_size() samples, divided over any ranks.
+                # A step uses the next train_batch_size() samples, however many ranks share them.
                 first = engine.global_samples + (microbatch * world_size + rank) * batch
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
@@ -279,7 +279,7 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
 
 
 def main() -> None:
-    """Train, validate, sample, show where the memory is, and draw the loss."""
+    """Train, validate, sample, print the memory at rest, and draw the loss."""
     options = parse()
 
     config = json5.loads(Path(options.config).read_text())
@@ -289,7 +289,7 @@ def main() -> None:
     torch.manual_seed(0)
     console = Console(quiet=dist.get_rank() != 0)
     set_steps(options, config, console)
-    # Values that a config may leave to "auto", and that this script supplies.
+    # Values for keys that the config leaves to "auto".
     auto = {
         "train_micro_batch_size_per_gpu": microbatch_size(config.get("train_batch_size"), dist.get_world_size()),
         "lr": 2e-3,
@@ -308,9 +308,9 @@ def main() -> None:
     ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
     console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
 
-    if options.checkpoints is not None:  # every rank must call it, also on a host without a checkpoint
+    if options.checkpoints is not None:  # a call for every rank, also on a host without a checkpoint
         path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
-        console.print("no checkpoint yet" if path is None else f"going on from {path}")
+        console.print("no checkpoint yet" if path is None else f"resuming from {path}")
 
     first = engine.global_steps
     losses = train(engine, training, options, console)
@@ -330,5 +330,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:  # before or after the training: there is nothing to save
+    except KeyboardInterrupt:  # before or after training, when there is nothing to save
         raise SystemExit(128 + signal.SIGINT) from None

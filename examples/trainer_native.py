@@ -1,4 +1,4 @@
-"""transformers' Trainer with sharded parameters: `torchrun --nproc-per-node 2 examples/trainer_native.py`, or plain python."""
+"""Train with transformers' Trainer and sharded parameters: `torchrun --nproc-per-node 2 examples/trainer_native.py`."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -15,4 +15,4 @@ args = TrainingArguments(
 )  # fmt: skip
 trainer = ZeroTrainer(LlamaForCausalLM(config), args, zero=3, train_dataset=data)
 trainer.train()
-trainer.save_model("trainer_native/final")  # every rank; loads with from_pretrained
+trainer.save_model("trainer_native/final")  # on every rank; from_pretrained loads the folder

@@ -1,9 +1,9 @@
-"""The tutorial's experiment: DDP and Adam over 20 layers of Linear(2000, 2000), with and without ZeroRedundancyOptimizer.
+"""Run the experiment of torch's tutorial: DDP and Adam on 20 layers, with and without ZeroRedundancyOptimizer.
 
     python examples/zero_redundancy_optimizer.py [--ranks 2]
 
-Peak memory is the accelerator's, or on a CPU the process's. The parameters' sum and bits show that results are the
-same.
+Each layer is a Linear(2000, 2000). Peak memory is the accelerator's or, on a CPU, the process's. The sum and the bits
+of the parameters show that the results are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOMENTS = ("after the model", "after DDP", "before the step", "after the step")
 
 
 def peak(device: torch.device) -> float:
-    """MB: the most that the accelerator allocated, or, on a CPU, that the process had in memory."""
+    """Return the peak memory in MB: the accelerator's or, on a CPU, the process's."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 1e6
     status = Path("/proc/self/status").read_text()
@@ -36,7 +36,7 @@ def peak(device: torch.device) -> float:
 
 
 def train(rank: int, ranks: int, port: int, use_zero: bool, folder: str) -> None:
-    """One step on one rank; rank 0 leaves its figures in the folder."""
+    """Run one step on one rank. Rank 0 writes its figures to the folder."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, rank) if accelerator is not None else torch.device("cpu")
     if accelerator is not None:
@@ -77,10 +77,15 @@ def train(rank: int, ranks: int, port: int, use_zero: bool, folder: str) -> None
 
 
 def main() -> None:
-    """Run both and print them side by side."""
+    """Run both optimizers, and print their figures side by side."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 2
-    parser.add_argument("--ranks", type=int, default=devices, help="processes; on accelerators, one for each")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=devices,
+        help="the number of processes; default: one per accelerator, or 2 on a CPU",
+    )
     ranks = parser.parse_args().ranks
     with tempfile.TemporaryDirectory() as folder:
         for use_zero in (False, True):

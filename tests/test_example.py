@@ -43,7 +43,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path)
             break
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to torchrun and to its processes
     output, errors = running.communicate(timeout=120)
-    assert "and saved. To go on:" in output, errors
+    assert "and saved. To resume:" in output, errors
     again = next(line.split() for line in output.splitlines() if "train_gpt.py" in line)
     assert again[0].startswith("torchrun" if launcher is TORCHRUN else "python")
     assert again[again.index("--checkpoints") + 1] == str(folder)
@@ -56,7 +56,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path)
     on = start([sys.executable], tmp_path, "--checkpoints", str(folder), "--steps", str(step + 1), "--sample", "1")
     output, errors = on.communicate(timeout=120)
     assert on.returncode == 0, errors
-    assert f"going on from {folder}" in output.replace("\n", "")
+    assert f"resuming from {folder}" in output.replace("\n", "")
 
 
 @pytest.fixture

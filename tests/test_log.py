@@ -113,7 +113,7 @@ def test_a_log_that_the_disk_does_not_take_is_no_end(tmp_path: Path, kind: str) 
     (losses, told), (others, nothing) = on_ranks(body, 2)
     assert len(losses) == len(others) == 8 and not nothing
     assert len(told) == 1 and re.search(
-        r"the log .*job.* ends before step [1-4]: File too large\. The training goes on", told[0]
+        r"the log .*job.* ends before step [1-4]: File too large\. Training continues", told[0]
     )
 
 

@@ -305,7 +305,7 @@ def test_the_program_answers_without_torch() -> None:
 def test_doctor_without_arguments_does_what_it_can() -> None:
     done = CliRunner().invoke(app, ["doctor", "--size", "1MiB"], env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output
-    for word in ("torch", "gloo", "AdamW on the CPU", "give --io FOLDER"):
+    for word in ("torch", "gloo", "AdamW on the CPU", "pass --io FOLDER"):
         assert word in done.output
 
 

@@ -222,7 +222,7 @@ def test_a_search_prints_what_it_assumed_and_the_next_best(folder: Path) -> None
     done = CliRunner().invoke(app, ["plan", "factory.py:loss", "--gpus", "2"], env={"COLUMNS": "150"})
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("assumed: machine h100 (--machine), 85.0 GB each (--memory), 2 ranks (--gpus)")
-    assert "2 samples a step" in done.stdout
+    assert "2 samples per step" in done.stdout
     assert "--sequence" not in done.stdout, "its batches have a length of their own"
     assert "the next best that fit" in done.stdout
     assert "0.00 GB" not in done.stdout

@@ -54,8 +54,8 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     text = (folder / "report.html").read_text()
     assert pictures_of(text) == [
-        "loss", "learning rate", "norm of the gradients before clipping", "loss scale, and steps that were skipped",
-        "tokens a second", "memory of rank 0 by category, MiB", "time of a step by part, ms",
+        "loss", "learning rate", "norm of the gradients before clipping", "loss scale, and skipped steps",
+        "tokens per second", "memory of rank 0 by category, MiB", "time of a step by part, ms",
         "sent by rank 0 in a step by collective, MiB",
     ]  # fmt: skip
     assert text.count("<svg") == 8
@@ -137,7 +137,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path, [step(1), step(2)], end='\n{"step": 3, "lo')
     done = CliRunner().invoke(app, ["report", str(folder)])
     assert done.exit_code == 0
-    assert "steps.jsonl: line 4 left out, not a JSON object of a step (half-written?)" in done.output
+    assert "steps.jsonl: line 4 left out, not a JSON object of a step (incomplete?)" in done.output
     assert read_run(folder).series["loss"].at == [1, 2]
 
 
@@ -153,7 +153,7 @@ def test_a_page_never_takes_the_place_of_a_log(tmp_path: Path) -> None:
     folder = write(tmp_path, [step(1)])
     before = (folder / "steps.jsonl").read_text()
     done = CliRunner().invoke(app, ["report", str(folder), "--out", str(folder / "steps.jsonl")])
-    assert isinstance(done.exception, UsageError) and "a log's name" in str(done.exception)
+    assert isinstance(done.exception, UsageError) and "a log's suffix" in str(done.exception)
     assert (folder / "steps.jsonl").read_text() == before
 
 
@@ -211,7 +211,7 @@ def test_bytes_of_a_step_where_not_every_step_says_them(tmp_path: Path) -> None:
             "holds no step: it is empty, or the run has not finished its first step",
         ),
         ({"steps.jsonl": "what\n"}, "holds no step: line 1 is not a JSON object of a step"),
-        ({"job/steps.jsonl": "{}"}, "but these below it do: {run}/job. Give one of them."),
+        ({"job/steps.jsonl": "{}"}, "but these below it do: {run}/job. Pass one of them."),
     ],
 )
 def test_what_is_no_log_is_a_sentence(files: dict[str, str] | None, expected: str, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_what_is_no_log_is_a_sentence(files: dict[str, str] | None, expected: st
 def test_where_the_page_cannot_be(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [step(1)])
     done = CliRunner().invoke(app, ["report", str(folder), "--out", str(tmp_path)])
-    assert "is a folder: give it the name of a file" in str(done.exception)
+    assert "is a folder, not a file" in str(done.exception)
 
 
 def test_long_runs_keep_their_spikes_and_gaps() -> None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 """A block's number in a parameter's name."""
-_Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all.")]
-_Tag = Annotated[str | None, typer.Option(help="Which one; default: what `latest` names.")]
+_Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all checkpoints.")]
+_Tag = Annotated[str | None, typer.Option(help="The checkpoint's tag; default: the one that `latest` names.")]
 
 
 def inspect(
@@ -27,7 +27,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:  # fmt: skip
-    """Show whether a checkpoint is whole, and its contents: step, ranks, sizes, parameters. --json lists each parameter."""
+    """Print whether a checkpoint is whole, with its step, ranks, sizes and parameters. --json lists each parameter."""
     from zeroshard.checkpoint.loading import open_checkpoint
     from zeroshard.observe.display import Display
 
@@ -48,13 +48,13 @@ def inspect(
 
 def consolidate(
     checkpoint: _Checkpoint,
-    out: Annotated[Path, typer.Argument(help="The folder to write to, as transformers reads it.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, in transformers' layout.")],
     tag: _Tag = None,
     dtype: Annotated[str, typer.Option(
-        parser=dtype_name, metavar="DTYPE", help="Of the floating-point tensors: fp32, bf16 or fp16.")] = "fp32",
+        parser=dtype_name, metavar="DTYPE", help="The dtype of floating-point tensors: fp32, bf16 or fp16.")] = "fp32",
     max_shard_size: Annotated[int | None, typer.Option(
         "--max-shard-size", "--max-shard-nbytes", parser=nbytes_of, metavar="BYTES",
-        help="A larger model is spread over files of this size, such as 5GB.")] = None,
+        help="The largest size of a file, such as 5GB; a larger model has several files.")] = None,
 ) -> None:  # fmt: skip
     """Write the model of a checkpoint in the Hugging Face layout, with bounded memory, on any machine."""
     import torch
@@ -71,13 +71,11 @@ def consolidate(
 
 
 def import_from_deepspeed(
-    folder: Annotated[Path, typer.Argument(help="The folder of DeepSpeed's checkpoints, or one of them.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of DeepSpeed's checkpoints, or of one checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
     tag: _Tag = None,
 ) -> None:  # fmt: skip
-    """Convert a DeepSpeed checkpoint of ZeRO 1, 2 or 3 to one that loads at any world size and stage. None of its code
-    is run.
-    """
+    """Convert a DeepSpeed checkpoint of ZeRO 1, 2 or 3 to zeroshard's format, without running code from it."""
     from zeroshard.checkpoint import manifest as files
     from zeroshard.formats.deepspeed import import_deepspeed
     from zeroshard.observe.display import Display
@@ -103,7 +101,7 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
             states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
     damages = [damage_of(reader.folder, one, verify=verify, advance=reader.advance) for one in manifest.files]
     shared = manifest.values.get("shared", {})
-    step = shared.get("step")  # a loop's
+    step = shared.get("step")  # of your own loop
     if isinstance(shared.get("engine"), dict):
         step = shared["engine"].get("global_steps", step)
     return {
@@ -154,7 +152,11 @@ def _sharding(policy: dict[str, Any]) -> str:
 
 
 def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Fold parameters that are alike in all blocks of a list: (`blocks.*.weight`, their number, one of them)."""
+    """Combine parameters that are alike in all blocks of a list.
+
+    Returns:
+        For each group: its name (`blocks.*.weight`), the number of its parameters, and the record of the first.
+    """
     found: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
     for name, record in parameters.items():
         pattern = _INDEX.sub("*", name)
@@ -204,7 +206,7 @@ def _print(told: dict[str, Any]) -> None:
     )
     rows = folded(told["parameters"])
     table = Table("parameter", "number", "shape", "states")
-    table.columns[0].overflow = "fold"  # the end of a name says which parameter it is
+    table.columns[0].overflow = "fold"  # the end of a name identifies the parameter
     several = any(record["names"][1:] for _, _, record in rows)
     if several:
         table.add_column("also called")

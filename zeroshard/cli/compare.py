@@ -21,12 +21,12 @@ STAGES = (0, 1, 2, 3)
 MIB = 2**20
 EXAMPLE = "zeroshard.cli.compare:example"
 _KINDS = (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b"), ("buffers", "#bab0ac"))
-"""The parts of memory, and their colours."""
+"""The categories of memory, with their colours."""
 _LABELS = {"buffers": "communication buffers"}
 
 
 def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
-    """The example's GPT on random bytes."""
+    """Return the example's GPT, and a function that returns batches of random bytes."""
     import torch
 
     from zeroshard.testing.gpt import GPT, GPTConfig
@@ -41,19 +41,19 @@ def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
 
 
 def compare(
-    model: Annotated[str, typer.Option(help="module:function or file.py:function; see below.")] = EXAMPLE,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes, joined over gloo.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps under each stage.")] = 5,
+    model: Annotated[str, typer.Option(help="module:function or file.py:function; see above.")] = EXAMPLE,
+    ranks: Annotated[int, typer.Option(min=1, help="The number of processes, joined over gloo.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="The number of optimizer steps at each stage.")] = 5,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
     within: Annotated[int | None, typer.Option(
-        min=1, help="Treat this many neighbouring ranks as a host: two-level sharding.")] = None,
+        min=1, help="Treat this many neighbouring ranks as a host, for two-level sharding.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
-    table: Annotated[Path | None, typer.Option(help="Write the table to this file as text, with a line about the run.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write the table and a line about the run to this text file.")] = None,
 ) -> None:  # fmt: skip
     """Train a model for a few steps at every ZeRO stage, and compare losses, memory, bytes sent and time.
 
-    The function that --model names returns (module, batch): the module's call returns the loss, and `batch(rank, step)`
-    the arguments of that call.
+    The function that --model names returns (module, batch). A call of the module returns the loss, and
+    `batch(rank, step)` returns the arguments of that call.
     """
     from rich.console import Console
 
@@ -74,7 +74,7 @@ def compare(
     if problem is not None:
         raise UsageError(problem)
     console = Console()
-    with Display(animated=True).task(f"training under stages 0 to 3 on {ranks} ranks", in_bytes=False):
+    with Display(animated=True).task(f"training at stages 0 to 3 on {ranks} ranks", in_bytes=False):
         results = _train(factory, ranks, steps, bf16, within)
     told = _table(results, ranks, steps)
     console.print(told)
@@ -90,13 +90,13 @@ def compare(
 
 
 def _problem(name: str, factory: Callable[[], Any]) -> str | None:
-    """Return a sentence about a fault of the model itself, or None."""
+    """Return a sentence that describes a fault of the model itself, or None."""
     from torch import Tensor, nn
 
     try:
         made = call_factory(name, factory)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            return f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call of the module."
+            return f"{name} must return (module, batch), where batch(rank, step) returns the arguments of one call."
         module, batch = made
         loss = call_factory(f"{name}'s module on batch(0, 0)", lambda: module(*batch(0, 0)))
     except UsageError as error:
@@ -160,9 +160,7 @@ def _table(results: list[dict[str, Any]], ranks: int, steps: int) -> Table:
 
 
 def _as_text(table: Table, model: str, bf16: bool) -> str:
-    """Return the table without colours, and a line about the run below, so that a picture and a text of one run can be
-    matched.
-    """
+    """Return the table as text without colours, and below it a line that describes the run."""
     import os
     from importlib.metadata import version
 
@@ -189,9 +187,7 @@ def _milliseconds(result: dict[str, Any]) -> float:
 
 
 def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> None:
-    """Draw measured bytes as bars, with communication buffers, and the formulas as marks; beside them bytes sent and
-    step time.
-    """
+    """Draw the measured memory as bars, with marks for the formulas, and beside it the bytes sent and the step time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -217,7 +213,7 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
         axes.title.set_fontsize(11)
     title = "losses or parameters DIFFER"
     if all(result["same"] for result in results):
-        title = "losses and parameters bit-equal under all stages"
+        title = "losses and parameters bit-equal at all stages"
     figure.suptitle(title, fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

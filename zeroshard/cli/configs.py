@@ -1,4 +1,4 @@
-"""Owns `zeroshard config`: the display of a resolved DeepSpeed config."""
+"""Owns `zeroshard config`, which prints how zeroshard resolves a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zero
 @config_app.command()
 def check(
     file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON config.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, for the batch sizes.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="The number of ranks, for the batch sizes.")] = 1,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
     model: Annotated[str | None, typer.Option(
         help='module:function or file.py:function; supplies the hidden size and dtype for "auto" keys.')] = None,
-    all_keys: Annotated[bool, typer.Option("--all", help="All keys, with the whole text of their effects.")] = False,
+    all_keys: Annotated[bool, typer.Option("--all", help="Print all keys, with the whole text of their effects.")] = False,
 ) -> None:  # fmt: skip
     """Print the resolved config: for each key its value, its origin and its effect.
 
-    It also builds the optimizer and the scheduler, for a small substitute of the model. So a config that passes here
-    passes in `initialize`.
+    The command also builds the optimizer and the scheduler for a small model. So `initialize` accepts a config that
+    passes here.
     """
     from rich.console import Console
 
@@ -50,7 +50,7 @@ def check(
 
 
 def supplied(items: list[str]) -> dict[str, Any]:
-    """Read the values of `--auto KEY=VALUE`; each is JSON, or text.
+    """Read the values of `--auto KEY=VALUE`, each as JSON, or otherwise as text.
 
     Raises:
         UsageError: an item is not KEY=VALUE.
@@ -68,10 +68,10 @@ def supplied(items: list[str]) -> dict[str, Any]:
 
 
 def _make_optimizer(config: Config) -> None:
-    """Build the optimizer and the scheduler that the blocks name, and discard them.
+    """Build the optimizer and the scheduler of the config, and discard them.
 
     Raises:
-        ConfigError: they cannot be made.
+        ConfigError: one of them cannot be built.
     """
     import torch
 
@@ -93,11 +93,11 @@ def _make_optimizer(config: Config) -> None:
 
 
 def _in_force(config: Config) -> str:
-    """Describe the most important settings, also those that are not in the file."""
+    """Describe the most important settings, including those that the file leaves out."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"
-    optimizer = "the one that `initialize` is given"
+    optimizer = "the one that you pass to `initialize`"
     if config.schema.optimizer is not None:
         optimizer = f"the config's {config.schema.optimizer.type}"
     rounded = ""

@@ -1,4 +1,4 @@
-"""Owns `zeroshard doctor`: this machine's hardware and software, and its measured speeds."""
+"""Owns `zeroshard doctor`, which reports this machine's hardware and software, and measures its speed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 def doctor(
     io: Annotated[Path | None, typer.Option(
-        help="The folder for states on disk; if left out, no disk is measured.")] = None,
+        help="A folder on the disk to measure; without it, no disk is measured.")] = None,
     size: Annotated[int, typer.Option(
         parser=nbytes_of, metavar="BYTES", show_default=False,
-        help="The size of a write and a read, such as 1GB; default: 512MiB.")] = 512 << 20,
+        help="The bytes of each read and write, such as 1GB; default: 512MiB.")] = 512 << 20,
     net: Annotated[bool, typer.Option(
-        "--net", help="Measure the links between ranks instead, on every host: torchrun ... -m zeroshard doctor --net")] = False,
+        "--net", help="Measure the links between ranks instead. On every host: torchrun ... -m zeroshard doctor --net")] = False,
     profile: Annotated[Path | None, typer.Option(
-        help="Measure this machine for `zeroshard plan --machine`, and write it to this file.")] = None,
+        help="Measure this machine for `zeroshard plan --machine`, and write the figures to this file.")] = None,
 ) -> None:  # fmt: skip
-    """Show this machine's hardware and software, and measure it. `zeroshard plan --machine` estimates a step's time on it."""
+    """Print this machine's hardware and software, and measure its speed.
+
+    With --profile, `zeroshard plan --machine` can estimate the time of a step on it.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -44,16 +47,16 @@ def doctor(
         with console.status("measuring"):
             machine = measured_machine(profile.stem, io, size)
         profile.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
-        console.print(f"this machine is written to {profile}: zeroshard plan --machine {profile}")
+        console.print(f"wrote this machine's figures to {profile}. Use them with: zeroshard plan --machine {profile}")
         return
     from rich.table import Table
 
     with console.status("measuring"):
         speeds = measure(io, size)
-    table = Table("used by a training", "GB/s")
+    table = Table("used by training", "GB/s")
     for key, name, otherwise in (
-        ("disk_write", f"write to {io or 'the disk'}", "not measured: give --io FOLDER"),
-        ("disk_read", f"read from {io or 'the disk'}", "not measured: give --io FOLDER"),
+        ("disk_write", f"write to {io or 'the disk'}", "not measured: pass --io FOLDER"),
+        ("disk_read", f"read from {io or 'the disk'}", "not measured: pass --io FOLDER"),
         ("step", "AdamW on the CPU, bytes moved", ""),
         ("to_accelerator", "to the accelerator", "no accelerator"),
         ("from_accelerator", "from the accelerator", "no accelerator"),
@@ -82,11 +85,11 @@ def _print_machine(console: Console) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             if is_emulated(dtype, torch.device("cpu")):
                 name = str(dtype).removeprefix("torch.")
-                console.print(f"{name}: this CPU has no instructions for it: tens of times the time of fp32")
+                console.print(f"{name}: this CPU has no instructions for it, so it takes tens of times as long as fp32")
     known = [
         name for name in ("nccl", "xccl", "gloo", "mpi") if dist.is_available() and dist.is_backend_available(name)
     ]
-    console.print(f"torch.distributed: {', '.join(known) or 'none: one rank only'}")
+    console.print(f"torch.distributed: {', '.join(known) or 'no backend: one rank only'}")
     why_not = refusal_here()
     if why_not:
         console.print(f"ranks of this host: communicate over gloo, which is slower: {why_not}")
@@ -102,12 +105,12 @@ def _print_links(console: Console, size: int) -> None:
 
     if read_launch() is None:
         raise UsageError(
-            "doctor --net measures the links between ranks, and no launcher started any. Run torchrun --nnodes 2 "
+            "doctor --net measures the links between ranks, but no launcher started any. Run torchrun --nnodes 2 "
             "--nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
         )
     problem = problem_of(*own_name())
     if problem is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        console.print(problem)  # report it now: the others may never reach this host
+        console.print(problem)  # now, since the other ranks may never reach this host
     rank, hosts, links = measure_links(size)
     if rank != 0:
         return

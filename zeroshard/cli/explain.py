@@ -1,4 +1,4 @@
-"""Owns `zeroshard explain`: the meaning of an error and its remedy, from the documentation's pages of errors."""
+"""Owns `zeroshard explain`, which prints what the documentation says about an error: its meaning and remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAREST = 5
 
 def explain(
     what: Annotated[str | None, typer.Argument(
-        metavar="NAME", help="An error's class, such as UsageError, or its message, in quotes.")] = None,
+        metavar="NAME", help="The class of an error, such as UsageError, or its message in quotes.")] = None,
 ) -> None:  # fmt: skip
     """Explain an error: the meaning of its message, and the remedy."""
     from rich.console import Console
@@ -30,7 +30,7 @@ def explain(
 
 
 def page() -> str:
-    """Return the sections of all pages of errors, one text: from the installed package, or from the docs of a checkout.
+    """Return the sections of all pages of errors as one text, from the installed package or the docs of a checkout.
 
     Raises:
         UsageError: a page is in neither.
@@ -47,13 +47,13 @@ def _sections_of(name: str) -> str:
             text = place.read_text(encoding="utf-8")
             first = _SECTION.search(text)
             return text[first.start() :] if first else ""
-    raise UsageError(f"this installation has no {name}: reinstall zeroshard, from a wheel or a checkout.")
+    raise UsageError(f"this installation has no {name}: reinstall zeroshard from a wheel or a checkout.")
 
 
 def found(what: str | None, text: str) -> str:
     """Return the part of the page about a class, or about every message whose words are in `what`.
 
-    Without `what`, return the list of contents. If no message fits, return the nearest ones.
+    Without `what`, return the table of contents. If no message fits, return the nearest ones.
     """
     sections = dict(_split(_SECTION, text))
     entries = {name: _split(_MESSAGE, body) for name, body in sections.items()}
@@ -78,7 +78,7 @@ def found(what: str | None, text: str) -> str:
 
 
 def _nearest(words: str, headings: list[str]) -> list[str]:
-    """Return the headings that share the most words, or otherwise letters, with the given ones."""
+    """Return the headings that share the most words with the given ones, and among equals the most letters."""
 
     def likeness(heading: str) -> tuple[int, float]:
         plain = _plain(heading)

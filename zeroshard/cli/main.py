@@ -1,6 +1,6 @@
-"""Owns the command-line program: its commands, and how errors are printed.
+"""Owns the command-line program: its commands, and the output of errors.
 
-Commands import what they need when they run: `zeroshard --help` and completion must not wait for torch.
+Commands import what they need when they run, so that `zeroshard --help` and completion do not wait for torch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def options(
 
 
 def main() -> None:
-    """Run the program. For an error of zeroshard or the file system print a sentence, and exit with code 2."""
-    # Otherwise Python collects garbage in everything that torch imported, for a second, before it ends.
+    """Run the program. For an error of zeroshard or the file system, print a sentence and exit with code 2."""
+    # Otherwise Python's last garbage collection goes through all of torch's modules, which takes a second.
     atexit.register(gc.freeze)
     try:
         app(prog_name="zeroshard")

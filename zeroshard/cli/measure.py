@@ -28,13 +28,13 @@ from zeroshard.testing.ranks import run_ranks
 _ROUNDS = 5
 _STEP_NUMEL = 1 << 24
 _STEP_NBYTES = 28
-"""The bytes that AdamW's step moves for an element: weight, gradient and two states are read; all but the gradient are written."""
+"""The bytes that AdamW moves per element: it reads weight, gradient and two states, and writes all but the gradient."""
 _SMALL = 1000
-"""Small operations whose mean time is that of a launch."""
+"""The number of small operations whose mean time is the time of a launch."""
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Return the median time of a few rounds, after a warm-up. Each round waits until an accelerator has finished."""
+    """Return the median seconds of a few rounds, after a warm-up. Each round waits for the accelerator."""
     taken = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
@@ -49,12 +49,15 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
-    """Measure with the code that a training runs. Return bytes per second: of the CPU's `step`, `disk_write`,
-    `disk_read`, `to_accelerator` and `from_accelerator`, without those that are not measured or have no device.
+    """Measure this machine with the code that training runs.
 
     Args:
-        folder: on the disk; None: the disk is not measured.
-        nbytes: the size of a copy, a write and a read.
+        folder: a folder on the disk to measure; None measures no disk.
+        nbytes: the size of each copy, write and read.
+
+    Returns:
+        Bytes per second of `step` (AdamW on the CPU) and, if measured, of `disk_write`, `disk_read`, `to_accelerator`
+        and `from_accelerator`.
 
     Raises:
         StorageError: the folder is missing, full, or cannot be written to.
@@ -82,8 +85,10 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
 
 
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
-    """Measure the fields of `Machine`. Links to other hosts, which cannot be measured here, are those of the known machine with
-    such accelerators, or with H100s.
+    """Measure the fields of `Machine` on this machine.
+
+    Links to other hosts cannot be measured here. They are those of the known machine with the same accelerators, or
+    with H100s.
 
     Args:
         folder, nbytes: see `measure`.
@@ -111,7 +116,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
 
 
 def known_machine(device: str) -> Machine:
-    """Return the known machine with accelerators that torch names so, or one with H100s, as of accelerators of that name."""
+    """Return the known machine with accelerators of this name, or otherwise one with H100s under the name."""
     for machine in machines().values():
         if device in machine.devices:
             return machine
@@ -128,7 +133,7 @@ def _processor(device: torch.device) -> dict[str, Any]:
         dtypes = dtypes[:2]
     flops = {}
     for dtype in dtypes:
-        a = torch.randn(size, size, device=device).to(dtype)  # ones take less power, and so less time
+        a = torch.randn(size, size, device=device).to(dtype)  # matrices of ones need less power, and so less time
         flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
     flops.setdefault("float16", flops["bfloat16"])
     source = torch.ones(numel, device=device)
@@ -167,7 +172,7 @@ def _link() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Link:
-    """The link between two ranks: seconds of one way, and bytes per second."""
+    """A link between two ranks: its latency in one direction, in seconds, and its bandwidth in bytes per second."""
 
     ranks: tuple[int, int]
     is_across: bool
@@ -177,7 +182,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its name, the address that the name resolves to there (None: it does not), and its ranks."""
+    """A machine: its name, the address that it resolves its name to (None if it cannot), and its ranks."""
 
     name: str
     address: str | None
@@ -186,7 +191,7 @@ class Host:
 
 def problem_of(name: str, address: str | None) -> str | None:
     """Return the reason why other hosts may not reach a host by its name, and the remedy."""
-    remedy = "set the device (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
+    remedy = "set the network interface (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
     if address is None:
         return f"{name} cannot resolve its own name: {remedy}"
     if ipaddress.ip_address(address).is_loopback:
@@ -195,7 +200,7 @@ def problem_of(name: str, address: str | None) -> str | None:
 
 
 def own_name() -> tuple[str, str | None]:
-    """Return this host's name, and the address that it resolves to here."""
+    """Return this host's name, and the address that the name resolves to here (None if it does not resolve)."""
     name = socket.gethostname()
     try:
         return name, socket.gethostbyname(name)
@@ -204,10 +209,11 @@ def own_name() -> tuple[str, str | None]:
 
 
 def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
-    """Return this process's rank, the hosts and the links: of two ranks of each host, and of the first ranks of each
-    two hosts.
+    """Measure the links between ranks, from CPU memory over gloo. Every rank of the launcher must call it.
 
-    Transfers are from CPU memory, as in a training over gloo. Every rank of the launcher must call it.
+    Returns:
+        This process's rank, the hosts, and the links: one between two ranks of each host, and one between the first
+        ranks of each pair of hosts.
 
     Raises:
         UsageError: the ranks cannot be joined.

@@ -1,4 +1,4 @@
-"""Owns the reading of options: numbers, sizes, dtypes, factories of models, paths. A wrong one raises an error of one sentence."""
+"""Owns the parsing of options: numbers, sizes, dtypes, factories of models, paths. Errors are one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".svg", ".pdf")
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-"""Powers of 1000, and with an i of 1024."""
+"""Suffixes that are powers of 1000. `_BINARY` has powers of 1024."""
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?|[+-]?[\d_]+\.)\s*([a-z]*)", re.IGNORECASE)
 
@@ -60,7 +60,7 @@ def dtype_name(text: str) -> str:
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """Return the function that `module:function` or `path/to/file.py:function` names; raise `UsageError` if there is none."""
+    """Return the function that `module:function` or `file.py:function` names. Raises `UsageError` if there is none."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UsageError(f"--model takes module:function or file.py:function, not {name!r}. Name both.")
@@ -77,7 +77,7 @@ def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
     loader = spec.loader
     return call_factory(f"importing {path}", lambda: loader.exec_module(module)) or module
 
@@ -95,7 +95,7 @@ def _load_module(name: str) -> Any:
 
 
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
-    """Call the user's code, and turn its exceptions into a `UsageError` that names the line."""
+    """Call the user's code, and raise its exceptions as a `UsageError` that names the line."""
     try:
         return factory()
     except ZeroshardError:
@@ -110,7 +110,7 @@ def call_factory(name: str, factory: Callable[[], Any]) -> Any:
 
 
 def build_module(name: str) -> nn.Module:
-    """Build the module that a factory makes, on the meta device: without memory."""
+    """Build the module that a factory makes, on the meta device, where it needs no memory."""
     import torch
     from torch import nn
 
@@ -125,7 +125,7 @@ def build_module(name: str) -> nn.Module:
 
 
 def input_file(path: Path, option: str) -> Path:
-    """Return the path of an existing file; raise `UsageError` if there is none."""
+    """Return the path of an existing file. Raises `UsageError` if there is none."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     if not path.is_file():
@@ -134,7 +134,7 @@ def input_file(path: Path, option: str) -> Path:
 
 
 def input_folder(path: Path, option: str) -> Path:
-    """Return the path of an existing folder; raise `UsageError` if there is none."""
+    """Return the path of an existing folder. Raises `UsageError` if there is none."""
     if not path.exists():
         raise UsageError(f"{option}: no folder at {path}. Check the path.")
     if not path.is_dir():
@@ -143,19 +143,19 @@ def input_folder(path: Path, option: str) -> Path:
 
 
 def output_file(path: Path, option: str) -> Path:
-    """Return the path of a file that may be written to; raise `UsageError` for a folder, or below a file."""
+    """Return the path of a file to write. Raises `UsageError` for a folder, and for a path below a file."""
     if path.is_dir():
-        raise UsageError(f"{option}: {path} is a folder: give it the name of a file.")
+        raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     output_folder(path.parent, option)
     return path
 
 
 def picture_file(path: Path, option: str) -> Path:
-    """Check a plot's file as `output_file` does. Raise `UsageError` also if it is not a picture, or matplotlib is missing."""
+    """Return the path of a plot to write. Raises `UsageError` also for other formats, and if matplotlib is missing."""
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
-            f"{option}: {path} is not the name of a picture. Choose one that ends in {', '.join(_PICTURES[:-1])} or "
+            f"{option}: {path} is not the name of a picture. Choose a name that ends in {', '.join(_PICTURES[:-1])} or "
             f"{_PICTURES[-1]}."
         )
     require_matplotlib(option)
@@ -163,7 +163,7 @@ def picture_file(path: Path, option: str) -> Path:
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """Return the path of a folder that may be made and written to; raise `UsageError` if it or a parent is a file."""
+    """Return the path of a folder to make or write to. Raises `UsageError` if it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option}: {folder} is a file, not a folder. Name a folder.")

@@ -1,4 +1,4 @@
-"""Owns `zeroshard plan` (whether a training fits, and the fastest settings), and `zeroshard estimate` (by formula)."""
+"""Owns `zeroshard plan`, which estimates a training run by a dry run, and `zeroshard estimate`, which uses formulas."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 _LOG_SECONDS = 10.0
-"""The time between two lines of progress if stderr is not a terminal."""
+"""The time between two progress lines if stderr is not a terminal."""
 
 
 def memory_of(text: str | int) -> int:
-    """Read a number of bytes with its unit: `80GB`, `40GiB`. Raises `typer.BadParameter` without one: 80 would be 80 bytes."""
+    """Read a number of bytes with a unit: `80GB`, `40GiB`. Raises `typer.BadParameter` if the unit is missing."""
     if str(text).strip().replace("_", "").replace(".", "", 1).isdigit():
         raise typer.BadParameter(f"{text!r} has no unit: write 80GB, or 40GiB.")
     return nbytes_of(text)
@@ -48,40 +48,40 @@ def memory_of(text: str | int) -> int:
 
 def plan(
     model: Annotated[str, typer.Argument(help="A transformers config.json, its folder, or module:function.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Ranks, one for each accelerator.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="The number of ranks, one for each accelerator.")] = 8,
     memory: Annotated[int | None, typer.Option(
-        parser=memory_of, metavar="BYTES", help="Of one accelerator: 80GB, 40GiB.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of one forward on one rank.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 2048,
+        parser=memory_of, metavar="BYTES", help="The memory of one accelerator: 80GB, 40GiB.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="The samples of one forward on one rank.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="The tokens of a sample.")] = 2048,
     sequence_parallel: Annotated[int, typer.Option(
-        min=1, help="Ranks that hold one sequence together (zeroshard.sequence).")] = 1,
+        min=1, help="The number of ranks that share one sequence (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
-        min=0, help="Tokens of a tile of the loss, of each MLP and norm; 0: whole.")] = 0,
+        min=0, help="The tokens of a tile of the loss, of each MLP and of each norm; 0: no tiles.")] = 0,
     tensor_parallel: Annotated[int, typer.Option(
-        min=1, help="Ranks that divide one model by its tp_plan; the others are data-parallel.")] = 1,
-    hosts: Annotated[int | None, typer.Option(min=1, help="Hosts over which the ranks are spread.")] = None,
+        min=1, help="The number of ranks that divide one model by its tp_plan.")] = 1,
+    hosts: Annotated[int | None, typer.Option(min=1, help="The number of hosts.")] = None,
     host_memory: Annotated[int | None, typer.Option(
-        parser=memory_of, metavar="BYTES", help="CPU memory of one host: 512GB.")] = None,
-    machine: Annotated[str, typer.Option(help="h100, a100-80gb, ..., or a file of doctor --profile.")] = "h100",
-    config: Annotated[Path | None, typer.Option(help="The DeepSpeed config to judge.")] = None,
-    auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key of it that is "auto"; may be repeated.')] = None,
+        parser=memory_of, metavar="BYTES", help="The CPU memory of one host: 512GB.")] = None,
+    machine: Annotated[str, typer.Option(help="h100, a100-80gb, ..., or a file of `zeroshard doctor --profile`.")] = "h100",
+    config: Annotated[Path | None, typer.Option(help="The DeepSpeed config to plan; default: search for one.")] = None,
+    auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for an "auto" key of the config; may be repeated.')] = None,
     global_batch: Annotated[int | None, typer.Option(
-        min=1, help="Samples of a step over all ranks, for the search; left out, --batch x --gpus.")] = None,
+        min=1, help="The samples of a step over all ranks, for the search; default: --batch x --gpus.")] = None,
     sharded_init: Annotated[bool, typer.Option(
-        "--sharded-init", help="The model is built inside zeroshard.sharded_init.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Skip the single changes and the largest batch.")] = False,
+        "--sharded-init", help="Build the model inside zeroshard.sharded_init.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not try single changes or larger micro-batches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-    write: Annotated[Path | None, typer.Option(help='Write the config here, complete, with nothing "auto".')] = None,
+    write: Annotated[Path | None, typer.Option(help='Write the complete config, without "auto", to this file.')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,
 ) -> None:  # fmt: skip
-    """Estimate the memory, communication and step time of a training, before you queue it.
+    """Estimate the memory, communication and step time of a training run before you queue it.
 
-    The engine itself runs two steps on tensors without values: no weights, no accelerator, no network. With --config, plan judges
-    that config; without, it searches for the fastest config that fits. A function named by MODEL returns (module, batch), where
-    `batch(rank, step)` gives the arguments of one call.
+    The engine itself runs two steps on tensors without values, so it needs no weights, accelerator or network. With
+    --config, the command plans that config. Otherwise it searches for the fastest config that fits. A function that
+    MODEL names returns (module, batch), where `batch(rank, step)` returns the arguments of one call.
     """
     if auto and config is None:
-        raise UsageError('--auto supplies values for keys that are "auto" in a config: name it by --config.')
+        raise UsageError('--auto supplies values for keys that are "auto" in a config: name the config with --config.')
     if write is not None:
         output_file(write, "--write")
     if plot is not None:
@@ -121,7 +121,7 @@ def plan(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector for imports: all their objects stay, and collecting takes as long as the imports."""
+    """Pause the garbage collector during imports, since it would take as long as they do, and free nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -136,8 +136,8 @@ class _Answer:
     """A plan, with the other results of the command.
 
     Attributes:
-        found: the result of a search; None: a config was judged.
-        sequence: tokens of a sample, if the batches have as many as the command's --sequence.
+        found: the result of a search; None if --config named a config.
+        sequence: the tokens of a sample, if the model's batches depend on --sequence.
     """
 
     plan: Plan
@@ -191,12 +191,12 @@ class _Answer:
         parts = [
             f"machine {job.machine.name} (--machine), {size(self.plan.limit)} each (--memory)",
             f"{job.ranks} rank{'s' * (job.ranks != 1)} (--gpus) on {hosts} (--hosts)",
-            f"{samples} sample{'s' * (samples != 1)} a step",
+            f"{samples} sample{'s' * (samples != 1)} per step",
         ]
         if job.tensor_parallel > 1:
             parts.append(f"models divided over {job.tensor_parallel} ranks (--tensor-parallel)")
         if self.sequence is not None:
-            parts.append(f"{self.sequence} tokens a sample (--sequence)")
+            parts.append(f"{self.sequence} tokens per sample (--sequence)")
         return f"assumed: {', '.join(parts)}"
 
 
@@ -237,7 +237,7 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress on stderr: a line that disappears at the end, or, without a terminal, a line every 10 s."""
+    """Show progress on stderr: a line that disappears at the end, or, without a terminal, a line every 10 seconds."""
     from zeroshard.observe.display import SWITCH, Display
 
     display = Display(animated=True)
@@ -258,19 +258,19 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def subject_of(name: str, sequence: int) -> Subject:
-    """Return the model that MODEL names. Raises `UsageError` if there is no such file, architecture or function."""
+    """Return the model that MODEL names. Raises `UsageError` if the file, architecture or function does not exist."""
     from zeroshard.planning.transformers_models import Subject, from_config_file
 
     if ":" not in name or Path(name).exists():
         return from_config_file(Path(name), sequence)
     factory = load_factory(name)
-    batches: list[Any] = []  # of the factory's last model
+    batches: list[Any] = []  # the `batch` of the factory's last model
 
     def build() -> Any:
         made = factory()
         if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
             raise UsageError(
-                f"{name} must return (module, batch), where batch(rank, step) gives the arguments of one call."
+                f"{name} must return (module, batch), where batch(rank, step) returns the arguments of one call."
             )
         batches[:] = made[1:]
         return made[0]
@@ -283,14 +283,14 @@ def subject_of(name: str, sequence: int) -> Subject:
 
 def estimate(
     parameters: Annotated[float | None, typer.Option(
-        parser=parameters_of, metavar="NUMBER", help="Trainable parameters: 7B, 500M, 7.5e9.")] = None,
+        parser=parameters_of, metavar="NUMBER", help="The number of trainable parameters: 7B, 500M, 7.5e9.")] = None,
     model: Annotated[str | None, typer.Option(help="A .safetensors file, or module:function, or file.py:function.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="The number of data-parallel ranks.")] = 64,
     dtype: Annotated[str, typer.Option(
-        parser=dtype_name, metavar="DTYPE", help="bf16, fp16 or fp32: of parameters and gradients.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="One of torch's or of zeroshard's, such as Adam, SGD or Lion.")] = "Adam",
+        parser=dtype_name, metavar="DTYPE", help="The dtype of parameters and gradients: bf16, fp16 or fp32.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="An optimizer of torch or zeroshard, such as Adam, SGD or Lion.")] = "Adam",
 ) -> None:  # fmt: skip
-    """Print the memory that model states take per rank under each stage (activations and buffers come on top)."""
+    """Print the memory of model states per rank at each stage, without activations and buffers."""
     import torch
     from rich.console import Console
     from rich.table import Table
@@ -300,7 +300,7 @@ def estimate(
     from zeroshard.policy import Policy, Precision
 
     if (parameters is None) == (model is None):
-        raise UsageError("estimate takes either --parameters N or --model FILE. Give one of them.")
+        raise UsageError("estimate takes either --parameters N or --model FILE. Pass one of them.")
     names = {name.lower(): name for name in KNOWN}
     if optimizer.lower() not in names:
         raise UsageError(f"there is no --optimizer {optimizer!r}. Choose one of {', '.join(KNOWN)}.")
@@ -323,7 +323,7 @@ def estimate(
 
 
 def _count(model: str) -> float:
-    """Count the parameters in a safetensors file's header, or of a module built without memory."""
+    """Count the parameters in a safetensors file's header, or those of a module built without memory."""
     from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 
     if model.endswith(".safetensors"):
@@ -332,5 +332,5 @@ def _count(model: str) -> float:
     else:
         numel = sum(parameter.numel() for parameter in build_module(model).parameters() if parameter.requires_grad)
     if not numel:
-        raise UsageError(f"{model} has no trainable parameters. Unfreeze some, or give their number by --parameters.")
+        raise UsageError(f"{model} has no trainable parameters. Unfreeze some, or pass their number as --parameters.")
     return float(numel)

@@ -1,4 +1,4 @@
-"""Owns `zeroshard report`: a run's log as one page of plots."""
+"""Owns `zeroshard report`, which draws a run's log as one page of plots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zeroshard.observe.plots import require_matplotlib
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl, or such a file.")],
-    out: Annotated[Path | None, typer.Option(help="The page; default: report.html beside the log.")] = None,
+    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl, or the file.")],
+    out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html beside the log.")] = None,
 ) -> None:  # fmt: skip
-    """Draw a run's log into one HTML file: loss, learning rate, norm, loss scale, speed, memory, time by part, bytes sent.
+    """Draw the log of a run as one HTML file: loss, learning rate, norm, loss scale, speed, memory, time, bytes sent.
 
-    The page contains its pictures, and needs neither network nor JavaScript. It can be drawn while the run goes on.
+    The page contains its pictures, and needs neither a network nor JavaScript. You can draw it while the run continues.
     """
     from zeroshard.observe.report_page import page
     from zeroshard.observe.run_log import read_run
@@ -27,7 +27,7 @@ def report(
     require_matplotlib("zeroshard report")
     path = output_file(out or read.path.with_name("report.html"), "--out")
     if path.suffix == ".jsonl":
-        raise UsageError(f"--out: {path} is a log's name, and the page is HTML: name a file such as report.html.")
+        raise UsageError(f"--out: {path} has a log's suffix, but the page is HTML. Name a file such as report.html.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(read), encoding="utf-8")
     for note in read.notes:

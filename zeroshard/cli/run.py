@@ -1,6 +1,6 @@
 """Owns `zeroshard run` and `zeroshard shim-path`, which let stock training scripts import zeroshard as DeepSpeed.
 
-`run` is torchrun with the shim on the path, and with a shorter report of a rank that failed: torchrun's has 40 lines.
+`run` is torchrun with the shim on the path. It reports a failed rank in one line, where torchrun prints 40.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_in
 _MARK = "ZEROSHARD_RUN_MARK"  # as in launch.py, which imports torch
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config")
 _TRUE = ("true", "1", "yes", "y", "on", "t")
-_CPU_ADVICE = 'leave it out. Without an accelerator the CPU is used anyway, and CUDA_VISIBLE_DEVICES="" hides one.'
+_CPU_ADVICE = 'leave it out. Without an accelerator, training uses the CPU; CUDA_VISIBLE_DEVICES="" hides accelerators.'
 _CPU_OPTIONS = ("--use_cpu", "--use-cpu", "--no_cuda", "--no-cuda")
 
 
@@ -45,8 +45,9 @@ def run(context: typer.Context) -> None:
 
     zeroshard run [--nproc-per-node 2] -m package.module ARGUMENTS...
 
-    Options before the script are torchrun's (--nnodes, --node-rank, --master-addr, ...; `torchrun --help` lists them). Without
-    --nproc-per-node there is one process for each accelerator of this machine, or one process if it has none.
+    Options before the script are torchrun's, such as --nnodes, --node-rank or --master-addr; `torchrun --help` lists
+    them. Without --nproc-per-node, one process starts for each accelerator of this machine, or one process if it has
+    none.
     """
     if not context.args:
         raise UsageError("there is no script to run. Call zeroshard run [--nproc-per-node 2] train.py ARGUMENTS...")
@@ -55,10 +56,10 @@ def run(context: typer.Context) -> None:
     _check_meeting_point(options)
     _check_arguments(options.training_script_args, has_accelerator=options.accelerators > 0)
     if options.nproc_per_node == "1" and options.is_one_by_default:
-        _say("one process, for as many accelerators or none; --nproc-per-node 2 starts two.")
+        _say("starts one process. --nproc-per-node 2 starts two.")
     os.environ[PYTHONPATH] = python_path(os.environ)
     if int(options.nproc_per_node) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with five lines about it
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, but prints five lines about it
     if options.max_restarts:
         _let_ranks_start_anew(options)
     beside = real_deepspeed()
@@ -70,21 +71,21 @@ def run(context: typer.Context) -> None:
         _launch(options)
         if not mark.exists():
             _say(
-                "warning: the script has ended, and it gave zeroshard nothing to train. Does it give its trainer a "
-                "config (deepspeed=...)? Accelerator(cpu=True) turns DeepSpeed off, and is not needed on a CPU."
+                "warning: the script has ended, and it gave zeroshard nothing to train. Check that it passes a config "
+                "to its trainer (deepspeed=...). Accelerator(cpu=True) turns DeepSpeed off; it is not needed on a CPU."
             )
 
 
-# ---------------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------------- options
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """Return torchrun's options, with a number of processes."""
+    """Parse torchrun's options, and resolve the number of processes."""
     import torch
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
-    setattr(parser, "error", _refuse)  # noqa: B010  argparse prints two screens of usage first
+    setattr(parser, "error", _refuse)  # noqa: B010  argparse would print two screens of usage first
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)
     options = parser.parse_args(list(arguments))
@@ -103,17 +104,19 @@ def _processes(given: str | None, count: int) -> int:
     if given is None:
         return max(count, 1)
     if given in ("gpu", "xpu") and not count:
-        raise UsageError(f"--nproc-per-node {given}: torch sees no accelerator here. Give a number of processes.")
+        raise UsageError(f"--nproc-per-node {given}: torch sees no accelerator here. Pass a number of processes.")
     if given in ("auto", "gpu", "xpu") and count:
         return count
     if given in ("auto", "cpu"):
         return os.cpu_count() or 1
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) < 1:
-        raise UsageError(f"--nproc-per-node: pass a number of processes from 1 on, or auto, gpu or cpu, not {given!r}.")
+        raise UsageError(
+            f"--nproc-per-node: pass a number of processes of at least 1, or auto, gpu or cpu, not {given!r}."
+        )
     if count and int(given) > count:
         raise UsageError(
             f"--nproc-per-node {given}: this machine has {count} accelerator(s), and each process needs its own. "
-            "Give a smaller number."
+            "Pass a smaller number."
         )
     return int(given)
 
@@ -134,13 +137,13 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
     is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
     if most not in ("", least) and not is_met:
         raise UsageError(
-            f"--nnodes {options.nnodes}: machines that come and go meet at one of them, and its address is missing. "
-            "Give --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each."
+            f"--nnodes {options.nnodes}: a changing number of machines needs the address of one, where all meet. "
+            "Pass --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each machine."
         )
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """Raise errors now that would appear after minutes of imports, or never: a missing config, or DeepSpeed turned off."""
+    """Raise errors early for a missing config and for DeepSpeed turned off, which would show late or never."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
@@ -152,7 +155,8 @@ def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None
     for name, value in pairs:
         if has_accelerator and configs and name in _CPU_OPTIONS and (value or "true").lower() in _TRUE:
             raise UsageError(
-                f"{name} on a machine with accelerators would keep the data from the model: " + _CPU_ADVICE
+                f"{name} on a machine with accelerators would leave the data on the CPU, and the model on an accelerator: "
+                + _CPU_ADVICE
             )
 
 
@@ -161,12 +165,12 @@ def _check_json(path: Path) -> None:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         _say(
-            f"{path} is not strict JSON: zeroshard reads comments and trailing commas, transformers and accelerate do not."
+            f"{path} is not strict JSON. zeroshard reads comments and trailing commas, but transformers and accelerate do not."
         )
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(--name, value) of each option."""
+    """Yield (--name, value) of each option; the value is None if it has none."""
     for number, word in enumerate(arguments):
         if not word.startswith("--"):
             continue
@@ -184,7 +188,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _let_ranks_start_anew(options: argparse.Namespace) -> None:
-    """Give restarted ranks a separate store: see `launch.trap_of_restarts`."""
+    """Give restarted ranks a separate store. `launch.trap_of_restarts` has the reason."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
         options.standalone = True
@@ -198,14 +202,14 @@ def _launch(options: argparse.Namespace) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     if "LOGLEVEL" not in os.environ and "TORCH_LOGS" not in os.environ:
-        for name in ("", ".agent.server.api", ".multiprocessing.api"):  # of which some have a level of their own
+        for name in ("", ".agent.server.api", ".multiprocessing.api"):  # some of these have their own level
             logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     try:
         torchrun.run(options)
     except ChildFailedError as error:
         raise typer.Exit(_tell_failure(error, int(options.nproc_per_node))) from None
     except SignalException as error:
-        _say(f"stopped by {error.sigval.name}, and the ranks with it.")
+        _say(f"stopped by {error.sigval.name}, with all ranks.")
         raise typer.Exit(128 + error.sigval) from None
     except (ValueError, AssertionError, RendezvousError) as error:
         raise UsageError(
@@ -214,8 +218,8 @@ def _launch(options: argparse.Namespace) -> None:
 
 
 def _tell_failure(error: ChildFailedError, processes: int) -> int:
-    """Print which rank failed first, and how. Returns the exit status."""
-    # torchrun ends the others with SIGTERM, and records only the second in which each ended.
+    """Print which rank failed first, and how. Return the exit status."""
+    # torchrun ends the other ranks with SIGTERM, and records times only to the second.
     failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
     rank, failure = failures[0]
     others = sum(one.exitcode != -signal.SIGTERM for _, one in failures[1:])
@@ -228,7 +232,7 @@ def _tell_failure(error: ChildFailedError, processes: int) -> int:
         _say(f"error: rank {rank} ended with exit status {failure.exitcode}{after}. Its output is above.")
         return failure.exitcode or 1
     name = signal.Signals(-failure.exitcode).name
-    hint = " (out of memory? the kernel ends processes so)" * (name == "SIGKILL")
+    hint = " (perhaps because the host ran out of memory)" * (name == "SIGKILL")
     _say(f"error: rank {rank} was ended by {name}{hint}{after}.")
     return 128 - failure.exitcode
 

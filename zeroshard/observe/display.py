@@ -1,7 +1,7 @@
 """Owns the terminal progress lines of training, saves and loads.
 
-They are on rank 0's stderr, if that is a terminal. The working thread itself draws a line when one is due, so no
-worker of a data loader is forked while another thread holds a lock.
+Rank 0 draws them on stderr, if that is a terminal. The thread that does the work draws its own lines, since a separate
+thread could hold a lock while a data loader forks its workers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,31 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DELAY_SECONDS = 2.0
-"""A task that ends sooner has no line."""
+"""The duration below which a task has no line."""
 REFRESH_SECONDS = 0.25
 SWITCH = "ZEROSHARD_PROGRESS"
-"""The environment variable that turns lines off if it is 0."""
+"""The environment variable that turns progress lines off if it is 0."""
 _SEEN = 60
 _BAR_CELLS = 20
 _GB = 1e9
 
 Advance: TypeAlias = Callable[[float], object]
-"""A function of the amount that was done since the last call."""
+"""A function that takes the amount done since its last call."""
 
 
 def ignore(amount: float) -> None:
-    """Do nothing: an `Advance` without a line."""
+    """Do nothing, as the `Advance` of a task without a line."""
 
 
 class Row:
-    """A long task: its name, the amount to do (None: unknown), the amount done, and its start by the monotonic clock."""
+    """A long task on a line of its own.
+
+    Attributes:
+        what: its name.
+        total: the amount to do; None if it is unknown.
+        done: the amount done.
+        since: its start, by the monotonic clock.
+    """
 
     def __init__(
         self, what: str, total: float | None, display: Display, *, done: float = 0.0, delay: float = DELAY_SECONDS
@@ -56,7 +63,7 @@ class Row:
         self._display.refresh()
 
     def at(self, done: float, total: float) -> None:
-        """Set the amounts done and to do."""
+        """Set the amount done and the amount to do."""
         self.done = done
         self.total = total
         self._display.refresh()
@@ -66,12 +73,12 @@ class Row:
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
-        """Whether it has lasted long enough to have a line."""
+        """Whether the task has lasted long enough to have a line."""
         return now >= self._due
 
     @property
     def speed(self) -> float:
-        """The recent speed: the amount done in a second."""
+        """The recent speed: the amount done per second."""
         then, before = self._seen[0]
         now, done = self._seen[-1]
         if now <= then:
@@ -80,13 +87,13 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """The time until the end; None: unknown."""
+        """The estimated time until the end; None if it is unknown."""
         if self.total is None or self.done <= 0 or self.speed <= 0:
             return None
         return max(self.total - self.done, 0.0) / self.speed
 
     def figures(self) -> list[str]:
-        """Return the figures, the most important first: those that do not fit on the line are left out."""
+        """Return the figures of the line, the most important first. The line omits those that do not fit."""
         parts = [clock(monotonic() - self.since)]
         if self.total is not None:
             parts.insert(0, f"{self.done:g} of {self.total:g}")
@@ -94,7 +101,7 @@ class Row:
 
 
 class BytesRow(Row):
-    """A row whose work is counted in bytes."""
+    """A task whose amounts are bytes."""
 
     def figures(self) -> list[str]:
         parts = [f"{self.done / _GB:.2f} GB", f"{self.speed / _GB:.2f} GB/s"]
@@ -118,8 +125,8 @@ class Display:
     """The lines of one model, or of one command.
 
     Args:
-        speaks: whether this process may have lines, as rank 0 may. Also an attribute.
-        animated: whether a thread draws the lines, which then appear at once: for commands that print little meanwhile.
+        speaks: whether this process may draw lines, as rank 0 may. Also an attribute.
+        animated: whether a thread draws the lines, which then appear at once. Use it for commands that print little.
     """
 
     def __init__(self, *, speaks: bool = True, animated: bool = False) -> None:
@@ -136,7 +143,7 @@ class Display:
 
     @contextmanager
     def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
-        """Show a row while the task inside runs and calls the row's `advance`."""
+        """Show a line while the block runs and calls the row's `advance`."""
         kind = BytesRow if in_bytes else Row
         row = kind(what, total, self, delay=DELAY_SECONDS * (not self._animated))
         with self.shown(row):
@@ -144,7 +151,7 @@ class Display:
 
     @contextmanager
     def shown(self, row: Row, *, stays: bool = False) -> Iterator[None]:
-        """Show a row inside. `stays`: its last line stays."""
+        """Show a row's line while the block runs. If `stays`, the line remains on the terminal at the end."""
         if not self.is_on:
             yield
             return
@@ -179,7 +186,7 @@ class Display:
     def _start(self) -> Live:
         from rich.live import Live
 
-        # Writes to a file do not pass through the terminal.
+        # If stdout is a file, its output cannot disturb the line.
         both = sys.stdout is not None and sys.stdout.isatty()
         live = Live(
             self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
@@ -190,7 +197,7 @@ class Display:
 
     @contextmanager
     def above(self) -> Iterator[None]:
-        """Print the output of the code inside above the lines."""
+        """Print the output of the block above the lines."""
         live = self._live
         self._live = None
         if live is not None:

@@ -1,4 +1,4 @@
-"""Owns the count of live bytes on this rank, their peak, and the ZeRO formulas."""
+"""Owns the count of live bytes on this rank, peaks of memory, and the ZeRO paper's formulas."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zeroshard.torch_private import storage_id
 def memory_report(
     units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int = 0, emptied: Iterable[int] = (),
 ) -> dict[str, int]:  # fmt: skip
-    """Return the bytes of live storage of the accelerator on this rank, with each storage counted once.
+    """Return the bytes of live storage on this rank's accelerator, with each storage counted once.
 
     Args:
-        states: the optimizer's tensors there.
-        freed_nbytes: memory that units freed and that waits for the next one, and scratch outside the pool.
+        states: the optimizer's tensors on the accelerator.
+        freed_nbytes: memory that units freed and the next unit will use, and scratch outside the pool.
         emptied: addresses of storages that have no memory now.
 
     Returns:
-        parameters: unsharded and sharded ones, in the dtype of the forward (in fp32 they are the master weights too). Where master
-            weights are all that rests, these.
-        gradients: those kept between microbatches and steps, until `zero_grad`.
-        optimizer: the optimizer's state, and master weights where they are tensors of their own.
+        parameters: unsharded and sharded parameters in the dtype of the forward; in fp32 these are the master weights
+            too. Master weights that are stored alone count here.
+        gradients: gradients kept between microbatches and steps, until `zero_grad`.
+        optimizer: the optimizer's states, and master weights that are separate tensors.
         buffers: scratch for communication, and freed memory that is kept for the next unit.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -47,8 +47,8 @@ def memory_report(
 
 
 def kept_count(units: Sequence[Unit]) -> int:
-    """Count how often memory of these units, or of their gradients, could not be freed, since user code, autograd
-    or a collective still looked at it.
+    """Return how often memory of these units or their gradients could not be freed, since user code, autograd or a
+    collective still used it.
     """
     buffers = [unit.flat for unit in units]
     gradients = [bucket for unit in units for bucket in unit.gradients]
@@ -65,7 +65,7 @@ def _parameters(unit: Unit) -> Iterator[Tensor]:
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Return the bytes of the storages of these tensors that are not in `seen`, and add them to it. It reads no address."""
+    """Return the bytes of the tensors' storages that are not in `seen`, and add these storages to it."""
     total = 0
     for tensor in tensors:
         nbytes = tensor.untyped_storage().nbytes()
@@ -76,9 +76,9 @@ def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def peak_nbytes(device: torch.device) -> int:
-    """Return the peak of this process: of the accelerator, by its allocator; on a CPU, of resident memory.
+    """Return this process's peak in bytes: of the accelerator's allocator, or, on a CPU, of resident memory.
 
-    0 if the accelerator's allocator does not count. It does not wait for the device.
+    The result is 0 if the allocator keeps no count. The call does not wait for the device.
     """
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -89,9 +89,7 @@ def peak_nbytes(device: torch.device) -> int:
 
 
 def reserved_nbytes(device: torch.device) -> int:
-    """Return the most bytes that the accelerator's allocator had taken from the driver; 0 on a CPU, or if the allocator
-    does not count.
-    """
+    """Return the most bytes that the accelerator's allocator has reserved; 0 on a CPU, or if it keeps no count."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not hasattr(module, "max_memory_reserved"):
         return 0
@@ -101,13 +99,13 @@ def reserved_nbytes(device: torch.device) -> int:
 def formula(
     policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
 ) -> dict[str, float]:
-    """Return the bytes per rank at rest by the ZeRO paper (arXiv:1910.02054, figure 1 and section 5).
+    """Return the bytes per rank of each model state at rest, by the ZeRO paper (arXiv:1910.02054, figure 1, section 5).
 
     Args:
-        numel: trainable parameters of the whole model.
-        states: fp32 tensors of optimizer state for each parameter: 2 for Adam.
-        ranks_per_host: the ranks over which parameters are sharded if each host has the whole; default: the policy's
-            `within`.
+        numel: the number of trainable parameters of the whole model.
+        states: the number of fp32 optimizer states per parameter; 2 for Adam.
+        ranks_per_host: the number of ranks over which parameters are sharded, if each host has all of them; default:
+            the policy's `within`.
     """
     if ranks_per_host is None:
         ranks_per_host = policy.within if isinstance(policy.within, int) else world_size

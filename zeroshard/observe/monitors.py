@@ -1,6 +1,6 @@
-"""Owns the figures of a step and their records: JSON lines, CSV files, TensorBoard, Weights & Biases, Comet.
+"""Owns the figures of a step, and the monitors that record them: JSON lines, CSV, TensorBoard, Weights & Biases, Comet.
 
-A package is imported only if its block is enabled, and only on rank 0.
+A service's package is imported only if its block is enabled, and only on rank 0.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ class StepFigures:
     """The figures of a step. `seconds`, `sent`, `memory`, `peak` and `reserved` are this rank's; `loss` is the mean over ranks.
 
     Attributes:
-        samples: the samples since the start.
+        samples: the number of samples since the start.
         at: the time, in seconds since 1970.
-        has_loss: whether the backwards were the engine's, which got the loss.
-        samples_per_second, sent: since the last figures; `sent` in bytes by collective.
-        tokens_per_second: tokens of all ranks per second; None if the caller gave no number of tokens of a sample.
+        has_loss: whether the loss is known, which needs the engine's `backward`.
+        samples_per_second: the rate of all ranks since the last figures.
+        sent: the bytes sent since the last figures, by collective.
+        tokens_per_second: the rate of all ranks; None if the number of tokens of a sample is unknown.
         seconds: the seconds of one step, by part.
-        memory: bytes of live storage by model state.
+        memory: the bytes of live storage, by model state.
         peak: the peak in bytes of the accelerator's allocator, or of the process if there is no accelerator.
-        reserved: the peak in bytes that the accelerator's allocator took from the driver; 0 if there is no accelerator.
+        reserved: the most bytes that the accelerator's allocator has reserved; 0 if there is no accelerator.
     """
 
     step: int
@@ -60,7 +61,7 @@ class StepFigures:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures that are known. A number that is not finite becomes null, since JSON cannot hold it."""
+        """Return the figures that are known. A number that is not finite becomes None, since JSON cannot store it."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
         if not entry.pop("has_loss"):
@@ -72,10 +73,10 @@ class StepFigures:
 
 
 class Sent:
-    """The bytes sent since the last call, from counters that other code reads and clears too.
+    """A reader of counters of sent bytes, which other code may clear.
 
     Args:
-        before: the counters at the beginning.
+        before: the counters at the start.
     """
 
     def __init__(self, before: Mapping[str, int]) -> None:
@@ -86,7 +87,7 @@ class Sent:
         since = {}
         for name, count in now.items():
             more = count - self._before.get(name, 0)
-            if more < 0:  # cleared
+            if more < 0:  # the counter was cleared
                 more = count
             if more:
                 since[name] = more
@@ -98,14 +99,14 @@ class Monitor(Protocol):
     """A record of a run's figures."""
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Keep a step's figures; `events` are the same under DeepSpeed's names."""
+        """Record a step's figures; `events` are the same figures under DeepSpeed's names."""
 
     def close(self) -> None:
         """End the record."""
 
 
 def _append_to(path: Path) -> IO[str]:
-    """Open a file to append to. A half-written line of a run that was killed stays a separate line."""
+    """Open a file to append to. An incomplete last line of a killed run is ended first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
@@ -116,7 +117,7 @@ def _append_to(path: Path) -> IO[str]:
 
 
 class FileMonitor(ABC):
-    """A record in files. If `path` can no longer be written, as on a full disk, the training goes on without it."""
+    """A monitor that writes files. If it can no longer write, as on a full disk, training continues without it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -124,7 +125,7 @@ class FileMonitor(ABC):
         self._failed = False
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Keep a step's figures, or warn once that the log has ended."""
+        """Record a step's figures, or warn once that the log has ended."""
         if self._failed:
             return
         try:
@@ -132,13 +133,13 @@ class FileMonitor(ABC):
         except OSError as error:
             self._failed = True
             warnings.warn(
-                f"the log {self.path} ends before step {figures.step}: {error.strerror or error}. The training goes on without it.",
+                f"the log {self.path} ends before step {figures.step}: {error.strerror or error}. Training continues without it.",
                 stacklevel=2,
             )
 
     def close(self) -> None:
         for file in self._open.values():
-            with suppress(OSError):  # data that a full disk refused
+            with suppress(OSError):  # a full disk may refuse the last data
                 file.close()
         self._open.clear()
 
@@ -147,7 +148,7 @@ class FileMonitor(ABC):
 
 
 class JsonLinesMonitor(FileMonitor):
-    """Writes one JSON object a step to `folder/steps.jsonl`, after a line about the run.
+    """A file `folder/steps.jsonl` with a line that describes the run, and one JSON object per step.
 
     Args:
         about: the run's world size, policy and versions.
@@ -163,7 +164,7 @@ class JsonLinesMonitor(FileMonitor):
             _append_to(self.path).close()
         except OSError as error:
             raise UsageError(
-                f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process may write to."
+                f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
             ) from error
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
@@ -174,7 +175,7 @@ class JsonLinesMonitor(FileMonitor):
 
 
 class CsvMonitor(FileMonitor):
-    """Writes one file a figure, `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) for each step."""
+    """One file per figure, such as `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) per step."""
 
     def __init__(self, block: MonitorBlock) -> None:
         super().__init__(Path(block.output_path) / block.job_name)
@@ -191,7 +192,7 @@ class CsvMonitor(FileMonitor):
 
 
 class TensorBoardMonitor:
-    """Event files in `output_path/job_name`."""
+    """TensorBoard's event files in `output_path/job_name`."""
 
     def __init__(self, block: MonitorBlock) -> None:
         writer = _import("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter
@@ -243,7 +244,7 @@ class CometMonitor:
 
 
 def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
-    """Make the monitors that the config enables. Raises `ConfigError` if a package is missing."""
+    """Return the monitors that the config enables. Raises `ConfigError` if a package is missing."""
     made: list[Monitor] = []
     if schema.json_monitor.enabled:
         block = schema.json_monitor
@@ -264,5 +265,5 @@ def _import(module: str, key: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{key}.enabled is true, but the package is not installed ({error}): pip install {package}, or disable it."
+            f"{key}.enabled is true, but its package is not installed ({error}): pip install {package}, or disable it."
         ) from error

@@ -1,4 +1,4 @@
-"""Owns the check that plots can be drawn: matplotlib is an extra of the package."""
+"""Owns the check for matplotlib, which is an optional dependency."""
 
 from importlib.util import find_spec
 
@@ -8,7 +8,7 @@ from zeroshard.errors import UsageError
 def require_matplotlib(purpose: str) -> None:
     """Raise an error that names the remedy if matplotlib is not installed.
 
-    A caller checks before it starts the work whose result it draws.
+    Callers check before they start the work whose results they draw.
 
     Args:
         purpose: the option or call that draws, as the user wrote it.

@@ -1,7 +1,6 @@
-"""Owns figures that an accelerator still computes. They are copied in batches, and read when they have arrived.
+"""Owns figures that an accelerator still computes. They are copied in batches, and read when the copies are complete.
 
-The host does not wait for the device: a figure arrives about half a second after its step, and the last ones at the
-end.
+The host does not wait for the device. A figure arrives about half a second after its step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Kind = tuple[torch.device, torch.dtype]
 
 
 class Readings(Generic[Key]):
-    """Numbers by key, some of them tensors of one element, in the order in which they were added."""
+    """Numbers by key, in the order in which they were added. A number may be a tensor of one element."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Key, list[Number]]] = []
@@ -29,7 +28,7 @@ class Readings(Generic[Key]):
         self._copies: dict[torch.device, Copies] = {}
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
-        """Keep numbers for the next batch. An accelerator's tensors are copied only then, and must not change before."""
+        """Add numbers to the next batch. An accelerator's tensors are copied only then, and must not change before."""
         kept: list[Number] = []
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":
@@ -46,7 +45,7 @@ class Readings(Generic[Key]):
         """Return the numbers that have arrived, and start the copies of the next batch.
 
         Args:
-            wait: block until everything is here.
+            wait: block until all numbers have arrived.
         """
         found: list[tuple[Key, list[float]]] = []
         while wait or all(transfer.is_done for _, transfer in self._arriving.values()):
@@ -71,7 +70,7 @@ class Readings(Generic[Key]):
             self._arriving[device, dtype] = (host, self._copies[device].copy(host, torch.stack(tensors)))
 
     def _land(self) -> list[tuple[Key, list[float]]]:
-        """Return the numbers of the batch in flight. It blocks until they have arrived."""
+        """Wait for the batch in flight, and return its numbers."""
         arrived = {}
         for kind, (host, transfer) in self._arriving.items():
             if not transfer.is_done:

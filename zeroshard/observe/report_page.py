@@ -1,4 +1,4 @@
-"""Owns the page about a run: one HTML file with plots as SVG, without scripts and network access."""
+"""Owns the HTML page of `zeroshard report`: one file with SVG plots, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 MAX_POINTS = 1500
-"""The most points of a line; a screen has not more."""
+"""The most points of a line. A screen cannot show more."""
 _LINES = {
     "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "norm of the gradients before clipping",
-    "loss_scale": "loss scale, and steps that were skipped",
-    "tokens_per_second": "tokens a second",
-    "samples_per_second": "samples a second",
+    "loss_scale": "loss scale, and skipped steps",
+    "tokens_per_second": "tokens per second",
+    "samples_per_second": "samples per second",
 }
 _GROUPS = {
     "memory": ("memory of rank 0 by category, MiB", MIB),
@@ -36,7 +36,7 @@ _GROUPS = {
     "sent": ("sent by rank 0 in a step by collective, MiB", MIB),
 }
 _FAR = 4
-"""A peak more than this many times as high as the stack is not drawn: it would flatten the stack."""
+"""The factor over the stack's height above which the peak is not drawn, since it would flatten the stack."""
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } p, dt { color: #555; } dd { margin: 0; font-size: 1.15rem; }
@@ -47,7 +47,7 @@ figure { margin: 0; } figcaption { font-weight: 600; } figure svg { width: 100%;
 
 
 def page(run: RunLog) -> str:
-    """Return the page's HTML."""
+    """Return the HTML of a run's page."""
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in summary(run).items()
     )
@@ -68,7 +68,7 @@ def page(run: RunLog) -> str:
 
 
 def job_name(run: RunLog) -> str:
-    """Return the name of a run: its log's folder, or the file's name if that is not `steps.jsonl`."""
+    """Return the name of a run: its log's folder, or the file's name if it is not `steps.jsonl`."""
     path = run.path.resolve()
     if path.name == STEPS:
         return path.parent.name
@@ -76,7 +76,7 @@ def job_name(run: RunLog) -> str:
 
 
 def _settings(about: dict[str, Any]) -> str:
-    """Return the config and the environment of a run, folded; an empty text if the log lacks them."""
+    """Return the config and the environment of a run as folded HTML, or an empty text if the log lacks them."""
     found = ""
     for name in ("config", "environment"):
         if about.get(name):
@@ -130,7 +130,7 @@ def summary(run: RunLog) -> dict[str, str]:
 
 
 def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
-    """Return at most `limit` points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Return at most `limit` points: the lowest and the highest of each interval, so that no spike is lost."""
     if len(series.at) <= limit:
         return series
     found = Series()
@@ -145,7 +145,7 @@ def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
 
 
 def _plots(run: RunLog) -> Iterator[tuple[str, Figure]]:
-    """Return pairs of a title and a plot for the series in the log, in the order of the page."""
+    """Yield pairs of a title and a plot for the series in the log, in the order of the page."""
     lines = [name for name in _LINES if any(run.get(name).finite)]
     if set(run.get("loss_scale").finite) <= {1.0} and not run.skipped and "loss_scale" in lines:
         lines.remove("loss_scale")
@@ -163,7 +163,7 @@ def _plots(run: RunLog) -> Iterator[tuple[str, Figure]]:
         if not parts:
             continue
         figure, axes = _axes()
-        if group == "seconds":  # parts overlap, so their times do not add up
+        if group == "seconds":  # parts overlap, so a stack of their times would mean nothing
             for name, series in parts.items():
                 _draw(axes, Series(series.at, [value / unit for value in series.values]), label=name)
         else:
@@ -212,7 +212,7 @@ def _mark_skipped(axes: Axes, run: RunLog) -> None:
 
 
 def _stack(axes: Axes, parts: dict[str, Series], unit: float) -> float:
-    """Stack the parts' areas, and return the height of the whole. A part that the log lacks at a step counts as 0."""
+    """Stack the areas of the parts, and return the height of the stack. A part that a step lacks counts as 0."""
     at = sorted({moment for one in parts.values() for moment in one.at})
     at = at[:: math.ceil(len(at) / MAX_POINTS)]
     rows = []
@@ -228,7 +228,7 @@ def _stack(axes: Axes, parts: dict[str, Series], unit: float) -> float:
 
 
 def _svg(title: str, figure: Figure) -> str:
-    """Return the plot as an element of the page, with its text as text."""
+    """Return the plot as an SVG element whose text can be selected."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

@@ -1,7 +1,7 @@
-"""Owns the reading of a run's log: the JSON lines of `JsonLinesMonitor`.
+"""Owns reading the log of a run: the JSON lines of `JsonLinesMonitor`.
 
-A run that was killed leaves a half-written line, which is left out and noted. A run that resumed from a checkpoint
-repeats steps: the newer ones count.
+A killed run leaves an incomplete line, which is skipped with a note. A run that resumed from a checkpoint repeats
+steps, of which the newer ones count.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from zeroshard.observe.monitors import STEPS
 _PLAIN = ("loss", "lr", "loss_scale", "grad_norm", "samples_per_second", "tokens_per_second", "peak", "reserved", "at")
 _GROUPS = ("memory", "seconds", "sent")
 _LARGEST = 1e300
-"""A larger number counts as not finite: no axis could be drawn that far."""
+"""The largest number that counts as finite, since no axis could show more."""
 
 
 @dataclass
 class Series:
-    """Numbers along the steps. NaN: the number was not finite."""
+    """Numbers by step. NaN marks a number that was not finite."""
 
     at: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     def add(self, at: float, value: float) -> None:
-        """Append a number, and first drop those at `at` or later, which belong to a run that was rolled back."""
+        """Append a number. First drop those at step `at` or later, which belong to a run that was rolled back."""
         self.go_back(at)
         self.at.append(at)
         self.values.append(value)
 
     def go_back(self, at: float) -> None:
-        """Drop the numbers at `at` or later."""
+        """Drop the numbers at step `at` or later."""
         while self.at and self.at[-1] >= at:
             self.at.pop()
             self.values.pop()
@@ -53,11 +53,12 @@ class RunLog:
 
     Attributes:
         path: the file.
-        about: the run's policy, versions and so on, if the log has them.
-        series: by name: loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak, reserved, at; and by
-            part, such as memory/parameters, seconds/forward, sent/all_gather (bytes of one step).
-        applied: 1, or 0 for a step that was skipped.
-        notes: sentences about parts that were left out.
+        about: the run's policy, versions and similar facts, if the log has them.
+        series: the series by name (loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak,
+            reserved, at), and by part (such as memory/parameters, seconds/forward, and sent/all_gather in bytes per
+            step).
+        applied: 1 for a step that was applied, and 0 for a skipped step.
+        notes: sentences about skipped parts of the log.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class RunLog:
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, at: float, value: float | None) -> None:
-        """Add a number of one step. None: it was not finite."""
+        """Add a number of one step; None if it was not finite."""
         self.series.setdefault(name, Series()).add(at, _float(value))
 
     def get(self, name: str) -> Series:
@@ -91,16 +92,16 @@ def read_run(path: Path) -> RunLog:
         UsageError: there is no log, or it holds no step.
     """
     if not path.exists():
-        raise UsageError(f"no log at {path}: give the folder that a run's monitor wrote to.")
+        raise UsageError(f"no log at {path}: pass the folder that a run's monitor wrote to.")
     if path.is_file():
         return _read_file(path)
     if (path / STEPS).is_file():
         return _read_file(path / STEPS)
     below = [str(log.parent) for log in sorted(path.glob(f"*/{STEPS}"))]
     if below:
-        raise UsageError(f"{path} holds no log, but these below it do: {', '.join(below[:3])}. Give one of them.")
+        raise UsageError(f"{path} holds no log, but these below it do: {', '.join(below[:3])}. Pass one of them.")
     raise UsageError(
-        f"{path} holds no log: neither {STEPS} nor a folder of one. Keep one with json_monitor or "
+        f"{path} holds no log: neither {STEPS} nor a folder with it. Write one with json_monitor or "
         "zeroshard.progress(log=...)."
     )
 
@@ -128,7 +129,7 @@ def _read_file(path: Path) -> RunLog:
         found = "it is empty, or the run has not finished its first step"
         if left_out:
             found = f"line {left_out[0]} is not a JSON object of a step"
-        raise UsageError(f"{path} holds no step: {found}. Name the log of a run that has stepped.")
+        raise UsageError(f"{path} holds no step: {found}. Name the log of a run that has finished a step.")
     if left_out:
         run.notes.append(_left_out(path, left_out))
     return run
@@ -144,11 +145,11 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _add_step(run: RunLog, entry: Mapping[str, Any], at: float, steps: float) -> None:
-    """Add a step's figures. `steps` is the number of steps in which the logged bytes were sent."""
-    if run.applied.at and run.applied.at[-1] >= at:  # series that this step lacks go back too
+    """Add a step's figures. `steps` is the number of steps over which the logged bytes were sent."""
+    if run.applied.at and run.applied.at[-1] >= at:  # also for series that this step lacks
         if run.applied.at[0] >= at:
             run.notes.append(
-                f"{run.path.name}: it holds more than one run from the start, and the page only the last. Give each a folder."
+                f"{run.path.name}: more than one run from the start; the page shows only the last. Use one folder per run."
             )
         for series in run.series.values():
             series.go_back(at)
@@ -181,4 +182,4 @@ def _left_out(path: Path, numbers: Sequence[int]) -> str:
     if len(numbers) > 5:
         lines += ", ..."
     plural = "s" * (len(numbers) > 1)
-    return f"{path.name}: line{plural} {lines} left out, not a JSON object of a step (half-written?)."
+    return f"{path.name}: line{plural} {lines} left out, not a JSON object of a step (incomplete?)."

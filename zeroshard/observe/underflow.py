@@ -1,8 +1,8 @@
-"""Owns the report of underflow: the gradients that vanish in fp16, at this loss scale and at others.
+"""Owns the report of underflow: the gradients that vanish in fp16, at the present loss scale and at others.
 
-A backward is run again at every scale. An element underflows at a scale if it is zero there, and not zero at the
-largest scale whose gradients are all finite. An element that is zero at that one too counts as truly zero, so the
-shares are lower bounds.
+A backward runs at every scale. An element underflows at a scale if it is zero there, but not at the largest scale whose
+gradients are all finite. An element that is zero at that scale too counts as truly zero, so the shares are lower
+bounds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zeroshard.observe.plots import require_matplotlib
 
 SCALES = tuple(2.0**power for power in range(0, 25, 4))
 _LOWEST, _HIGHEST = -64, 16
-"""Powers of two between which the histogram separates gradients."""
+"""The exponents of two between which the histogram distinguishes gradients."""
 
 
 class GradientCount:
-    """Counts of one backward at one scale: the zeros of each parameter's gradient, and whether all is finite."""
+    """The counts of one backward at one scale: zeros and elements by parameter, elements that are not finite, sizes."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -34,7 +34,7 @@ class GradientCount:
         self.histogram = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.int64)
 
     def add(self, fqn: str, gradient: Tensor) -> None:
-        """Count one parameter's gradient, as the backward made it."""
+        """Count the elements of one parameter's gradient, as the backward computed it."""
         self.zeros[fqn] = int((gradient == 0).sum())
         self.numels[fqn] = gradient.numel()
         self.not_finite += int((~gradient.isfinite()).sum())
@@ -50,10 +50,10 @@ class UnderflowReport:
 
     Attributes:
         scale: the present loss scale.
-        shares: for each scale, for each parameter: underflowed elements / elements. Lower bounds, see the module.
-        total: for each scale: the same over all parameters.
+        shares: by scale and parameter, the share of elements that underflow; a lower bound.
+        total: by scale, the same share over all parameters.
         overflows: the scales at which some gradient is infinite or NaN.
-        histogram: for each power of two: elements of the true gradient from it up to the next.
+        histogram: by exponent of two, the number of gradient elements from this power up to the next.
     """
 
     scale: float
@@ -63,7 +63,7 @@ class UnderflowReport:
     histogram: Mapping[int, int]
 
     def table(self) -> Table:
-        """Make a table with a row for each parameter and a column for each scale."""
+        """Return a table with a row for each parameter and a column for each scale, in percent."""
         table = Table(title="gradient elements that vanish in fp16, %", title_justify="left")
         table.add_column("loss scale")
         for scale in self.shares:
@@ -81,7 +81,7 @@ class UnderflowReport:
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Draw the histogram with fp16's limits at the present scale, and the share lost at each scale (PNG or SVG).
+        """Draw the histogram with fp16's limit at the present scale, and the share that vanishes by scale (PNG or SVG).
 
         Raises:
             UsageError: matplotlib is not installed.
@@ -117,7 +117,7 @@ class UnderflowReport:
 def summarise(
     counts: Sequence[GradientCount], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> UnderflowReport:
-    """Add up the counts of all ranks. Every rank must call it, with the same scales in the same order.
+    """Sum the counts over all ranks into a report. Every rank must call it, with the same scales in the same order.
 
     Args:
         sum_over_ranks: returns the sum of an int64 tensor of shape [n] over all ranks.

@@ -95,7 +95,7 @@ def test_what_is_auto_is_given(folder: Path) -> None:
 def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
     planned = [".", "--sequence", "32", "--quick"]
-    assert "name it by --config" in refused(*planned, "--auto", "lr=1e-3")
+    assert "name the config with --config" in refused(*planned, "--auto", "lr=1e-3")
     told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
     assert "auto['stge'] is not the name of a config key. Did you mean 'stage'?" in told
     for name in ("memory.txt", "memory"):

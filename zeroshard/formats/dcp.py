@@ -200,7 +200,7 @@ class DistributedState(Stateful):
         for held in self._live.states.held():
             for name, value in optim.get(held.named.fqn, {}).items():
                 if not isinstance(value, Parts) and held.view is not None:
-                    state = self._live.step.state[held.view.value]
+                    state = self._live.step.inner.state[held.view.value]
                     state[name] = value
                     if isinstance(value, Tensor):  # spans of one parameter must not share it
                         state[name] = value.clone()
@@ -210,7 +210,7 @@ class DistributedState(Stateful):
     def _make_states(self) -> None:
         """Make the states as before the first step, by a step with zero gradients and a zero rate, which does not count."""
         step = self._live.step
-        if step.state or not step.views:
+        if step.inner.state or not step.views:
             return
         names = {type(one).__name__ for one in optimizers_of(step.inner)}
         others = names - {name for name, known in KNOWN.items() if known.starts_at_zero}
@@ -227,7 +227,7 @@ class DistributedState(Stateful):
             step.step_inner(one)
         for view in step.views:
             view.value.grad = None
-            state = step.state[view.value]
+            state = step.inner.state[view.value]
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(0)
             if isinstance(state.get("mu_product"), Tensor):

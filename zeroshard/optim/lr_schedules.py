@@ -168,9 +168,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         self.total_num_steps = _steps(total_num_steps, "total_num_steps")
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )  # fmt: skip
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         self._warn_if_longer(self.total_num_steps)
 
     def _gamma(self) -> float:
@@ -327,7 +325,7 @@ class OneCycle(LRSchedule):
         moments = self.get_mom()
         if (
             moments is not None and self.last_batch_iteration < 0
-        ):  # in the first step the betas are the smallest, like the rate
+        ):  # in the first step they are the smallest, like the rate
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas

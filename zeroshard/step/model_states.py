@@ -291,7 +291,7 @@ class ModelStates:
             if held.view is None:
                 continue
             like = held.view.value
-            state = self._step.state[like]
+            state = self._step.inner.state[like]
             with held.shard.opened(write=True):
                 for name, whole in values.items():
                     if name == PARAMETERS or whole is None:
@@ -377,7 +377,7 @@ def _holdings(units: Sequence[Unit], step: ShardedStep, collectives: Collectives
         owner = collectives.owner(resident.shard.number)
         for view in resident.views:
             span = Span(view.named.fqn, view.parameter_start, view.parameter_start + view.numel)
-            state = step.state.get(view.value, {})
+            state = step.inner.state.get(view.value, {})
             yield Held(view.named, span, owner, shard, view.start, view.value.dtype, state, view)
     last: list[Frozen] = []
     for unit in units:

@@ -54,7 +54,7 @@ class OptimizerStates:
                 continue
             with step.sub_groups.opened(resident):
                 for view in resident.views:
-                    state = step.state.get(view.value, {})
+                    state = step.inner.state.get(view.value, {})
                     if state:
                         state_dict["state"][number_of[id(view.value)]] = {
                             name: value.clone() if runs_along(value, name, view.value) else value

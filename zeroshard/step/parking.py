@@ -130,7 +130,7 @@ class Parking:
                 tensors += bucket.tensors("master")
         if "optimizer" in states:
             here = self._storages.accelerator.device
-            kept = [value for state in self._step.state.values() for value in state.values()]
+            kept = [value for state in self._step.inner.state.values() for value in state.values()]
             tensors += [one for one in kept if isinstance(one, Tensor) and one.ndim and one.device == here]
         for tensor in tensors:
             yield self._storages.memory_under("parked model states", tensor), False

@@ -99,11 +99,6 @@ class ShardedStep:
         return [one.optimizer for one in self._optimizers]
 
     @property
-    def state(self) -> Any:
-        """The optimizer's own states, by the views of this rank's shards."""
-        return self.inner.state
-
-    @property
     def overflow(self) -> bool:
         """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator still computes."""
         self._norm = float(self._norm)
@@ -235,11 +230,17 @@ class ShardedStep:
         self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
-        self.dropped.refuse_later_backward()  # after gradients that the user set were taken, before any update
         self.steps_begun += 1
         self._broke_off |= self.schedule.is_stepping
         self.schedule.begin_step()
-        steps = self._flags_that_step(users)
+        # A parameter is updated if some rank used it, and this optimizer lists it.
+        steps: Sequence[bool] = self._used
+        if len(self._optimizers) > 1:
+            parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
+            steps = [
+                used and parameter in users.parameters and parameter not in self.dropped
+                for parameter, used in zip(parameters, self._used, strict=True)
+            ]
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
         left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
@@ -307,16 +308,6 @@ class ShardedStep:
                     f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not "
                     "given this optimizer. Name all of the model's: shard(model, [one, other], policy)."
                 )
-
-    def _flags_that_step(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each parameter, whether it is updated: some rank used it, and its optimizer steps."""
-        if len(self._optimizers) == 1:
-            return self._used
-        parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
-        return [
-            used and parameter in users.parameters and parameter not in self.dropped
-            for parameter, used in zip(parameters, self._used, strict=True)
-        ]
 
     def release_inner(self) -> None:
         """Detach from the user's optimizers, when zeroshard is removed from the model."""
@@ -424,7 +415,6 @@ class ShardedStep:
         Every rank must call it, after the last backward.
         """
         self._agree_on_used()
-        self.dropped.refuse_later_backward()
         return {
             unit.named[index].fqn: used and id(unit.named[index].parameter) not in self.dropped
             for (unit, index), used in zip(self._flags, self._used, strict=True)
@@ -437,6 +427,7 @@ class ShardedStep:
             self._exchange(norm=False)
         if self._taken is not None:
             self._taken.apply_factors()
+        self.dropped.refuse_later_backward()  # after gradients that the user set were taken, which count as one
 
     @property
     def _changed(self) -> set[int]:
@@ -447,7 +438,7 @@ class ShardedStep:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
         for resident in self.residents:
             resident.look_at(None)
-        kept = [value for state in self.state.values() for value in state.values()] if states else []
+        kept = [value for state in self.inner.state.values() for value in state.values()] if states else []
         self._parked = [(value, value.data) for value in kept if isinstance(value, Tensor) and value.ndim]
         for value, _ in self._parked:
             value.data = placeholder(value)
@@ -463,7 +454,7 @@ class ShardedStep:
     def kept_in(self, storage: Storage) -> list[Tensor]:
         """List the tensors that the optimizer keeps in the memory of `storage`."""
         here = [r for r in self.residents if r.shard.step is storage and r.shard.home is storage]
-        kept = [value for r in here for view in r.views for value in self.state.get(view.value, {}).values()]
+        kept = [value for r in here for view in r.views for value in self.inner.state.get(view.value, {}).values()]
         return [value for value in kept if isinstance(value, Tensor)]
 
     def _exchange(self, norm: bool) -> float | Tensor:

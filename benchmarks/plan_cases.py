@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.planning import dry_run, ledger
 from zeroshard.planning.machine import Machine, machine_of
-from zeroshard.storage import accelerator, storages
+from zeroshard.storage import base, storages
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -108,7 +108,7 @@ def _loss(engine: zeroshard.Engine, arguments: Any) -> Tensor:
 
 
 def _train(rank: int, case: Case) -> dict[str, Any]:
-    accelerator.kernel_memory = lambda: None  # type: ignore[attr-defined]
+    base.kernel_memory = lambda: None  # type: ignore[attr-defined]
     if case.apart:
         storages.is_cpu_memory = lambda device: device.type == "none"
     torch.manual_seed(rank)

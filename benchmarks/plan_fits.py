@@ -31,7 +31,7 @@ from plan_cases import config_of
 
 import zeroshard
 from zeroshard.planning.machine import Machine, machine_of
-from zeroshard.storage import accelerator
+from zeroshard.storage import base
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 AS_IT_IS = "--as-it-is"
@@ -114,7 +114,7 @@ def _train(group: str, training: Training) -> None:
     torch.set_num_threads(1)
     join(Path(group))
     if AS_IT_IS not in sys.argv:
-        accelerator.kernel_memory = lambda: None  # type: ignore[attr-defined]
+        base.kernel_memory = lambda: None  # type: ignore[attr-defined]
     engine, *_ = zeroshard.initialize(model=training.model(), config=training.config)
     for _ in range(STEPS * engine.gradient_accumulation_steps()):
         inputs, targets = training.batch(engine.train_micro_batch_size_per_gpu())

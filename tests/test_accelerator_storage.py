@@ -9,9 +9,9 @@ import torch
 from insides import staged_copy
 
 from zeroshard.policy import Place, Policy
-from zeroshard.storage import cpu
+from zeroshard.storage import base
+from zeroshard.storage.base import CpuStorage, slab_nbytes
 from zeroshard.storage.buffers import BufferPool
-from zeroshard.storage.cpu import CpuStorage, slab_nbytes
 from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import STAGED_COUNT, STAGED_NBYTES, Copies
 
@@ -25,7 +25,7 @@ def test_what_is_cast_on_its_way_passes_through_few_buffers(numel: int) -> None:
     for _ in range(3):
         staged_copy(copies, target, source)
         assert torch.equal(target, source.bfloat16())
-    assert copies.nbytes <= STAGED_COUNT * STAGED_NBYTES
+    assert copies.staging.nbytes <= STAGED_COUNT * STAGED_NBYTES
 
 
 @pytest.mark.accelerator
@@ -54,7 +54,7 @@ def test_slots_leave_little_pinned_memory_unused(monkeypatch: pytest.MonkeyPatch
         taken[0] += 1 << (nbytes - 1).bit_length()
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    monkeypatch.setattr(cpu, "aligned_bytes", pinned)
+    monkeypatch.setattr(base, "aligned_bytes", pinned)
     storage = CpuStorage(Copies(CPU), pin=True)
     for _ in range(60):
         storage.slot("a large one", 180 * MB // 4, torch.float32)
@@ -71,7 +71,7 @@ def test_a_slab_is_no_larger_than_what_was_taken(nbytes: int, taken: int) -> Non
     size = slab_nbytes(nbytes, taken)
     assert size >= nbytes
     assert size.bit_count() == 1
-    assert size <= max(cpu.SLAB_NBYTES, 2 * nbytes, taken)
+    assert size <= max(base.SLAB_NBYTES, 2 * nbytes, taken)
 
 
 @pytest.mark.parametrize("place", Place)

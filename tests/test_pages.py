@@ -19,8 +19,8 @@ from twin import gpt_batch as batch
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.errors import UsageError
-from zeroshard.storage import accelerator
-from zeroshard.storage.accelerator import AcceleratorStorage
+from zeroshard.storage import base
+from zeroshard.storage.base import AcceleratorStorage
 from zeroshard.storage.buffers import FlatBuffer, PagedBuffer
 from zeroshard.storage.pages import CHUNK_NBYTES, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies
@@ -267,7 +267,7 @@ def test_without_such_a_kernel_the_bits_are_the_same(monkeypatch: pytest.MonkeyP
 
     def body(rank: int) -> None:
         found = train(rank, workload, Policy.stage(3))
-        monkeypatch.setattr(accelerator, "kernel_memory", lambda: None)
+        monkeypatch.setattr(base, "kernel_memory", lambda: None)
         expected = train(rank, workload, Policy.stage(3))
         assert found.equals(expected) and found.norms == expected.norms
 

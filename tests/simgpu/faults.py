@@ -57,7 +57,6 @@ ELSEWHERE = {
 NO_SITES = {
     "wait_released": "the memory of an accelerator is not read by other ranks in place",
     "_wait_released": "the memory of an accelerator is not read by other ranks in place",
-    "_wait_readers": "it is made of a site",
 }
 """Calls that are no sites, each with the reason."""
 NO_WAITS = {

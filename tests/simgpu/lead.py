@@ -129,6 +129,6 @@ def stalls_in_backward(rank: int, stage: int, bits: int, declared: bool) -> dict
 
 def stalls_without_room(rank: int, **options: Any) -> dict[str, Any]:
     """The same on a device whose memory is full."""
-    accelerator: Any = importlib.import_module("zeroshard.storage.accelerator")
+    accelerator: Any = importlib.import_module("zeroshard.storage.base")
     accelerator.FREE_SHARE = 2.0  # in this rank's process alone
     return stalls_in_backward(rank, **options)

@@ -33,8 +33,8 @@ from zeroshard.layout.placement import Placement
 from zeroshard.observe.display import Advance, ignore
 from zeroshard.schedule.unit import UnitState
 from zeroshard.step.model_states import Held
+from zeroshard.storage.base import CpuStorage
 from zeroshard.storage.buffers import memory_of
-from zeroshard.storage.cpu import CpuStorage
 from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.version import __version__
 

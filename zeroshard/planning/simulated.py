@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import Any, TypeVar, final
 
@@ -30,12 +31,11 @@ from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER
 from zeroshard.planning.machine import Arrival, Clock, Line, Link, Machine, arrives_at
 from zeroshard.policy import Offload, Policy
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
-from zeroshard.storage.accelerator import FREE_SHARE
-from zeroshard.storage.base import DeviceStorage, MemorySlot, MemoryStorage, Slot
+from zeroshard.storage.base import FREE_SHARE, DeviceStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
-from zeroshard.storage.disk import DiskStorage, Staging
+from zeroshard.storage.disk import BlockFile
 from zeroshard.storage.storages import Storages
-from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, in_pages
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
 INSIDE, ACROSS = "link", "network"
 """Lines: between ranks of a host, and between hosts."""
@@ -331,12 +331,12 @@ class _Device(_Counted, DeviceStorage):
         return torch.empty(numel, dtype=dtype)
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        self._nbytes += numel * dtype.itemsize
+        self.nbytes += numel * dtype.itemsize
         with self._ledger.purpose(_purpose_of(label)):
             return self.around(label, torch.zeros(numel, dtype=dtype))
 
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        self._nbytes += numel * dtype.itemsize
+        self.nbytes += numel * dtype.itemsize
         with self._ledger.purpose(_purpose_of(label)):
             buffer = _CountedBuffer(label, torch.zeros(numel, dtype=dtype), self._ledger)
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
@@ -356,7 +356,7 @@ class _Host(_Counted):
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         nbytes = in_pages(numel * dtype.itemsize)
-        self._nbytes += numel * dtype.itemsize
+        self.nbytes += numel * dtype.itemsize
         with self._ledger.purpose(_purpose_of(label), on_host=True):
             memory = torch.zeros(nbytes, dtype=torch.uint8)
         return self.around(label, memory[: numel * dtype.itemsize].view(dtype))
@@ -397,14 +397,9 @@ class SimulatedHostCopies(HostCopies):
             return super()._device_memory(memory, device)
 
 
-class _Staging(Staging):
-    def __init__(self, ledger: Ledger, count: int, nbytes: int, block_nbytes: int) -> None:
-        super().__init__(count, nbytes, block_nbytes, pin=False)
-        self._ledger = ledger
-
-    def _make(self) -> Tensor:
-        with self._ledger.purpose("staging", on_host=True):
-            return torch.empty(self.nbytes, dtype=torch.uint8)
+def _staging_buffer(ledger: Ledger, nbytes: int) -> Tensor:
+    with ledger.purpose("staging", on_host=True):
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class _File:
@@ -475,8 +470,10 @@ class SimulatedStorages(Storages):
     def _make_host(self) -> MemoryStorage:
         return _Host(self._ledger, self._copies)
 
-    def _make_disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
+    def _make_file(self, offload: Offload) -> BlockFile:
         speeds = (self._machine.disk_write, self._machine.disk_read)
         write, read = (Line(self._clock, "disk", speed / self._sharers, 1e-4) for speed in speeds)
-        file = _File(write, read, offload.requests, offload.block_nbytes)
-        return DiskStorage(file, self._copies, _Staging(self._ledger, count, nbytes, offload.block_nbytes))
+        return _File(write, read, offload.requests, offload.block_nbytes)
+
+    def _make_staging(self, count: int, nbytes: int, *, pin: bool) -> Staging:
+        return Staging(count, nbytes, partial(_staging_buffer, self._ledger))

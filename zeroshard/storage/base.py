@@ -1,26 +1,40 @@
-"""Owns the interface of a storage: a place where flat tensors rest, read and written asynchronously.
+"""Owns the interface of a storage, and the storages that are memory.
+
+A storage is a place where flat tensors rest, read and written asynchronously:
 
     slot = storage.slot("master weights of h.0", numel, torch.float32)
     slot.write(source)                     starts; the source stays as it is until the transfer is over
     slot.read(out).wait(out.device)        into any tensor of that many elements, in any place
     slot.memory_in(storage)                the content itself, where it is memory of that storage
 
-Only `Storages` distinguishes the three storages.
+Only `Storages` distinguishes the storages.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import final
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.storage.buffers import BufferPool, FlatBuffer
-from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes
+from zeroshard.storage.buffers import BufferPool, FlatBuffer, PagedBuffer, ResizedBuffer
+from zeroshard.storage.pages import Arena, kernel_memory
+from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes, in_pages
+
+SMALL_NBYTES = 64 << 10
+"""Memory that comes and goes and is smaller than this is torch's: malloc keeps such blocks, and a page would be mostly empty."""
+
+FREE_SHARE = 1 / 16
+"""The share of an accelerator's memory that optional uses of memory leave free, for a longer sequence."""
+
+SLAB_NBYTES = 256 << 20
+"""Slots in pinned memory are cut from slabs of at least this size: torch rounds pinned memory up to a power of two."""
+_LEFT = 1 / 16
+"""The share of a slab, cut into slots of one size, that may be left over for smaller ones."""
 
 
 class Slot(ABC):
@@ -141,9 +155,8 @@ class Storage(ABC):
             StorageError: there is no space; names the place.
         """
 
-    @abstractmethod
     def close(self) -> None:
-        """Wait for transfers in flight, and give everything back."""
+        """Wait for transfers in flight, and give everything back. Memory goes with its tensors."""
 
     @property
     @abstractmethod
@@ -152,56 +165,18 @@ class Storage(ABC):
 
 
 class MemoryStorage(Storage):
-    """A storage that is memory: values go with their tensors, and `_nbytes` counts them."""
+    """A storage that is memory: values go with their tensors."""
+
+    nbytes = 0
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
         self.device = device
         self._copies = copies
-        self._nbytes = 0
-
-    def close(self) -> None:
-        return
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
         """Make a slot around existing memory, which may be a part of another slot's."""
         assert whole is None or isinstance(whole, MemorySlot)
         return MemorySlot(label, memory, self, self._copies, whole)
-
-
-class DeviceStorage(MemoryStorage):
-    """The memory of the device that computes."""
-
-    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """Make a slot in memory that was allocated for it."""
-        self._nbytes += memory.nbytes
-        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
-
-    @abstractmethod
-    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
-
-    @abstractmethod
-    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Make zeros [numel] whose memory can be freed, at little cost if the buffer `comes_and_goes` often."""
-
-    def keep_freed_at_most(self, nbytes: int) -> None:
-        """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
-
-    @property
-    def freed_nbytes(self) -> int:
-        """The number of bytes that are kept in this way."""
-        return 0
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more were free at this process's peak: for scratch that only saves time.
-
-        False where nothing is copied between the device and CPU memory.
-        """
-        return False
 
 
 @final
@@ -266,3 +241,135 @@ class MemorySlot(Slot):
 
     def wait(self, device: torch.device = CPU) -> None:
         self._in_flight.wait(device)
+
+
+# ---------------------------------------------------------------------- the device that computes
+
+
+class DeviceStorage(MemoryStorage):
+    """The memory of the device that computes."""
+
+    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
+        """Make a slot in memory that was allocated for it."""
+        self.nbytes += memory.nbytes
+        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
+
+    @abstractmethod
+    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
+
+    @abstractmethod
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        """Make zeros [numel] whose memory can be freed, at little cost if the buffer `comes_and_goes` often."""
+
+    def keep_freed_at_most(self, nbytes: int) -> None:
+        """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
+
+    @property
+    def freed_nbytes(self) -> int:
+        """The number of bytes that are kept in this way."""
+        return 0
+
+    @abstractmethod
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether `nbytes` more were free at this process's peak: for scratch that only saves time.
+
+        False where nothing is copied between the device and CPU memory.
+        """
+
+
+@final
+class AcceleratorStorage(DeviceStorage):
+    """The memory of `device`, which may be the CPU."""
+
+    def __init__(self, device: torch.device, copies: Copies) -> None:
+        super().__init__(device, copies)
+        kernel = kernel_memory() if device.type == "cpu" else None
+        self._arena = None if kernel is None else Arena(kernel)
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        self.nbytes += numel * dtype.itemsize
+        return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        nbytes = numel * dtype.itemsize
+        self.nbytes += nbytes
+        buffer: FlatBuffer | None = None
+        if self._arena is not None and nbytes >= SMALL_NBYTES:
+            with suppress(OSError):
+                buffer = PagedBuffer(label, dtype, self._arena.part(nbytes), is_filled=False)
+        if buffer is None:
+            # Live until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
+            buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+        return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
+
+    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        nbytes = numel * dtype.itemsize
+        if comes_and_goes and self._arena is not None and nbytes >= SMALL_NBYTES:
+            with suppress(OSError):
+                return PagedBuffer(label, dtype, self._arena.unit(nbytes), is_filled=True)
+        return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def keep_freed_at_most(self, nbytes: int) -> None:
+        if self._arena is not None:
+            self._arena.pages.limit_nbytes = nbytes
+            self._arena.pages.trim()
+
+    @property
+    def freed_nbytes(self) -> int:
+        return 0 if self._arena is None else self._arena.pages.freed_nbytes
+
+    def has_room(self, nbytes: int) -> bool:
+        if self.device.type == "cpu":
+            return False
+        free, total = torch.accelerator.get_memory_info(self.device)
+        ours = free + torch.accelerator.memory_reserved(self.device)
+        return nbytes + total * FREE_SHARE <= ours - torch.accelerator.max_memory_allocated(self.device)
+
+
+# ---------------------------------------------------------------------- CPU memory beside an accelerator
+
+
+@final
+class CpuStorage(MemoryStorage):
+    """CPU memory that is allocated once and kept; pinned if `pin` is True.
+
+    Pinned slots are cut from slabs. No pool or ring can lend them: a slot keeps its memory until the storage goes.
+    """
+
+    def __init__(self, copies: Copies, *, pin: bool) -> None:
+        super().__init__(CPU, copies)
+        self.pin = pin
+        self._rests: list[Tensor] = []
+        """The parts of slabs that no slot has taken."""
+
+    def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
+        nbytes = numel * dtype.itemsize
+        memory = self._take(in_pages(nbytes))[:nbytes].view(dtype).zero_()
+        self.nbytes += nbytes
+        return self.around(label, memory)
+
+    def _take(self, nbytes: int) -> Tensor:
+        if not self.pin:
+            return aligned_bytes(nbytes, pin=False)
+        fitting = [rest for rest in self._rests if rest.numel() >= nbytes]
+        if fitting:
+            slab = min(fitting, key=Tensor.numel)
+            self._rests = [rest for rest in self._rests if rest is not slab]
+        else:
+            slab = aligned_bytes(slab_nbytes(nbytes, self.nbytes), pin=True)
+        if slab.numel() > nbytes:
+            self._rests.append(slab[nbytes:])
+        return slab[:nbytes]
+
+
+def slab_nbytes(nbytes: int, taken: int) -> int:
+    """Return the size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
+
+    A power of two, of which little is left over. The next slots may never come: no more than was taken is laid by for them.
+    """
+    sizes = [max(SLAB_NBYTES, 1 << (nbytes - 1).bit_length())]
+    while sizes[-1] * 2 <= taken:
+        sizes.append(sizes[-1] * 2)
+    left = {size: size % nbytes / size for size in sizes}
+    return next((size for size in sizes if left[size] <= _LEFT), min(sizes, key=left.__getitem__))

@@ -26,7 +26,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import StorageError
 from zeroshard.storage.pages import Part
-from zeroshard.storage.transfers import LANDED, Transfer, aligned_bytes
+from zeroshard.storage.transfers import LANDED, Transfer
 from zeroshard.torch_private import storage_users
 
 
@@ -51,18 +51,14 @@ class FlatBuffer(ABC):
         """Return the elements from `start` on as a matrix of `count` rows."""
         return self.tensor[start : start + numel].view(count, numel // count)
 
-    @property
-    def _uses(self) -> int:
-        return storage_users(self.tensor)
-
     @final
     def free(self) -> None:
         """Free the memory, if no other code uses it. See [Note: freed storage]."""
         if self._own_uses is None:  # no other code has it yet
-            self._own_uses = self._uses
+            self._own_uses = storage_users(self.tensor)
         if not self.nbytes:
             return
-        if self._uses <= self._own_uses:
+        if storage_users(self.tensor) <= self._own_uses:
             self._give_back()
         else:
             self.kept_count += 1
@@ -76,7 +72,7 @@ class FlatBuffer(ABC):
         """
         if not self.nbytes:
             self._take()
-            self._own_uses = self._uses
+            self._own_uses = storage_users(self.tensor)
 
     @abstractmethod
     def _give_back(self) -> None: ...
@@ -193,7 +189,7 @@ class BufferPool:
     free ones is large enough, one of them makes room for the new one.
 
     Args:
-        buffer: makes memory of a CPU's, from which other ranks may be able to read; default: ordinary memory.
+        buffer: makes memory of a CPU, from which other ranks may be able to read; default: ordinary memory.
 
     Attributes:
         spare_nbytes: as many bytes may wait for copies to CPU memory while the computation goes on in other buffers; 0 waits for
@@ -224,7 +220,10 @@ class BufferPool:
             replaced = [entry for entry in self._free if not self.spare_nbytes or entry[1] is LANDED]
             if replaced:
                 self._drop(max(replaced, key=lambda entry: entry[0].numel()))
-            buffer = self._make(nbytes)
+            if self._buffer is not None and self._device.type == "cpu":
+                buffer = self._buffer(nbytes, torch.uint8)
+            else:
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         scratch = buffer[:nbytes].view(dtype)
         self._out[id(scratch)] = buffer
         return scratch
@@ -244,13 +243,6 @@ class BufferPool:
     def clear(self) -> None:
         """Free the tensors that nobody has acquired."""
         self._free.clear()
-
-    def _make(self, nbytes: int) -> Tensor:
-        if self._device.type == "cpu":
-            if self._buffer is not None:
-                return self._buffer(nbytes, torch.uint8)
-            return aligned_bytes(nbytes, pin=False)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _drop(self, entry: tuple[Tensor, Transfer]) -> None:
         self._free = [other for other in self._free if other is not entry]

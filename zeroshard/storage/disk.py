@@ -1,4 +1,4 @@
-"""Owns model states on disk: one file for each rank, and the few buffers in CPU memory that transfers use.
+"""Owns model states on disk: one file for each rank, and the reads ahead from it.
 
 Blocks of the file are read and written by threads, around the page cache, with checksums. The file has no name: it is gone from its
 folder before it is used, so the operating system takes it back whatever becomes of this process, and no other job can open it.
@@ -14,7 +14,6 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.watch import make_current
-from zeroshard.errors import PolicyError, StorageError
-from zeroshard.policy import PAGE_NBYTES, Offload
+from zeroshard.errors import StorageError
+from zeroshard.policy import PAGE_NBYTES
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import memory_of
-from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer, aligned_bytes, in_pages
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
 BOUNCE_NBYTES = 1 << 20
 """Bytes that are copied at once where direct I/O cannot take the memory itself."""
@@ -41,7 +40,6 @@ class Requests(Transfer):
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
-        self.has_raised = False
 
     def wait(self, device: torch.device) -> None:
         """Block, for any device: the CPU writes files.
@@ -237,65 +235,6 @@ class DirectFile:
         self._file.close()
 
 
-class Staging:
-    """A pool of at most `count` buffers of at most `nbytes` in CPU memory, made when they are first needed.
-
-    They hold whole blocks, so that the parts of a slot that is larger begin where blocks do.
-    """
-
-    def __init__(self, count: int, nbytes: int, block_nbytes: int, *, pin: bool) -> None:
-        self._left = count
-        self._pin = pin
-        self.nbytes = -(-nbytes // block_nbytes) * block_nbytes
-        self._free: deque[tuple[Tensor, Transfer]] = deque()
-        self._readers: deque[DiskSlot] = deque()  # slots that hold a buffer with values that a read will need
-        self.taken = 0
-        """Bytes of all buffers that were made."""
-
-    def take(self) -> Tensor:
-        """Take a buffer: a free one, or one whose content another slot has read ahead."""
-        if not self._free and not self._left:
-            self._readers[0].forget_prefetched()
-        return self._take()
-
-    def try_to_take(self, reader: DiskSlot) -> Tensor | None:
-        """Take a buffer for `reader` to read ahead, if one is free."""
-        if not self._free and not self._left:
-            return None
-        self._readers.append(reader)
-        return self._take()
-
-    def _take(self) -> Tensor:
-        if self._free:
-            buffer, after = self._free.popleft()
-            with suppress(StorageError):  # the slot raises it
-                after.wait(CPU)
-            return buffer
-        self._left -= 1
-        self.taken += self.nbytes
-        return self._make()
-
-    def _make(self) -> Tensor:
-        return aligned_bytes(self.nbytes, pin=self._pin)
-
-    def release(self, buffer: Tensor, after: Transfer = LANDED, reader: DiskSlot | None = None) -> None:
-        """Take a buffer back; it is used again once `after` is over."""
-        if reader is not None:
-            self._readers.remove(reader)
-        self._free.append((buffer, after))
-
-
-def disk_file(offload: Offload, device: torch.device) -> DirectFile:
-    """Open a file without a name in `offload.path`, for states that `device` computes with.
-
-    Raises:
-        StorageError: the folder is missing or cannot be written to.
-    """
-    if offload.path is None:
-        raise PolicyError("states are to go to disk, and no folder is named: pass Offload(path=...).")
-    return DirectFile(offload.path, offload.block_nbytes, offload.requests, device)
-
-
 @final
 class DiskStorage(Storage):
     """A storage in one file, without a name.
@@ -303,7 +242,11 @@ class DiskStorage(Storage):
     Args:
         file: the file for the data.
         copies: to and from the accelerator.
-        staging: the buffers for data that comes from an accelerator, goes there, or is read ahead.
+        staging: the buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the
+            file, so that the parts of a slot that is larger begin where blocks do.
+
+    Attributes:
+        ahead: the buffers with the content of slots that are read next, and the reads that fill them.
     """
 
     def __init__(self, file: BlockFile, copies: Copies, staging: Staging) -> None:
@@ -311,6 +254,13 @@ class DiskStorage(Storage):
         self.device = CPU
         self.copies = copies
         self.staging = staging
+        self.ahead: dict[DiskSlot, tuple[Tensor, Transfer]] = {}
+
+    def take_buffer(self) -> Tensor:
+        """Take a staging buffer, if need be the one whose content was read ahead first."""
+        if not self.staging.has_buffer:
+            next(iter(self.ahead)).forget_prefetched()
+        return self.staging.take()
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         return DiskSlot(self, label, numel, dtype)
@@ -336,87 +286,78 @@ class DiskSlot(Slot):
         """Read into memory of a caller that waits later: a write in between would mix old and new values."""
         weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
-        self._prefetched: tuple[Tensor, Transfer] | None = None
 
     def memory_in(self, storage: Storage) -> Tensor | None:
         return None
 
     def prefetch(self) -> None:
-        staging = self._storage.staging
+        storage = self._storage
+        staging = storage.staging
         is_arriving = not all(writing.is_done for writing in self._writing)
-        if self._prefetched is not None or is_arriving or not self._is_written or self.nbytes > staging.nbytes:
+        if self in storage.ahead or is_arriving or not self._is_written or self.nbytes > staging.buffer_nbytes:
             return
-        buffer = staging.try_to_take(self)
-        if buffer is not None:
-            content = buffer[: self.nbytes]
-            self._prefetched = buffer, self._storage.file.read(self._start, content, self.label)
+        if staging.has_buffer:
+            buffer = staging.take()
+            storage.ahead[self] = buffer, storage.file.read(self._start, buffer[: self.nbytes], self.label)
 
     def forget_prefetched(self) -> None:
         """Give the buffer back unused."""
-        if self._prefetched is not None:
-            (buffer, reading), self._prefetched = self._prefetched, None
-            self._storage.staging.release(buffer, reading, self)
+        if self in self._storage.ahead:
+            self._storage.staging.release(*self._storage.ahead.pop(self))
 
     def read(self, out: Tensor) -> Transfer:
+        storage = self._storage
         self.wait()
         if not self._is_written:
             out.zero_()
             return LANDED
-        if self._prefetched is not None:
-            (buffer, reading), self._prefetched = self._prefetched, None
-            copying: Transfer = reading
-            try:
-                reading.wait(CPU)
-                copying = self._storage.copies.copy(out, buffer[: self.nbytes].view(self.dtype))
-            finally:
-                self._storage.staging.release(buffer, copying, self)
-            return copying
-        if out.device.type == "cpu":
-            direct = self._storage.file.read(self._start, out, self.label)
+        if out.device.type == "cpu" and self not in storage.ahead:
+            direct = storage.file.read(self._start, out, self.label)
             self._reading = [*(other for other in self._reading if not other.is_done), direct]
             return direct
-        return self._read_through_buffers(out)
-
-    def _read_through_buffers(self, out: Tensor) -> Transfer:
-        copying: Transfer = LANDED
-        for low, high in self._parts():
-            buffer = self._storage.staging.take()
-            content = buffer[: (high - low) * self.dtype.itemsize]
-            self._storage.file.read(self._start + low * self.dtype.itemsize, content, self.label).wait(CPU)
-            copying = self._storage.copies.copy(out[low:high], content.view(self.dtype))
-            self._storage.staging.release(buffer, copying)
-        return copying
+        after: Transfer = LANDED
+        for start, low, high in self._parts():
+            if self in storage.ahead:  # all of it
+                buffer, after = storage.ahead.pop(self)
+            else:
+                buffer = storage.take_buffer()
+                after = storage.file.read(start, buffer[: (high - low) * self.dtype.itemsize], self.label)
+            try:
+                after.wait(CPU)
+                content = buffer[: (high - low) * self.dtype.itemsize].view(self.dtype)
+                after = storage.copies.copy(out[low:high], content)
+            finally:
+                storage.staging.release(buffer, after)
+        return after
 
     def write(self, source: Tensor) -> Transfer:
+        storage = self._storage
         self.version += 1
         self.forget_prefetched()
         self.wait()
-        self._wait_readers()
+        for requests in self._reading:
+            with suppress(StorageError):  # which the caller that needs it gets
+                requests.wait(CPU)
+        self._reading = []
         self._is_written = True
         if source.device.type == "cpu" and source.dtype == self.dtype:
-            self._writing.append(self._storage.file.write(self._start, source, self.label))
+            self._writing.append(storage.file.write(self._start, source, self.label))
             return self._writing[0]
         copying: Transfer = LANDED
-        for low, high in self._parts():
-            buffer = self._storage.staging.take()
+        for start, low, high in self._parts():
+            buffer = storage.take_buffer()
             content = buffer[: (high - low) * self.dtype.itemsize]
-            copying = self._storage.copies.copy(content.view(self.dtype), source[low:high])
-            writing = self._storage.file.write(self._start + low * self.dtype.itemsize, content, self.label, copying)
-            self._storage.staging.release(buffer, writing)
+            copying = storage.copies.copy(content.view(self.dtype), source[low:high])
+            writing = storage.file.write(start, content, self.label, copying)
+            storage.staging.release(buffer, writing)
             self._writing.append(writing)
         return copying
 
-    def _parts(self) -> list[tuple[int, int]]:
-        """Return ranges of elements that fit into a buffer each."""
-        step = self._storage.staging.nbytes // self.dtype.itemsize
-        return [(low, min(low + step, self.numel)) for low in range(0, self.numel, step)]
-
-    def _wait_readers(self) -> None:
-        reading = self._reading
-        self._reading = []
-        for requests in reading:
-            with suppress(StorageError):  # which the caller that needs it gets
-                requests.wait(CPU)
+    def _parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the parts that fit into a buffer each: their start in the file, and their first and last elements' numbers."""
+        step = self._storage.staging.buffer_nbytes // self.dtype.itemsize
+        for low in range(0, self.numel, step):
+            yield self._start + low * self.dtype.itemsize, low, min(low + step, self.numel)
 
     def wait(self, device: torch.device = CPU) -> None:
         writing = list(self._writing)

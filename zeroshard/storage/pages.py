@@ -4,6 +4,9 @@
 Memory that goes to the kernel and comes back costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So the pages of a
 resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together are
 never more than units held at once before, nor than `limit_nbytes`; further pages go to the kernel.
+
+`BufferPool` cannot do this: it lends other addresses each time, while autograd and the optimizer keep views of units and gradients.
+An accelerator needs none of it, since torch's allocator gives memory under such views back and out in the order of its streams.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,7 +27,8 @@ CHUNK_NBYTES = 2 << 20
 """The bytes that a kernel maps as one huge page, and that move at once."""
 
 BLOCK_NBYTES = 64 << 20
-"""Addresses that an arena reserves at once."""
+"""Addresses that an arena reserves at once for parts."""
+_LINE_NBYTES = 64
 _RESERVED = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
 _FIXED = 0x10
@@ -132,9 +138,9 @@ class Pages:
         self.kernel = kernel
         self.limit_nbytes = 0
         self._held = self._most_held = 0
-        self._freed: dict[int, list[int]] = {}
+        self._freed = defaultdict[int, list[int]](list)
         """Addresses of pages that wait, by size."""
-        self._empty: dict[int, list[int]] = {}
+        self._empty = defaultdict[int, list[int]](list)
         """Addresses where pages have waited, by size."""
         self._all: dict[int, int] = {}
         """Every address that was reserved, and its bytes."""
@@ -159,7 +165,7 @@ class Pages:
             while over > 0 and self._freed[size]:
                 address = self._freed[size].pop()
                 self.kernel.hide(address, size)
-                self._empty.setdefault(size, []).append(address)
+                self._empty[size].append(address)
                 over -= size
 
     @property
@@ -168,15 +174,14 @@ class Pages:
 
     def put(self, address: int, nbytes: int) -> None:
         """Put memory of undefined content at these reserved addresses."""
-        freed = self._freed.get(nbytes)
-        if freed:
-            source = freed.pop()
+        if self._freed[nbytes]:
+            source = self._freed[nbytes].pop()
             try:
                 self.kernel.move(source, address, nbytes)
             except OSError:  # such as too many mappings
                 self.kernel.unmap(source, self._all.pop(source))
             else:
-                self._empty.setdefault(nbytes, []).append(source)
+                self._empty[nbytes].append(source)
                 return
         self.kernel.fill(address, nbytes)
 
@@ -184,24 +189,13 @@ class Pages:
         """Park the memory at these addresses, if there is room. The caller hides the addresses next."""
         if nbytes > self._room:
             return
-        try:
-            target = self._place(nbytes)
-        except OSError:
-            return
-        try:
-            self.kernel.move(address, target, nbytes)
-        except OSError:
-            self._empty[nbytes].append(target)
-            return
-        self._freed.setdefault(nbytes, []).append(target)
-
-    def _place(self, nbytes: int) -> int:
-        empty = self._empty.setdefault(nbytes, [])
-        if empty:
-            return empty.pop()
-        address = self.kernel.reserve(nbytes)
-        self._all[address] = nbytes
-        return address
+        empty = self._empty[nbytes]
+        with suppress(OSError):  # such as too many mappings
+            if not empty:
+                empty.append(self.kernel.reserve(nbytes))
+                self._all[empty[-1]] = nbytes
+            self.kernel.move(address, empty[-1], nbytes)
+            self._freed[nbytes].append(empty.pop())
 
 
 def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
@@ -220,7 +214,7 @@ class Range:
 
     def __init__(self, pages: Pages, nbytes: int) -> None:
         self.pages = pages
-        self.nbytes = _whole_pages(nbytes)
+        self.nbytes = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, in_pages(nbytes))
         self.address = pages.kernel.reserve(self.nbytes)
         weakref.finalize(self, pages.kernel.unmap, self.address, self.nbytes).atexit = False
         self._users = [0] * -(-self.nbytes // CHUNK_NBYTES)
@@ -259,23 +253,27 @@ class Range:
 
 
 class Arena:
-    """A list of ranges that parts are cut from, one after another."""
+    """The addresses of one model, and its pool of pages. Ranges and parts refer to the pool, and nothing refers to the arena.
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
-        self._range: Range | None = None
+    Raises:
+        OSError: there are no addresses (in all functions).
+    """
+
+    def __init__(self, kernel: KernelMemory) -> None:
+        self.pages = Pages(kernel)
+        self._block: Range | None = None
         self._used = 0
 
-    def part(self, nbytes: int) -> Part:
-        """Make a part of this many bytes (at least 1), without memory.
+    def unit(self, nbytes: int) -> Part:
+        """Make a part for a unit, in a range of its own, without memory. The pool counts what units hold."""
+        return Part(Range(self.pages, nbytes), 0, nbytes, is_unit=True)
 
-        Raises:
-            OSError: there are no addresses.
-        """
-        if self._range is None or self._used + nbytes > self._range.nbytes:
-            self._range = Range(self._pages, max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES))
+    def part(self, nbytes: int) -> Part:
+        """Make a part of at least one byte, without memory. Parts that are made one after another share huge pages."""
+        if self._block is None or self._used + nbytes > self._block.nbytes:
+            self._block = Range(self.pages, max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES))
             self._used = 0
-        part = Part(self._range, self._used, nbytes)
+        part = Part(self._block, self._used, nbytes)
         self._used += -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
         return part
 
@@ -311,26 +309,16 @@ class Part:
         Raises:
             OSError: there is none left.
         """
-        if not self.nbytes:
-            self._range.fill(self._pieces)
-            self._set_live(self._all_nbytes)
-            if self._is_unit:
-                self._range.pages.trim()
+        self._range.fill(self._pieces)
+        self.nbytes = self._all_nbytes
+        if self._is_unit:
+            self._range.pages.hold(self.nbytes)
+            self._range.pages.trim()
 
     def empty(self) -> None:
         """Give the part's memory back."""
         if self.nbytes:
-            self._set_live(0)
+            if self._is_unit:
+                self._range.pages.hold(-self.nbytes)
+            self.nbytes = 0
             self._range.empty(self._pieces)
-
-    def _set_live(self, nbytes: int) -> None:
-        if self._is_unit:
-            self._range.pages.hold(nbytes - self.nbytes)
-        self.nbytes = nbytes
-
-
-_LINE_NBYTES = 64
-
-
-def _whole_pages(nbytes: int) -> int:
-    return max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, in_pages(nbytes))

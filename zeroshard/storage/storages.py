@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
+from zeroshard.errors import PolicyError
 from zeroshard.policy import Offload, Place, Policy
-from zeroshard.storage.accelerator import AcceleratorStorage
-from zeroshard.storage.base import DeviceStorage, MemoryStorage, Slot, Storage
+from zeroshard.storage.base import AcceleratorStorage, CpuStorage, DeviceStorage, MemoryStorage, Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer, ResizedBuffer, ShareableBuffer
-from zeroshard.storage.cpu import CpuStorage
-from zeroshard.storage.disk import DiskStorage, Staging, disk_file
-from zeroshard.storage.transfers import Copies
+from zeroshard.storage.disk import BlockFile, DirectFile, DiskStorage
+from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
 """Buffers for gradients on their way from the accelerator to disk, and the share that they take of the optimizer's buffers."""
@@ -75,9 +74,18 @@ class Storages:
     def _make_host(self) -> MemoryStorage:
         return CpuStorage(self._copies, pin=self.pin)
 
-    def _make_disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
-        file = disk_file(offload, self.accelerator.device)
-        return DiskStorage(file, self._copies, Staging(count, nbytes, offload.block_nbytes, pin=pin))
+    def _make_file(self, offload: Offload) -> BlockFile:
+        if offload.path is None:
+            raise PolicyError("states are to go to disk, and no folder is named: pass Offload(path=...).")
+        return DirectFile(offload.path, offload.block_nbytes, offload.requests, self.accelerator.device)
+
+    def _make_staging(self, count: int, nbytes: int, *, pin: bool) -> Staging:
+        return Staging(count, nbytes, partial(aligned_bytes, pin=pin))
+
+    def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
+        """Open a file, and make the staging buffers for it: `count` of at least `nbytes`, in whole blocks of the file."""
+        nbytes = -(-nbytes // offload.block_nbytes) * offload.block_nbytes
+        return DiskStorage(self._make_file(offload), self._copies, self._make_staging(count, nbytes, pin=pin))
 
     def step(self, policy: Policy) -> Storage:
         """Return the storage in which the optimizer of a bucket under `policy` steps: the CPU updates states that rest on disk."""
@@ -124,7 +132,7 @@ class Storages:
                 offload = self._policy.offload_parameters
                 count = offload.buffer_count
                 nbytes = offload.buffer_numel * self._param_itemsize
-            self._disks[states] = self._make_disk(offload, count, nbytes, pin=self.pin)
+            self._disks[states] = self._disk(offload, count, nbytes, pin=self.pin)
         return self._disks[states]
 
     def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
@@ -139,7 +147,7 @@ class Storages:
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
             nbytes = offload.buffer_numel * torch.float32.itemsize
-            return self._make_disk(offload, offload.buffer_count, nbytes, pin=pin)
+            return self._disk(offload, offload.buffer_count, nbytes, pin=pin)
         if place is Place.ACCELERATOR or self.host is self.accelerator:
             return self.accelerator
         return CpuStorage(self._copies, pin=pin)
@@ -148,7 +156,8 @@ class Storages:
         """Return the bytes off the accelerator, with the buffers of transfers: in CPU memory, and on disk."""
         at_rest = self.host.nbytes if self.host is not self.accelerator else 0
         disks = self._disks.values()
-        buffers = self._copies.nbytes + sum(disk.staging.taken + disk.file.buffers_nbytes for disk in disks)
+        buffers = self._copies.staging.nbytes
+        buffers += sum(disk.staging.nbytes + disk.file.buffers_nbytes for disk in disks)
         return {"cpu": at_rest + buffers, "disk": sum(disk.nbytes for disk in disks)}
 
     def close(self) -> None:

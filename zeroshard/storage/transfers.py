@@ -1,15 +1,18 @@
-"""Owns transfers between places: copies on streams of their own, and memory for direct I/O."""
+"""Owns transfers between places: copies on streams of their own, and the ring of staging buffers that they pass through."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from zeroshard.errors import StorageError
 from zeroshard.policy import PAGE_NBYTES
 
 CPU = torch.device("cpu")
@@ -118,16 +121,54 @@ LANDED: Transfer = InFlight()
 """A transfer that is over."""
 
 
+class Staging:
+    """A ring of at most `count` buffers of `nbytes` in CPU memory, which data passes through between two other places.
+
+    The host takes a buffer, fills it or starts a transfer into it, and releases it with the last transfer that uses it. Only a host
+    that runs ahead of all buffers waits. Buffers are made when they are first needed, and kept.
+
+    Args:
+        make: makes a buffer of so many bytes, pinned where copies to or from an accelerator shall not stop the host.
+    """
+
+    def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor]) -> None:
+        self.buffer_nbytes = nbytes
+        self._left = count
+        self._make = make
+        self._free: deque[tuple[Tensor, Transfer]] = deque()
+        self.nbytes = 0
+        """The number of bytes of all buffers that were made."""
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether a buffer is left to take, now or once its transfer is over."""
+        return bool(self._free or self._left)
+
+    def take(self) -> Tensor:
+        """Take a buffer: one that is free, a new one, or the one whose transfer was started first."""
+        if self._free and (not self._left or self._free[0][1].is_done):
+            buffer, after = self._free.popleft()
+            with suppress(StorageError):  # which names the place of the values, and is raised there
+                after.wait(CPU)
+            return buffer
+        self._left -= 1
+        self.nbytes += self.buffer_nbytes
+        return self._make(self.buffer_nbytes)
+
+    def release(self, buffer: Tensor, after: Transfer = LANDED) -> None:
+        """Take a buffer back; it is used again once `after` is over."""
+        self._free.append((buffer, after))
+
+
 class Copies:
     """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies.
 
     Args:
-        pin: buffers of its own are pinned.
+        pin: its staging buffers are pinned.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
-        self._pin = pin and device.type != "cpu"
-        self._staging: deque[tuple[Tensor, Transfer]] = deque()
+        self.staging = Staging(STAGED_COUNT, STAGED_NBYTES, partial(aligned_bytes, pin=pin and device.type != "cpu"))
         self._to_device: _Lane | None = None
         self._to_host: _Lane | None = None
         self._streams: list[torch.Stream] = []
@@ -163,24 +204,16 @@ class Copies:
         return copy
 
     def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
-        """Copy 1-D tensors. From memory that is not pinned torch would wait for each copy."""
+        """Cast 1-D tensors in staging buffers on their way. From memory that is not pinned torch would wait for each copy."""
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):
-            if len(self._staging) < STAGED_COUNT:
-                self._staging.appendleft((aligned_bytes(STAGED_NBYTES, pin=self._pin), LANDED))
-            buffer, busy = self._staging.popleft()
-            busy.wait(CPU)
+            buffer = self.staging.take()
             part = target[low : low + step]
             cast = buffer.view(target.dtype)[: part.numel()].copy_(source[low : low + step])
             copying = self.copy(part, cast, after)
-            self._staging.append((buffer, copying))
+            self.staging.release(buffer, copying)
         return copying  # the last on its stream
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of the buffers that were made."""
-        return sum(buffer.numel() for buffer, _ in self._staging)
 
 
 def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:

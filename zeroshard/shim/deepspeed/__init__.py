@@ -62,8 +62,9 @@ def initialize(
         f"implementation={__implementation__}",
         ranks=[0],
     )
-    given = _of_all_ranks(_one_config(args, config if config is not None else config_params), mpu)
-    given = _of_data_parallel_ranks(given)
+    given = _one_config(args, config if config is not None else config_params)
+    if given is not None:
+        given = _with_our_batch_size(given, mpu)
     if given is not None and isinstance(model, nn.Module):
         given = with_leaf_modules(model, given)
     made = _initialize(
@@ -96,28 +97,21 @@ def _one_config(args: Any, config: Any) -> Any:
     return config
 
 
-def _of_all_ranks(config: Any, mpu: Any) -> Any:
-    """Multiply accelerate's `train_batch_size`, which counts the ranks of a sequence as one, to count all ranks."""
+def _with_our_batch_size(config: Any, mpu: Any) -> Any:
+    """Correct accelerate's `train_batch_size`: the engine counts samples over all ranks, and each sample once."""
     size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    if size == 1 or config is None:
+    is_divided = tensor_parallel_ranks(config) > 1
+    if size == 1 and not is_divided:
         return config
     found = dict(read(config))
     if isinstance(found.get("train_batch_size"), int):
-        found["train_batch_size"] *= size
-    return found
-
-
-def _of_data_parallel_ranks(config: Any) -> Any:
-    """Remove accelerate's `train_batch_size`, which counts the same samples of several ranks more than once."""
-    if config is None or tensor_parallel_ranks(config) == 1:
-        return config
-    found = dict(read(config))
+        found["train_batch_size"] *= size  # it counts the ranks of a sequence as one
     micro = found.get("train_micro_batch_size_per_gpu")
     accumulation = found.get("gradient_accumulation_steps")
-    if isinstance(micro, int) and isinstance(accumulation, int):
+    if is_divided and isinstance(micro, int) and isinstance(accumulation, int):
         of_all = dist.get_world_size() * micro * accumulation
         if found.get("train_batch_size") == of_all:
-            del found["train_batch_size"]
+            del found["train_batch_size"]  # it counts the same samples of several ranks more than once
     return found
 
 

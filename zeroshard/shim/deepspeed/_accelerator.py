@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partialmethod
 from typing import Any
@@ -48,15 +49,14 @@ class DeepSpeedAccelerator:
         """Return the number of devices, or the number of this machine's ranks on a CPU, as DeepSpeed does."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._kind is None else torch.accelerator.device_count()
 
-    def set_device(self, device_index: int) -> None:
-        self._call("set_device_index", device_index)
+    def _call(self, name: str, device_index: int | None = None) -> Any:
+        """Call a function of torch.accelerator; return None on a CPU."""
+        if self._kind is None:
+            return None
+        return getattr(torch.accelerator, name)(*[] if device_index is None else [device_index])
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        self._call("synchronize", device_index)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        """Call a function of torch's accelerator; return None on a CPU."""
-        return None if self._kind is None else getattr(torch.accelerator, name)(*args)
+    set_device = partialmethod(_call, "set_device_index")
+    synchronize = partialmethod(_call, "synchronize")
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
@@ -88,35 +88,31 @@ class DeepSpeedAccelerator:
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
 
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned()
-
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor if self._kind is None else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
 
     def amp(self) -> Any:
         return torch.amp
 
     # ---- memory in bytes; 0 on a CPU, whose memory torch does not count
 
-    def empty_cache(self) -> None:
-        self._call("empty_cache")
-
     def _memory(self, name: str, device_index: int | None = None) -> int:
-        return self._call(name, self.current_device() if device_index is None else device_index) or 0
+        return self._call(name, device_index) or 0
 
     memory_allocated = partialmethod(_memory, "memory_allocated")
     max_memory_allocated = partialmethod(_memory, "max_memory_allocated")
     memory_reserved = memory_cached = partialmethod(_memory, "memory_reserved")
     max_memory_reserved = max_memory_cached = partialmethod(_memory, "max_memory_reserved")
 
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        return dict(self._call("memory_stats", self.current_device()) or {})
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        self._call("reset_peak_memory_stats")
-
+    empty_cache = partialmethod(_call, "empty_cache")
+    reset_peak_memory_stats = partialmethod(_call, "reset_peak_memory_stats")
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return dict(self._call("memory_stats", device_index) or {})
 
     def total_memory(self, device_index: int | None = None) -> int:
         return self._free_and_total(device_index)[1]
@@ -150,19 +146,12 @@ class DeepSpeedAccelerator:
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else stream  # type: ignore[no-any-return]
 
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return self._call("current_stream", device_index)
+    current_stream = partialmethod(_call, "current_stream")
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    initial_seed = staticmethod(torch.initial_seed)
 
     def random(self) -> Any:
         return torch.random
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return self._rng("get_rng_state", device_index)  # type: ignore[no-any-return]
@@ -248,7 +237,12 @@ def _need(
     return max(host, start) * per_machine, accelerator
 
 
-def _print_head(model: str, machine: tuple[int, int]) -> None:
+_PLACES = {True: "cpu ", False: "none"}
+"""DeepSpeed's name of a place, by whether states are offloaded."""
+
+
+def _print_needs(model: str, machine: tuple[int, int], factor: float, needs: Mapping[str, tuple[float, float]]) -> None:
+    """Print a line for each set of options, with the bytes that `_need` returns for it."""
     per_machine, machines = machine
     print(
         "Estimated memory needed for params, optim states and gradients for a:\n"
@@ -257,15 +251,8 @@ def _print_head(model: str, machine: tuple[int, int]) -> None:
         f"SW: Model with {model}.\n"
         "  per CPU  |  per GPU |   Options"
     )
-
-
-def _print_line(need: tuple[float, float], factor: float, options: str) -> None:
-    host, accelerator = need
-    print(f" {host * factor / _GB:7.2f}GB | {accelerator / _GB:6.2f}GB | {options}")
-
-
-_PLACES = {True: "cpu ", False: "none"}
-"""DeepSpeed's name of a place, by whether states are offloaded."""
+    for options, (host, accelerator) in needs.items():
+        print(f" {host * factor / _GB:7.2f}GB | {accelerator / _GB:6.2f}GB | {options}")
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -281,10 +268,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     machine = (num_gpus_per_node, num_nodes)
-    _print_head(f"{int(total_params / 1e6)}M total params", machine)
-    for offload in (True, False):
-        need = _need(2, total_params, 0, machine, offload)
-        _print_line(need, additional_buffer_factor, f"offload_optimizer={_PLACES[offload]}")
+    needs = {f"offload_optimizer={_PLACES[one]}": _need(2, total_params, 0, machine, one) for one in (True, False)}
+    _print_needs(f"{int(total_params / 1e6)}M total params", machine, additional_buffer_factor, needs)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -313,13 +298,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:  # fmt: skip
     machine = (num_gpus_per_node, num_nodes)
-    largest = f"{int(largest_layer_params / 1e6)}M largest layer params"
-    _print_head(f"{int(total_params / 1e6)}M total params, {largest}", machine)
+    needs = {}
     for optimizer, parameters in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
-            need = _need(3, total_params, largest_layer_params, machine, optimizer, parameters, zero_init)
             places = f"offload_param={_PLACES[parameters]}, offload_optimizer={_PLACES[optimizer]}"
-            _print_line(need, additional_buffer_factor, f"{places}, zero_init={int(zero_init)}")
+            needs[f"{places}, zero_init={int(zero_init)}"] = _need(
+                3, total_params, largest_layer_params, machine, optimizer, parameters, zero_init
+            )
+    model = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params"
+    _print_needs(model, machine, additional_buffer_factor, needs)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(

@@ -34,7 +34,13 @@ def fill(module: ModuleType) -> None:
     own.update(refused)
     public = [*defined, *row.values, *refused]
     for home, name, theirs in _places(row.names):
-        own[name] = _take(home, theirs, module.__name__, name)
+        # Like `from home import theirs`, which also imports modules.
+        value = getattr(__import__(home, fromlist=[theirs]), theirs)
+        if home.startswith("deepspeed._") and _is_of(value, home):
+            # Pickles refer to it by DeepSpeed's name.
+            value.__module__ = module.__name__
+            value.__qualname__ = name
+        own[name] = value
         public.append(name)
     own["__all__"] = list(dict.fromkeys(public))
 
@@ -53,15 +59,6 @@ def _places(names: str) -> Iterator[tuple[str, str, str]]:
             yield from ((home, name, name) for name in import_module(home).__all__)
         else:
             yield home, name, theirs or name
-
-
-def _take(home: str, name: str, taker: str, own: str) -> Any:
-    value = getattr(__import__(home, fromlist=[name]), name)  # like `from home import name`, which also imports modules
-    if home.startswith("deepspeed._") and _is_of(value, home):
-        # Pickles refer to it by DeepSpeed's name.
-        value.__module__ = taker
-        value.__qualname__ = own
-    return value
 
 
 def _each(sentences: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -134,19 +135,14 @@ class _OfTrainings(logging.Logger):
         super().setLevel(level)
 
 
-def _create() -> logging.Logger:
-    created = logging.getLogger("DeepSpeed")
-    created.setLevel(logging.WARNING)
-    created.propagate = False
-    if not created.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        created.addHandler(handler)
-    created.__class__ = _OfTrainings
-    return created
-
-
-logger = _create()
+logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.WARNING)
+logger.propagate = False
+if not logger.handlers:
+    _handler = logging.StreamHandler(sys.stdout)
+    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+    logger.addHandler(_handler)
+logger.__class__ = _OfTrainings
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
@@ -163,13 +159,13 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
         print(line)
 
 
-def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    _log_once(message, None if ranks is None else tuple(ranks), level)
-
-
 @cache
 def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, None if ranks is None else list(ranks), level)
+
+
+def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
 def _line(message: str, ranks: list[int] | None) -> str | None:
@@ -255,33 +251,18 @@ AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "Files of offload")
 # ---------------------------------------------------------------------- hooks that trainers remove before generation
 
 
-class _NoModule:
-    """A module without parameters."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    ds_external_parameters = named_parameters
-
-
-class _NoTrace:
-    """A trace of parameters that is never recorded."""
-
-    def is_invalid_trace(self) -> bool:
-        return True
-
-    def _invalidate_trace(self) -> None:
-        return
-
-
 class DeepSpeedZeRoOffload:
     """The `optimizer.parameter_offload` of an engine. It has no hooks, since models run inside `unsharded`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.module = _NoModule()
+        def no_parameters(*_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+            return iter(())
+
+        self.module = SimpleNamespace(named_parameters=no_parameters, ds_external_parameters=no_parameters)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
-        self.param_coordinator = _NoTrace()
+        # No trace of parameters is ever recorded.
+        self.param_coordinator = SimpleNamespace(is_invalid_trace=lambda: True, _invalidate_trace=lambda: None)
 
     def _register_deepspeed_module(self, *_: Any, **__: Any) -> None:
         return

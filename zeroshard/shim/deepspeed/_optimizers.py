@@ -33,8 +33,11 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
     ) -> None:  # fmt: skip
         _check_adam(type(self).__name__, bias_correction, amsgrad)
         _check_states("DeepSpeedCPUAdam", fp32_optimizer_states)
-        # The groups of another Adam, which accelerate passes, have options for their kernel and kind of decay.
-        groups = [_without_kernels(one) if isinstance(one, dict) else one for one in model_params]
+        groups = list(model_params)
+        for number, one in enumerate(groups):
+            if isinstance(one, dict):
+                # The groups of another Adam, which accelerate passes, have options for their kernel and kind of decay.
+                groups[number] = {key: value for key, value in one.items() if key not in _KERNELS}
         super().__init__(groups, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adamw_mode))
 
 
@@ -85,7 +88,3 @@ def _check_states(name: str, fp32: bool) -> None:
         raise UsageError(
             f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype. Leave it out."
         )
-
-
-def _without_kernels(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _KERNELS}

@@ -201,9 +201,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 # ---------------------------------------------------------------------- model states by parameter, at every stage
 
-# `full` means a whole state, on every rank, and `local` this rank's elements, 1-D. Both are copies.
+# `full` means a whole state, on every rank, and `local` this rank's elements, 1-D. Both are copies in fp32.
 
-_PARAMETERS = "parameters"
+_MASTER_WEIGHTS = "parameters"
 _GRADIENTS = "gradients"
 
 
@@ -216,18 +216,10 @@ def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
     return states if states.is_trained else None
 
 
-def _full(param: Tensor, state: str) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> Tensor | None:
     states = _trained(param)
-    value = states.get(state) if states is not None else None
+    value = states.get(optim_state_key) if states is not None else None
     return value.float() if value is not None and value.is_floating_point() else value
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _full(param, _PARAMETERS)
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    return _full(param, optim_state_key)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -239,53 +231,42 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if states is None:
         return param.grad
     own = states.own_gradient()
-    return own.float() if own is not None else _full(param, _GRADIENTS)
+    return own.float() if own is not None else safe_get_full_optimizer_state(param, _GRADIENTS)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    zeroshard.parameter_states(param).set(value, _PARAMETERS)
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    zeroshard.parameter_states(param).set(value, optim_state_key)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    zeroshard.parameter_states(param).set(value, _GRADIENTS)
-
-
-def _local(param: nn.Parameter, state: str) -> Tensor | None:
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str = _MASTER_WEIGHTS) -> Tensor | None:
     states = _trained(param)
-    value = states.flat(state) if states is not None else None
+    value = states.flat(optim_state_key) if states is not None else None
     return value.float() if value is not None else None
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return a copy of this rank's elements of a parameter's master weights, 1-D."""
-    return _local(param, _PARAMETERS)
-
-
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a copy of this rank's elements of a parameter's gradient, 1-D. Every rank must call it."""
+    """Return this rank's elements of a gradient. Every rank must call it."""
     zeroshard.parameter_states(param).get(_GRADIENTS)  # wait for gradients in flight
-    return _local(param, _GRADIENTS)
+    return safe_get_local_optimizer_state(param, _GRADIENTS)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a copy of this rank's elements of an optimizer state, 1-D."""
-    return _local(param, optim_state_key)
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> None:
+    zeroshard.parameter_states(param).set(value, optim_state_key)
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    zeroshard.parameter_states(param).set_flat(value, _PARAMETERS)
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> None:
+    zeroshard.parameter_states(param).set_flat(value, optim_state_key)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    safe_set_full_optimizer_state(param, value, _GRADIENTS)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    zeroshard.parameter_states(param).set_flat(value, _GRADIENTS)
+    safe_set_local_optimizer_state(param, value, _GRADIENTS)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    zeroshard.parameter_states(param).set_flat(value, optim_state_key)
+# Master weights are the state that is meant without a key.
+safe_get_full_fp32_param = safe_get_full_optimizer_state
+safe_get_local_fp32_param = safe_get_local_optimizer_state
+safe_set_full_fp32_param = safe_set_full_optimizer_state
+safe_set_local_fp32_param = safe_set_local_optimizer_state
 
 
 def safe_update_full_grad_vectorized(

@@ -68,7 +68,7 @@ _ROWS = {
         ".runtime.engine: DeepSpeedEngine .accelerator: get_accelerator .utils: OnDevice log_dist logger",
         {"InferenceEngine": "It has no inference: serve the files that engine.export() writes with transformers, vLLM or SGLang.",
          "DeepSpeedHybridEngine": "Train with initialize(). Inside zeroshard.unsharded(model) each rank may generate.",
-         "PipelineEngine": "It has only data-parallel ranks. Stage 3 shards a model without pipeline stages."}),
+         "PipelineEngine": "It has only data-parallel ranks: stage 3 shards a model without pipeline stages."}),
     ".accelerator": Row(
         ".accelerator.real_accelerator: *",
         {"set_accelerator": "torch finds the accelerator. CUDA_VISIBLE_DEVICES hides devices."}),

@@ -274,7 +274,7 @@ class Collectives(ABC):
         self.measure = measure
 
     def tell_failure(self) -> None:
-        """Notify ranks that wait for this one that a wait of it failed."""
+        """Notify the ranks that wait for this one that one of its own waits failed."""
 
     def control(self) -> Collectives:
         """Return separate connections for small messages in CPU memory. Every rank must call it.

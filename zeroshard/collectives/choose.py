@@ -37,14 +37,14 @@ def create_collectives(
 
     Args:
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
-        lasting: False: for a few operations, where the user's own would come at this point too. A backend whose communicators are
-            dear then uses the group's own: there is nothing to make, and nothing to close.
-        within: as the policy's: sums are made host by host.
-        wire: the policy's lossy communication. On one rank nothing is.
+        lasting: False for a few operations, at a point where the user's own could run too. A backend with expensive communicators
+            then uses those of the user's group, so there is nothing to make or to close.
+        within: the policy's `within`: sums are made host by host.
+        wire: the policy's lossy communication. A single rank ignores it.
 
     Raises:
-        CollectiveError: not every rank came; names them.
-        UsageError: the ranks cannot be cut so.
+        CollectiveError: some ranks did not make the call; names them.
+        UsageError: `within` does not divide the ranks.
     """
     mark_use()
     parent = None

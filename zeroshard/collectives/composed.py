@@ -407,7 +407,7 @@ class Everyone(Collectives):
         numbers = self._by_place(dist.get_rank().to_bytes(8, "little"), "the ranks of a mesh")
         ranks = [int.from_bytes(number, "little") for number in numbers]
         self._places = sorted(range(self.world_size), key=ranks.__getitem__)
-        """By rank, its place: others.rank * data.world_size + data.rank."""
+        """The place of each rank: others.rank * data.world_size + data.rank."""
         self.rank = self._places.index(others.rank * data.world_size + data.rank)
 
     def _by_place(self, data: bytes, label: str) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
+from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
 from zeroshard.collectives.watch import Watch, describe_failure
 from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
@@ -85,18 +86,17 @@ class Grouped(Collectives):
             return make()
 
     def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = (),
-        gone: Collection[int] = (),
-    ) -> CollectiveError:  # fmt: skip
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
+    ) -> CollectiveError:
         """Return the error to raise for a wait that failed.
 
         Args:
             peer: the member at the other end.
             works: the other parts of the same operation.
-            gone: members whose processes have ended; no rank waits for them.
         """
         self.warn_others()
         ranks = self.members.ranks
+        gone = error.peers if isinstance(error, Lost) else frozenset[int]()
         closed = set(gone)
         # A wait that times out closes all connections of gloo's, so the other parts of the operation end at once.
         for work, other in works:

@@ -72,7 +72,6 @@ def meet(members: Members) -> Met:
     """
     store = members.counted_store("neighbours")
     told = {"host": host_id(), "secret": secrets.token_hex(16), "address": "", "why_not": _refusal()}
-    near = [peer for peer in range(len(members.ranks)) if peer != members.rank]
     sockets: dict[int, socket.socket] = {}
     windows: dict[int, Window] = {}
     with ExitStack() as undo:
@@ -95,7 +94,7 @@ def meet(members: Members) -> Met:
         is_cause = False
         with listener:
             try:
-                _connect(listener, members, everyone, near, store, sockets)
+                _connect(listener, members, everyone, store, sockets)
                 _hand_over(sockets, file.descriptor, windows)
             except (OSError, ValueError) as error:
                 is_cause = not isinstance(error, _Forsaken)
@@ -177,12 +176,12 @@ def _listener() -> socket.socket:
 
 
 def _connect(
-    listener: socket.socket, members: Members, everyone: list[dict[str, str]], near: list[int],
-    store: PrefixStore, sockets: dict[int, socket.socket],
+    listener: socket.socket, members: Members, everyone: list[dict[str, str]], store: PrefixStore,
+    sockets: dict[int, socket.socket],
 ) -> None:  # fmt: skip
     """Connect each rank to those before it, and accept those after it. Fill `sockets`, by rank."""
     deadline = time.monotonic() + members.timeout.total_seconds()
-    for peer in (peer for peer in near if peer < members.rank):
+    for peer in range(members.rank):
         one = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         one.settimeout(members.timeout.total_seconds())
         one.connect(everyone[peer]["address"].encode("latin-1"))
@@ -192,9 +191,9 @@ def _connect(
     with selectors.DefaultSelector() as callers, ExitStack() as undo:
         undo.callback(_close_all, silent)  # other programs
         callers.register(listener, selectors.EVENT_READ)
-        while len(sockets) < len(near):
+        while len(sockets) < len(members.ranks) - 1:
             ready = [key.fileobj for key, _ in callers.select(_LOOK_SECONDS)]
-            missing = set(near) - set(sockets)
+            missing = set(range(len(members.ranks))) - {members.rank, *sockets}
             now = time.monotonic()
             given_up = False
             if now > looked + _LOOK_SECONDS:  # also if another program calls again and again

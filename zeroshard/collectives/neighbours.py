@@ -37,7 +37,7 @@ class Lost(RuntimeError):
         peers: the ranks whose processes have ended.
     """
 
-    def __init__(self, text: str, peers: frozenset[int] = frozenset()) -> None:
+    def __init__(self, text: str, peers: frozenset[int]) -> None:
         super().__init__(text)
         self.peers = peers
 

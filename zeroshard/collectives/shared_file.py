@@ -116,7 +116,7 @@ class SharedFile:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Stop allocation from the file. Rows that others still read stay until they are done."""
+        """Stop giving memory. Rows that others still read stay until they are done."""
         self.hand_over()
         self._is_closed = True
 

@@ -13,7 +13,7 @@ import os
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -256,11 +256,10 @@ class SharedMemory(Grouped):
             self._here.neighbours.send(peer, tag | READ)
 
     def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = (),
-        gone: Collection[int] = (),
-    ) -> CollectiveError:  # fmt: skip
+        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
+    ) -> CollectiveError:
         self.tell_failure()
-        return super().failure(label, error, peer, works, gone or (error.peers if isinstance(error, Lost) else ()))
+        return super().failure(label, error, peer, works)
 
     def tell_failure(self) -> None:
         if self._met is not None:
@@ -422,9 +421,6 @@ class SentRows(Sent):
         rows = collectives.lent_by(peer, self._lent.tag, shape.numel(), dtype, self._lent.label)
         return rows.view(shape)[collectives.rank]
 
-    def _release(self, peer: int) -> None:
-        self._collectives.release(peer, self._lent.tag, self._lent.label)
-
     @property
     def is_released(self) -> bool:
         return not self._lent.is_in_place
@@ -450,7 +446,7 @@ class SharedMean(SentRows, Reduction):
         ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, self._divisor, out, accumulate)
         for peer in collectives.near:
-            self._release(peer)
+            collectives.release(peer, self._lent.tag, self._lent.label)
 
 
 @dataclass(eq=False)
@@ -468,7 +464,7 @@ class SharedRows(SentRows, Work):
             while self._left:
                 peer = self._left[0]
                 received[peer].copy_(self._row(peer, received.shape, received.dtype))
-                self._release(peer)
+                self._collectives.release(peer, self._lent.tag, self._lent.label)
                 del self._left[0]
 
 

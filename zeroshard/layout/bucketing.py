@@ -29,13 +29,13 @@ MIXTURES = (
 
 MANY_UNITS = 128
 TINY_NUMEL = 10_000
-"""Among more than `MANY_UNITS` units, a block of fewer elements than this belongs to the unit that contains it: each
-unit costs a step a few messages, which take longer than the block's computation."""
+"""If there are more than `MANY_UNITS` units, a block with fewer elements than this belongs to the unit that contains it: the
+messages of a unit would take longer than the block's computation."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of parameters that become one unit: same module, dtype, device, and trainability."""
+    """A group of parameters that become one unit, with the same module, dtype, device, and trainability."""
 
     label: str
     module: nn.Module
@@ -43,13 +43,13 @@ class Group:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    """Small enough not to be sharded at rest."""
+    """The parameters are small enough not to be sharded at rest."""
     kind: str = ""
-    """Of DTensors, how they are divided: they are a group of their own."""
+    """How DTensors are divided; they are in separate groups."""
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
-    """Return the (fqn, module) pairs that are unsharded one at a time, without the root, in the order of registration."""
+    """Return (fqn, module) of each unit except the root, in the order of registration."""
     rule = rule or Units()
     leaves = _leaves(model, rule)
     if model in leaves:
@@ -73,7 +73,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that were declared to be one unit each. Where a class names the model itself, it is the only one."""
+    """Return the modules that were declared as one unit each. If a class is only that of the model, this is the model."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -106,16 +106,16 @@ def _is_of_class(module: nn.Module, name: str) -> bool:
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Return whether hooks on it run: a pure container (ModuleList, ModuleDict, ParameterList) is never called itself."""
+    """Return whether hooks on a module run: a pure container (ModuleList, ModuleDict, ParameterList) is never called."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
 def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
-    """Group the parameters that share a flat buffer. DTensors, of which this rank holds a part, are in groups of their own.
+    """Group the parameters that share a flat buffer. DTensors, of which this rank holds a part, are in separate groups.
 
     Args:
-        optimized: `id`s of the parameters that the optimizer updates; a trainable parameter outside of it is left as
-            plain PyTorch leaves it, with a local gradient that is never used.
+        optimized: the `id`s of the parameters that the optimizer updates. Other trainable parameters are left as PyTorch leaves
+            them, with a local gradient that is never used.
         rule: the user's rule for units.
     """
     rule = rule or Units()
@@ -159,7 +159,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
 
 
 def _persistent(model: nn.Module, rule: Units) -> set[int]:
-    """Return the `id`s of the parameters that are too small to be sharded: the smallest first, as many as the total allows."""
+    """Return the `id`s of the parameters that are too small to be sharded: the smallest ones, as many as the total allows."""
     small = sorted((p for p in model.parameters() if p.numel() < rule.persistent_numel), key=Tensor.numel)
     found = set()
     total = 0

@@ -1,16 +1,16 @@
-"""Owns the arithmetic of which rank holds which element: integers only, no tensor and no state of a rank.
+"""Owns the layout of elements over ranks: integers only, no tensors and no state of a rank.
 
-A unit's parameters lie one after another in one flat buffer. The buffer is cut into buckets, and each bucket into
+A unit's parameters follow one another in one flat buffer. The buffer is cut into buckets, and each bucket into
 `world_size` equal shards (world_size 2, p = padding):
 
     unit       |----- weight (large) -----|-- weight (large) --|- bias -|- norm -|pp|
     buckets    |         bucket 0         |      bucket 1      |      bucket 2      |
     shards     |   rank 0   |   rank 1    |  rank 0  |  rank 1 |  rank 0  |  rank 1 |
 
-An optimizer that looks at whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
+An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
 
-The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer sees the same
-1-D views under every policy. Fused kernels, whose last bits depend on tensor boundaries, therefore give the same bits.
+The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer gets the same 1-D views
+under every policy. Fused kernels, whose last bits depend on the borders of tensors, therefore give the same bits.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 16
-"""Every parameter's start and every shard is padded to a multiple of this number of elements. In fp32 these are 64
-bytes, a cache line and a vector register. In 16 bits they are 32 bytes; an accelerator's matrix products need 16."""
+"""The start of every parameter and the size of every shard are padded to a multiple of this number of elements. In fp32 these are
+64 bytes, the size of a cache line and of a vector register. In 16 bits they are 32 bytes, and an accelerator's matrix products
+need 16."""
 
 SOLO_NUMEL = 1 << 20
-"""A parameter of at least this many elements, evenly divisible, has buckets of its own: its gradient is then sent
-straight from the tensor that autograd made, without a copy into a buffer."""
+"""A parameter with at least this many elements that divides evenly has separate buckets, so its gradient is sent from the tensor
+that autograd made, without a copy into a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Span:
         return self.stop - self.start
 
     def intersect(self, start: int, stop: int) -> Span | None:
-        """Return the elements that also lie between `start` and `stop`; None where there are none."""
+        """Return the elements that also lie between `start` and `stop`, or None."""
         low = max(self.start, start)
         high = min(self.stop, stop)
         if low >= high:
@@ -49,7 +50,7 @@ class Span:
         return Span(self.name, low, high)
 
     def within(self, outer: int) -> slice:
-        """Return the place of these elements in a tensor that begins at element `outer`."""
+        """Return the slice for these elements of a tensor that begins at element `outer`."""
         return slice(self.start - outer, self.stop - outer)
 
     def __str__(self) -> str:
@@ -61,11 +62,11 @@ class Piece:
     """The part of one parameter in one range of the flat buffer. Offsets are in elements."""
 
     index: int
-    """Which parameter of the unit."""
+    """The number of the parameter in the unit."""
     parameter_start: int
-    """Its start in the flattened parameter."""
+    """The start in the flattened parameter."""
     start: int
-    """Its start in the requested range."""
+    """The start in the requested range."""
     numel: int
 
 
@@ -100,7 +101,7 @@ class BucketLayout:
         return tuple(gaps)
 
     def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
-        """Return the pieces of one of the shards; `start` counts from its start."""
+        """Return the pieces in one shard, with `start` counted from the start of the shard."""
         low = shard * self.shard_numel
         high = low + self.shard_numel
         found = []
@@ -126,7 +127,7 @@ class UnitLayout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard, start, stop): the shards that hold the flattened parameter `index`, and their elements of it."""
+        """Yield (shard, start, stop) for each shard that holds elements `start` to `stop` of the flattened parameter `index`."""
         for bucket in self.buckets:
             if any(piece.index == index for piece in bucket.pieces):
                 for shard in range(bucket.world_size):
@@ -136,7 +137,7 @@ class UnitLayout:
 
     @cached_property
     def order(self) -> list[int]:
-        """The parameters that have elements, as they lie."""
+        """The parameters that have elements, in the order of their places."""
         return sorted((i for i, numel in enumerate(self.numels) if numel), key=self.starts.__getitem__)
 
 
@@ -144,9 +145,9 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
     """Place parameters of the given sizes and cut the buckets.
 
     Args:
-        numels: elements of each parameter; 0 is allowed.
-        world_size: shards per bucket.
-        bucket_numel: the most elements a bucket may hold; a larger parameter spans several buckets.
+        numels: the elements of each parameter; 0 is allowed.
+        world_size: the number of shards in a bucket.
+        bucket_numel: the most elements of a bucket; a larger parameter spans several buckets.
         solo_numel: see `SOLO_NUMEL`.
     """
     quantum = world_size * ALIGNMENT
@@ -188,10 +189,10 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
 
 
 def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
-    """Place parameters of the given sizes so that each lies whole in one shard. The unit is one bucket.
+    """Place parameters of the given sizes so that each one lies in a single shard. The unit is one bucket.
 
-    The largest that is left goes to the rank that holds least. Shards are of one size, so what the ranks cannot share
-    evenly is padding: a unit with a single large matrix takes `world_size` times its size.
+    The largest remaining parameter goes to the rank that holds least. Shards have one size, so an uneven division adds
+    padding: a unit with a single large matrix takes `world_size` times its size.
     """
     loads = [0] * world_size
     homes = {}

@@ -1,4 +1,4 @@
-"""Finds what changed in a model's tree of modules since zeroshard took the model.
+"""Finds changes in a model's tree of modules since zeroshard took the model.
 
 Steps, saves and exports use the parameters of that time. A module that is replaced or added later would not train, and
 its values would be missing in files.
@@ -18,7 +18,7 @@ from zeroshard.torch_private import own_parameters, own_parts
 
 
 class ModelTree:
-    """The modules and parameters of a model as they are when this is made."""
+    """The modules and parameters that a model has when this object is made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -38,9 +38,9 @@ class ModelTree:
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 
     def refuse_changes(self) -> None:
-        """Raise where a parameter left the model, came to it, or changed places with another.
+        """Raise if a parameter was removed from the model, was added to it, or changed places with another.
 
-        Modules without parameters may come and go, and modules may be wrapped in others.
+        Modules without parameters may be added and removed, and modules may be wrapped in others.
 
         Raises:
             UsageError: names the parameter and the remedy.
@@ -71,9 +71,9 @@ class ModelTree:
         self._record()
 
     def refuse_replaced_modules(self) -> None:
-        """Raise where a module with parameters was replaced or removed: a forward would run without the parameters that train.
+        """Raise if a module with parameters was replaced or removed: a forward would run without the parameters that train.
 
-        `torch.func.functional_call` puts other tensors in the places of parameters for a forward, which is no change.
+        `torch.func.functional_call` replaces parameters by other tensors for one forward, which is allowed.
         """
         if self._is_unchanged:
             return
@@ -87,7 +87,7 @@ class ModelTree:
 
 
 def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:
-    """List each parameter of each module: by the module's `id` and the name there, the fqn, the module and the parameter."""
+    """List the parameters of each module: its `id` and a name there map to the fqn, the module and the parameter."""
     return {
         (id(module), name): (name_of(f"{prefix}.{name}".lstrip(".")), module, parameter)
         for prefix, module in model.named_modules()

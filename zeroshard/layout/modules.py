@@ -12,12 +12,12 @@ from zeroshard.errors import UsageError
 
 
 def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
-    """Return the modules whose full names match, by name, in the order of the patterns.
+    """Return the modules whose full names match a pattern, by name, in the order of the patterns.
 
-    Of nested modules, the outermost is returned: a change to it applies to those inside.
+    Of nested modules only the outermost is returned: a change to it applies to those inside.
 
     Args:
-        patterns: one or several, with `*` for anything.
+        patterns: one pattern or several, with `*` for anything.
         what: the name of the call, for the error.
 
     Raises:
@@ -37,12 +37,12 @@ def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str)
 
 
 def _outer_names(name: str) -> list[str]:
-    """List the names of the modules that hold the one with this name, without the model's own."""
+    """List the names of the modules that contain the module with this name, except the model itself."""
     return [name[:index] for index, letter in enumerate(name) if letter == "."]
 
 
 class Forwards:
-    """The forwards of modules that are replaced, on the modules themselves, until `restore`."""
+    """The forwards of modules that are replaced until `restore`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
@@ -53,12 +53,12 @@ class Forwards:
         return [module for module, _ in self._before]
 
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Have a module run this function as its forward."""
+        """Make a module run this function as its forward."""
         self._before.append((module, module.__dict__.get("forward")))
         module.forward = forward  # type: ignore[method-assign]
 
     def restore(self) -> None:
-        """Give each module the forward that it had: its own attribute, or its class's."""
+        """Restore the forward that each module had: its own attribute, or its class's."""
         for module, before in reversed(self._before):
             del module.forward
             if before is not None:

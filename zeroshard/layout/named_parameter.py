@@ -1,7 +1,7 @@
-"""Owns one view of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole.
+"""Owns the common view of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole.
 
-`torch.compile(module)` is another module, which holds the first under `_orig_mod`. Names in checkpoints and exports lack that part,
-so files load into compiled and plain models, and have the names that PEFT and transformers use.
+`torch.compile(module)` returns another module, which holds the first as `_orig_mod`. Names in checkpoints and exports omit that
+part. So files load into compiled and plain models, and have the names that PEFT and transformers use.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class NamedParameter:
     """A parameter of the user's model.
 
     Attributes:
-        fqns: all its names in the model, first name first.
-        shape: that of the part on this rank: its own, or that of a DTensor's local tensor.
+        fqns: all its names in the model, starting with the first.
+        shape: the shape of this rank's part: of the parameter, or of a DTensor's local tensor.
         placement: the place of this part in the whole.
     """
 
@@ -62,20 +62,20 @@ class NamedParameter:
             self.parameter.data = values
 
     def as_parameter(self, local: Tensor) -> Tensor:
-        """Wrap this rank's part in a DTensor with the parameter's placements; an ordinary tensor stays as it is."""
+        """Wrap this rank's part in a DTensor with the parameter's placements. An ordinary tensor is returned unchanged."""
         return distributed_as(self.parameter, local) if self.is_distributed else local
 
     def own_part(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. All ranks of a DTensor must call it: it may run a sum over them."""
+        """Return this rank's part of a gradient. All ranks of a DTensor must call it, since it may sum over them."""
         return part_as(self.parameter, gradient) if self.is_distributed else gradient
 
 
 def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
-    """Find the place of this rank's part of a parameter. A parameter that is no DTensor is whole on each rank.
+    """Find the place of this rank's part of a parameter. An ordinary parameter is whole on each rank.
 
     Raises:
-        UsageError: a DTensor over several dimensions of a mesh, or of a placement other than Shard and Replicate, or one of which
-            this rank has nothing.
+        UsageError: a DTensor has several mesh dimensions, a placement other than Shard and Replicate, or chunks that zeroshard does
+            not support.
     """
     if not is_distributed(parameter):
         return Placement.whole(parameter.shape)
@@ -108,11 +108,11 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
 
 
 def refuse_distributed(parameters: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Raise where a parameter is a DTensor.
+    """Raise if a parameter is a DTensor.
 
     Args:
-        parameters: (name, parameter).
-        what: the feature that takes ordinary parameters.
+        parameters: (name, parameter) pairs.
+        what: the feature that takes only ordinary parameters.
     """
     for name, parameter in parameters:
         if is_distributed(parameter):

@@ -1,7 +1,7 @@
 """Owns the place of a part in a whole: integers only.
 
-A tensor-parallel dimension cuts a parameter along one of its own dimensions, and each of its ranks holds one slab. In the flattened
-whole a slab is a row of equal runs, one every `stride` elements. A parameter that nobody cuts is the slab of all of it, in one run.
+A tensor-parallel dimension cuts a parameter along one of the parameter's dimensions, and each of its ranks holds one slab. In the
+flattened whole a slab is a series of equal runs, one every `stride` elements. An uncut parameter is one slab in one run.
 
     shape (3, 4), dimension 1, from 2 to 4       whole   . . a b . . c d . . e f
                                                  here    a b c d e f        runs of 2, one every 4
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A pattern in a flattened whole: `count` runs of `numel` elements each, the first at `start`, one every `stride` elements."""
+    """A pattern in a flattened whole: `count` runs of `numel` elements, the first at `start`, and one every `stride` elements."""
 
     start: int
     numel: int
@@ -31,7 +31,7 @@ class Runs:
         return self.start + (self.count - 1) * self.stride + self.numel
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, stop, before) of each part in a range: elements of the whole, and how many of the runs' come before."""
+        """Yield the parts in a range: (start, stop) in the whole, and the number of elements of the runs that come before."""
         first = max((start - self.start) // self.stride, 0) if self.count > 1 else 0
         for number in range(first, self.count):
             begin = self.start + number * self.stride
@@ -43,7 +43,7 @@ class Runs:
                 yield low, high, number * self.numel + low - begin
 
     def common(self, other: Runs) -> Iterator[Common]:
-        """Intersect two patterns: few blocks where their strides agree, or where one of them is contiguous."""
+        """Intersect two patterns. The result has few blocks if their strides agree, or if one of them is contiguous."""
         strides = {runs.stride for runs in (self, other) if runs.count > 1}
         stride = next(iter(strides), max(self.stop, other.stop, 1))
         pairs: tuple[tuple[Runs, Runs], ...] = ((self, other),)
@@ -59,7 +59,7 @@ class Runs:
             own += mine.numel * mine.count
 
     def _rows(self, stride: int) -> Iterator[tuple[Runs, int]]:
-        """Return runs of one stride, none of which passes a multiple of it, and the number of elements before each."""
+        """Yield runs of this stride that cross no multiple of it, each with the number of elements before it."""
         if self.count > 1 and self.stride == stride and self.start % stride + self.numel <= stride:
             yield self, 0
             return
@@ -84,8 +84,8 @@ class Common:
     """The intersection of two patterns of runs: `count` blocks of `numel` elements.
 
     Attributes:
-        here, every: where the first lies among the first pattern's elements, and how many lie between the starts of two.
-        there, other_every: the same among the second's.
+        here, every: the place of the first block among the elements of the first pattern, and the distance between two blocks.
+        there, other_every: the same for the second pattern.
     """
 
     count: int
@@ -97,7 +97,7 @@ class Common:
 
 
 def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterator[Common]:
-    """Intersect runs of one stride, of which none passes a multiple of it."""
+    """Intersect runs of one stride that cross no multiple of it."""
     first_a, first_b = a.start // stride, b.start // stride
     first = max(first_a, first_b)
     count = min(first_a + a.count, first_b + b.count) - first
@@ -112,7 +112,7 @@ def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterat
 
 @dataclass(frozen=True)
 class Placement:
-    """The slab of a whole of shape `shape` that lies here: `start` to `stop` of the dimension `dim`, and all of the others."""
+    """This rank's slab of a whole of shape `shape`: `start` to `stop` of the dimension `dim`, and all of the other dimensions."""
 
     shape: tuple[int, ...]
     dim: int = 0
@@ -125,7 +125,7 @@ class Placement:
 
     @classmethod
     def chunk(cls, shape: Sequence[int], dim: int, rank: int, world_size: int) -> Placement:
-        """Place one of the chunks of a dimension, as torch.chunk cuts it: all have one size, and the last ones may have less."""
+        """Place one chunk of a dimension, as torch.chunk cuts it: all have one size, except that the last ones may be smaller."""
         size = -(-shape[dim] // world_size)
         start = min(rank * size, shape[dim])
         return cls(tuple(shape), dim, start, min(start + size, shape[dim]))
@@ -160,7 +160,7 @@ class Placement:
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
     def runs(self, start: int, stop: int) -> Iterator[Runs]:
-        """Find elements `start` to `stop` of the flattened slab in the flattened whole: at most three kinds of runs, in order."""
+        """Find elements `start` to `stop` of the flattened slab in the flattened whole: at most three patterns, in order."""
         every = self._all
         while start < stop:
             number, within = divmod(start, every.numel)
@@ -175,8 +175,8 @@ class Placement:
             start += numel
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Give (start, stop, before) of each contiguous piece: elements of the flattened whole, and how many of the slab come
-        before them, from its element `start` on."""
+        """Yield the contiguous pieces: (start, stop) in the flattened whole, and the number of elements between `start` and the
+        piece in the slab."""
         before = 0
         for runs in self.runs(start, stop):
             for low, high, within in runs.between(runs.start, runs.stop):

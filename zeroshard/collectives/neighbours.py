@@ -25,7 +25,7 @@ READ = 1 << 63
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """The tags of messages of a rank about itself: it has finished; a wait failed; it waits for the receiver.
 
-The last one has the number of messages that it has received from there.
+A rank that waits adds the number of messages that it has received from the receiver.
 """
 _STUCK_SECONDS = 1.0
 
@@ -71,7 +71,7 @@ class Neighbours:
         for peer, one in sockets.items():
             one.setblocking(False)
             self._watch(one.fileno(), peer)
-            # A socket that a forked child holds too does not end with the process.
+            # A socket that a forked child also holds stays open when the process ends.
             with suppress(OSError):
                 pid = struct.unpack("3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
                 self._processes.append(os.pidfd_open(pid))

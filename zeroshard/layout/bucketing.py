@@ -25,7 +25,7 @@ MIXTURES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
-"""Mixtures of experts that are leaf modules in any case, as they are to DeepSpeed."""
+"""Mixtures of experts that are always leaf modules, as in DeepSpeed."""
 
 MANY_UNITS = 128
 TINY_NUMEL = 10_000
@@ -141,7 +141,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         placement = placement_of(fqns[0], parameter)
         entry = NamedParameter(fqns, parameter, torch.Size(placement.local_shape), placement)
         kind = ""
-        if entry.is_distributed:  # divided ones are counted on each rank of a mesh, others once
+        if entry.is_distributed:  # a norm counts divided DTensors on each rank of a mesh, and whole ones once
             kind = " (whole DTensors)" if placement.is_whole else " (tensor-parallel)"
         key = (home, is_persistent, parameter.dtype, parameter.device, trainable, kind)
         members[key].append(entry)
@@ -200,15 +200,15 @@ class _Extent(NamedTuple):
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise where a parameter and another parameter, or a buffer, have elements in the same memory.
+    """Raise if a parameter shares elements in memory with another parameter or with a buffer.
 
-    In plain PyTorch a write to one shows in the other. After parameters were copied into flat buffers, it would not.
+    In plain PyTorch a write to one of the two shows in the other. Once parameters are in flat buffers, it would not.
 
     Raises:
         UsageError: names both and the remedy.
     """
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
-    with past_torch_function():  # of a parameter that was born sharded, this looks at the placeholder
+    with past_torch_function():  # for a parameter that was born sharded, look at its placeholder
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
                 here = local_of(tensor) if is_distributed(tensor) else tensor
@@ -228,7 +228,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: _Extent, other: _Extent) -> bool:
-    """Return whether two tensors whose extents meet have an element in common: columns of one matrix have none."""
+    """Return whether two tensors with overlapping extents have an element in common. Columns of one matrix have none."""
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
     if one.tensor.itemsize != other.tensor.itemsize:

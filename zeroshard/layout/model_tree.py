@@ -87,7 +87,7 @@ class ModelTree:
 
 
 def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:
-    """List the parameters of each module: its `id` and a name there map to the fqn, the module and the parameter."""
+    """Map the place of each parameter, its module's `id` and its name there, to its fqn, its module and the parameter."""
     return {
         (id(module), name): (name_of(f"{prefix}.{name}".lstrip(".")), module, parameter)
         for prefix, module in model.named_modules()

@@ -33,12 +33,12 @@ def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str)
                 f"{what}: no module of the model is called {pattern!r}. Use names of model.named_modules()."
             )
         found |= matching
-    return {name: module for name, module in found.items() if not any(outer in found for outer in _outer_names(name))}
-
-
-def _outer_names(name: str) -> list[str]:
-    """List the names of the modules that contain the module with this name, except the model itself."""
-    return [name[:index] for index, letter in enumerate(name) if letter == "."]
+    outermost = {}
+    for name, module in found.items():
+        around = [name[:index] for index, letter in enumerate(name) if letter == "."]
+        if not any(outer in found for outer in around):
+            outermost[name] = module
+    return outermost
 
 
 class Forwards:

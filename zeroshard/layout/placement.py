@@ -112,7 +112,7 @@ def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterat
 
 @dataclass(frozen=True)
 class Placement:
-    """This rank's slab of a whole of shape `shape`: `start` to `stop` of the dimension `dim`, and all of the other dimensions."""
+    """A rank's slab of a whole of shape `shape`: `start` to `stop` of the dimension `dim`, and all of the other dimensions."""
 
     shape: tuple[int, ...]
     dim: int = 0

@@ -103,8 +103,9 @@ class Codes:
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a row, padded to whole scales so that rows can follow one another."""
         unit = self.wide.itemsize
+        blocks = -(-numel // BLOCK_NUMEL)
         codes = -(-numel * self.bits // 8)
-        return _blocks(numel) * unit + -(-codes // unit) * unit
+        return (blocks + -(-codes // unit)) * unit
 
     def encode(self, row: Tensor, out: Tensor) -> None:
         """Write a row [n] to `out`, uint8 [nbytes(n)]; or several rows [..., n] to [..., nbytes(n)], in the same launches."""
@@ -153,8 +154,8 @@ class Codes:
 
     def _parts(self, coded: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the scales of a row, its codes, and the padding after them."""
-        cut_at = _blocks(numel) * self.wide.itemsize
-        used = cut_at - (-numel * self.bits // 8)
+        cut_at = -(-numel // BLOCK_NUMEL) * self.wide.itemsize
+        used = cut_at + -(-numel * self.bits // 8)
         return coded[..., :cut_at].view(self.wide), coded[..., cut_at:used], coded[..., used:]
 
 
@@ -162,10 +163,6 @@ def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:
     """Yield the ranges of a row, in whole blocks, that are processed at once."""
     step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
     return ((low, min(low + step, row.shape[-1])) for low in range(0, row.shape[-1], step))
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK_NUMEL)
 
 
 def _cut(part: Tensor) -> Iterator[tuple[int, Tensor]]:

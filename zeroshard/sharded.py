@@ -82,8 +82,8 @@ class Sharded:
                 it. If the norm is not finite, they do not change: skip the step.
 
         Returns:
-            A number on CPUs. On an accelerator, a tensor of shape [], as torch's own clipping returns; `float(norm)`
-            waits for it.
+            A number if the CPU computes the norm. If an accelerator does, a tensor of shape [] there, as torch's own
+            clipping returns; `float(norm)` waits for it.
         """
         return self.sharded_step.clip_grad_norm_(max_norm, loss_scale)
 

@@ -334,8 +334,8 @@ def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
             kind = type(entry.parameter)
             if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
                 raise UsageError(
-                    f"parameter {entry.fqn} is of the class {kind.__name__}, and zeroshard can shard only an ordinary "
-                    "nn.Parameter at rest. Use nn.Parameter, or Policy.stage(2) or below."
+                    f"parameter {entry.fqn} is of the class {kind.__name__}, and zeroshard shards only ordinary "
+                    "parameters. Use nn.Parameter, or Policy.stage(2) or below."
                 )
 
 

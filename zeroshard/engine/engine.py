@@ -334,7 +334,7 @@ class Engine(Saving, nn.Module):
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         try:
             for count in counts:
-                # Dropout is the same at each scale, and the training's random state does not change.
+                # Dropout is the same at each scale, and the random state of the training run does not change.
                 with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
                     loss = (compute_loss or self._replay)()
                     (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]

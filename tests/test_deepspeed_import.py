@@ -183,7 +183,7 @@ def test_a_load_of_deepspeeds_own_folder_names_the_import(name: str, tag: str | 
     folder = FOLDER / name
     if tag == "":
         folder, tag = folder / "global_step4", None
-    says = f"{FOLDER / name / 'global_step4'} is no checkpoint of zeroshard's: DeepSpeed wrote it.\n`zeroshard import-deepspeed"
+    says = f"{FOLDER / name / 'global_step4'} is not a zeroshard checkpoint: DeepSpeed wrote it.\n`zeroshard import-deepspeed"
 
     def body(rank: int) -> None:
         model = make_model()
@@ -198,7 +198,7 @@ def test_a_load_of_deepspeeds_own_folder_names_the_import(name: str, tag: str | 
     lost = tmp_path / "lost"
     lost.mkdir()
     (lost / "mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match=r"holds no \*_optim_states.pt"):
+    with pytest.raises(CheckpointError, match=r"has no \*_optim_states.pt"):
         import_deepspeed(lost, tmp_path / "out")
 
 
@@ -212,7 +212,7 @@ def test_files_of_another_number_of_ranks_are_refused_by_name(name: str, tmp_pat
     _refuse(folder, out, "holds zero_pp_rank_2_.*was written by 2 ranks")
     (folder / OPTIMIZER.format(2)).unlink()
     (folder / OPTIMIZER.format(1)).rename(tmp_path / "kept")
-    _refuse(folder, out, "lacks the file of rank 1, one of 1 .*was written by 2 ranks")
+    _refuse(folder, out, r"lacks the file of rank 1 \(files missing: 1\).*was written by 2 ranks")
     shutil.copy(tmp_path / "kept", folder / OPTIMIZER.format(1))
     shutil.copy(tmp_path / "kept", folder / f"bf16_{OPTIMIZER.format(1)}")
     _refuse(folder, out, "holds two files of rank 1")
@@ -247,7 +247,7 @@ def test_pieces_that_do_not_cover_the_model_are_refused(name: str, tmp_path: Pat
     _say(folder, 3)
     for path in sorted(folder.glob("zero_pp_rank_1_*")):
         shutil.copy(path, folder / path.name.replace("rank_1", "rank_2"))
-    _refuse(folder, tmp_path / "out", "which has|more elements|too few elements|and not 6")
+    _refuse(folder, tmp_path / "out", "which has|more elements|too few elements|, not 6")
 
 
 def test_a_parameter_that_no_file_holds_is_refused(tmp_path: Path) -> None:

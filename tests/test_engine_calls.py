@@ -435,7 +435,7 @@ def test_folders_and_tags(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path, tag=f"mine{rank}")
             assert rank != 0 or "the ranks name different tags" in str(caught[-1].message)
         assert engine.load_checkpoint(tmp_path, "mine0")[0] is not None
-        with pytest.raises(CheckpointError, match="plain name of a folder"):
+        with pytest.raises(CheckpointError, match="plain folder name"):
             engine.save_checkpoint(tmp_path, tag="")
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(tmp_path, tag="")

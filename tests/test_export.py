@@ -89,7 +89,7 @@ def test_a_checkpoint_of_which_a_part_is_elsewhere(tmp_path: Path) -> None:
     name = reader.manifest.files[1].name
     (reader.folder / name).unlink()
     with pytest.raises(
-        CheckpointError, match=f"lacks {re.escape(name)}, one of 1 files .* copy the files of all of them"
+        CheckpointError, match=rf"lacks {re.escape(name)} \(files missing: 1\).* copy the files of all hosts"
     ):
         export(reader, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
@@ -198,7 +198,7 @@ def test_a_checkpoint_without_its_base_has_no_model(tmp_path: Path) -> None:
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
     sharded.save(tmp_path, "a", exclude_frozen=True)
-    with pytest.raises(CheckpointError, match="leaves out"):
+    with pytest.raises(CheckpointError, match="so it has no whole model"):
         export(open_checkpoint(tmp_path / "a"), tmp_path / "out")
     with pytest.raises(CheckpointError, match="no file 'latest'"):
         open_checkpoint(tmp_path / "nothing")
@@ -272,9 +272,9 @@ def test_two_exports_to_one_folder_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     out = tmp_path / "out"
     with claimed(out):
-        with pytest.raises(CheckpointError, match=f"another export writes to {out} now"):
+        with pytest.raises(CheckpointError, match=f"another export is writing to {out}"):
             export(open_checkpoint(tmp_path / "ckpt"), out)
-        with pytest.raises(CheckpointError, match=f"another export writes to {out} now"):
+        with pytest.raises(CheckpointError, match=f"another export is writing to {out}"):
             write_files(open_checkpoint(tmp_path / "ckpt"), out)
         assert not list(out.iterdir())
     export(open_checkpoint(tmp_path / "ckpt"), out)

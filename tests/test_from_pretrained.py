@@ -187,7 +187,7 @@ def test_an_adapter_that_is_computed_is_refused(tmp_path: Path) -> None:
         made: Any = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
         return made
 
-    refused(make, tmp_path, r"no files of this model that another program would load: .*PROMPT_TUNING")
+    refused(make, tmp_path, r"this model cannot be exported for other programs: .*PROMPT_TUNING")
 
 
 def test_a_config_that_cannot_be_written_stops_no_save(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_what_is_lost_is_said(tmp_path: Path) -> None:
         for tag in ("two", None):
             with pytest.raises(CheckpointError, match="checkpoint two is lost: none of 3 hosts has rank_00001"):
                 run.load(tag)
-        with pytest.raises(CheckpointError, match=r"no host's .*three is a checkpoint"):
+        with pytest.raises(CheckpointError, match=r"no host has a checkpoint in .*three"):
             run.load("three")
         assert run.load(fall_back=True)["tag"] == "one"
 
@@ -184,7 +184,7 @@ def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path) -> None:
 
     def body(rank: int) -> None:
         run = Run(rank, tmp_path, 1)
-        with pytest.raises(CheckpointError, match=r"rank 1: .*this rank does not see it: .* save with node_local=True"):
+        with pytest.raises(CheckpointError, match=r"rank 1: this rank does not see .* save with node_local=True"):
             run.sharded.save(run.folder, "one")
 
     on_ranks(body, 2)
@@ -245,7 +245,7 @@ def test_a_folder_that_hosts_share_is_refused(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         run = Run(rank, tmp_path, 1)
         run.folder = tmp_path / "shared"
-        with pytest.raises(CheckpointError, match="a folder that several hosts share: save without node_local"):
+        with pytest.raises(CheckpointError, match=r"several hosts share the folder .*Save without node_local"):
             run.save("one")
         assert not list((tmp_path / "shared").rglob("rank_*"))
 

@@ -103,7 +103,7 @@ def test_what_would_be_left_out_is_refused(folder: Path) -> None:
 
 
 def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:
-    assert "on the meta device: leave the device out" in refused("factory.py:meta", "--config", "zero.json", "--quick")
+    assert "on the meta device. Leave the device out" in refused("factory.py:meta", "--config", "zero.json", "--quick")
 
 
 def test_json_is_for_programs(folder: Path) -> None:

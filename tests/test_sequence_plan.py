@@ -117,7 +117,7 @@ def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
 
 
 def test_ranks_that_do_not_divide() -> None:
-    with pytest.raises(UsageError, match="3 ranks cannot hold sequences on 2 ranks each"):
+    with pytest.raises(UsageError, match="3 ranks cannot be divided into groups of 2"):
         planned(3, sequence_parallel=2)
     with pytest.raises(UsageError, match="4 attention heads"):
         planned(8, sequence_parallel=8)

@@ -112,7 +112,7 @@ def test_what_cannot_be_planned() -> None:
         planned(4, settings(1), hosts=4)
     with pytest.raises(UsageError, match=r"tensor_parallel is 4, and the config's tensor_parallel.autotp_size 2"):
         planned(4, settings(1), tensor_parallel=4)
-    with pytest.raises(UsageError, match="beside sequence parallelism or sharded_init"):
+    with pytest.raises(UsageError, match="with sequence parallelism or sharded_init"):
         planned(4, settings(1), sharded_init=True)
     with pytest.raises(UsageError, match="Linear has no plan for tensor parallelism"):
         planned(2, settings(1), lambda: torch.nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""Owns the agreement of ranks that a part of a save, load or export succeeded: an error on one rank is an error on all."""
+"""Owns the ranks' agreement that a part of a save, load or export succeeded: an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from zeroshard.collectives.base import Collectives
 from zeroshard.errors import CheckpointError
 
 _MOST = 8
-"""The most ranks whose errors one message has."""
+"""The maximum number of ranks whose errors one message lists."""
 
 
 @contextmanager
 def together(control: Collectives, what: str, failed: str = "") -> Iterator[None]:
     """Run the block on every rank, and wait for all of them. Every rank must enter it.
 
-    If it fails on any rank, all raise a `CheckpointError` with one message, which begins with `failed`. `what` names
-    the wait.
+    Args:
+        what: the name of the wait, for logs.
+        failed: the beginning of the error's message.
+
+    Raises:
+        CheckpointError: the block failed on some rank. Every rank raises it, with the same message.
     """
     problem = None
     try:

@@ -32,19 +32,19 @@ from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.observe.display import Display
 
 _ATTEMPTS = 50
-"""The most attempts to read a checkpoint that is replaced meanwhile, in case a writer saves without a pause."""
+"""The maximum number of attempts to read a checkpoint that a writer keeps replacing."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded.
+    """A loaded checkpoint.
 
     Attributes:
         path: the checkpoint's folder.
-        tag: its tag.
-        values: the values that were saved beside the model states, by key.
+        tag: the checkpoint's tag.
+        values: the values that were saved with the model states, by key.
         world_size: the number of ranks that saved it.
-        nbytes: the bytes that this rank read.
+        nbytes: the number of bytes that this rank read.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Loaded:
 
 
 def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
-    """Print the error of the last asynchronous save and fail the program at its end, if it was never raised."""
+    """Print the error of the last asynchronous save if nothing has raised it, and exit with status 1."""
     there = checkpoints()
     if there is None or there._pending is None or there._pending.cancelled() or there._pending.exception() is None:
         return
@@ -67,7 +67,12 @@ def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one sharded model, `live`. `display` shows the progress of a long save or load."""
+    """The checkpoints of one sharded model.
+
+    Args:
+        live: the model.
+        display: shows the progress of a long save or load.
+    """
 
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live = live
@@ -79,7 +84,7 @@ class Checkpoints:
 
     @cached_property
     def control(self) -> Collectives:
-        """The connections of saves, made at first use: an asynchronous save must not mix with the training's messages."""
+        """The connections of saves, made at first use: asynchronous saves must not mix with training's messages."""
         return self.live.collectives.control()
 
     @property
@@ -87,12 +92,12 @@ class Checkpoints:
         return self.live.units[0].flat.tensor.device
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Make an exception in the block, on any rank, a `CheckpointError` on all. Every rank must enter it."""
+        """Raise an exception of any rank in the block as a `CheckpointError` on all. Every rank must enter it."""
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts:
         """Find the ranks that share a folder: those of each host, or all. Every rank must call it."""
-        answers = self.control.exchange_json(node_local, "whether each host has the folder for itself")
+        answers = self.control.exchange_json(node_local, "whether the folder is local to each host")
         for rank, answer in enumerate(answers):
             if answer != answers[0]:
                 raise UsageError(
@@ -102,8 +107,8 @@ class Checkpoints:
             return Hosts([list(range(self.control.world_size))])
         if self.live.mesh is not None:
             raise UsageError(
-                "node_local copies files between hosts of data-parallel ranks, and tensors of this model are divided "
-                "over others: save to a folder that all ranks see."
+                "node_local copies files between hosts of data-parallel ranks, but other ranks divide tensors of this "
+                "model. Save to a folder that all ranks see."
             )
         if self._hosts is None:
             self._hosts = Hosts.of(self.control)
@@ -114,28 +119,30 @@ class Checkpoints:
         exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
         node_local: bool = False,
     ) -> None:  # fmt: skip
-        """Save a checkpoint: model states, buffers, every rank's random state, `values`. Every rank must call it, after a step.
+        """Save model states, buffers, every rank's random state and `values`. Every rank must call it, after a step.
 
-        The checkpoint loads at any world size and under any policy, and exists whole or not at all.
+        The checkpoint loads at any world size and under any policy. It is either complete or absent.
 
         Args:
             folder: the folder of all checkpoints.
-            tag: this checkpoint's name. An older one of the same name stays until this one is whole.
-            values: JSON and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; rank 0's are saved.
-            save_latest: `load` without a tag loads this one.
-            exclude_frozen: leave out parameters that are not trained.
-            asynchronous: copy to CPU memory, and write while training continues. The next save, `checkpoints.wait()`
-                and `remove` wait for it, and raise its error. Without any of these, a program whose last save failed
-                prints the error at its end, and exits with status 1.
-            keep_last: the number of newest checkpoints to keep; older ones are removed. None keeps all.
-            within_step: allow a save between a backward and its step. Gradients are not saved, and a load begins the
-                step again.
-            node_local: the folder is local to each host (a local disk, or memory, /dev/shm). Each rank's file is copied
-                to the next host, so that the loss of one host loses nothing.
+            tag: this checkpoint's name. An older checkpoint of the same name is kept until this one is complete.
+            values: JSON values and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; only rank 0's
+                are saved.
+            save_latest: whether `load` without a tag loads this checkpoint.
+            exclude_frozen: whether to leave out frozen parameters.
+            asynchronous: whether to copy the states to CPU memory and write them while training continues. The next
+                save, `checkpoints.wait()` and `remove` wait for this save, and raise its error. If none of them is
+                called, the program prints the error when it ends, and exits with status 1.
+            keep_last: the number of checkpoints to keep; older ones are removed. None keeps all.
+            within_step: whether to allow a save between a backward and its step. Gradients are not saved: after a load,
+                the step starts again.
+            node_local: whether the folder is local to each host, on a disk or in memory (/dev/shm). Each rank's file is
+                copied to the next host, so that losing one host loses no data.
 
         Raises:
             CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
                 message names the file and the cause. Earlier checkpoints do not change.
+            UsageError: a backward waits for its step, or `asynchronous` is set and model states are on disk.
         """
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
@@ -146,8 +153,8 @@ class Checkpoints:
             files.check_tag(tag)
             if asynchronous and self.live.context.policy.uses_disk:
                 raise UsageError(
-                    "an asynchronous save copies this rank's model states to CPU memory first, and under this policy "
-                    "they rest on disk, where there is room for them: save without asynchronous=True."
+                    "an asynchronous save needs CPU memory for this rank's model states, which this policy stores on "
+                    "disk. Save without asynchronous=True."
                 )
             self.wait_together()
             with self.together("the values that are saved"):
@@ -171,8 +178,8 @@ class Checkpoints:
     def _refuse_later_steps(self, steps: int) -> None:
         if self.live.step.steps_begun != steps:
             raise CheckpointError(
-                "a step began while the save copied its values, which would be of two steps. Save on the thread that trains, "
-                "after the step; with asynchronous=True the files are written behind the training."
+                "a step began while the save copied its values, so they would be from two steps. Save on the thread "
+                "that trains, after the step; asynchronous=True writes the files while training continues."
             )
 
     def _write_behind(self, outline: dict[str, Any], part: Part, to: Destination) -> None:
@@ -182,19 +189,19 @@ class Checkpoints:
             write_checkpoint(outline, part, to, self.control)
 
     def wait(self) -> None:
-        """Block until an asynchronous save is whole; raise its error, once."""
+        """Wait until an asynchronous save is complete, and raise its error once."""
         if self._pending is not None:
             pending = self._pending
             self._pending = None
             pending.result()
 
     def wait_together(self) -> None:
-        """Wait as `wait` does; every rank raises the error now, even if it was raised before. Every rank must call it."""
-        with together(self.control, "the asynchronous save before", "the asynchronous save before failed: "):
+        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it."""
+        with together(self.control, "the previous asynchronous save", "the previous asynchronous save failed: "):
             self.wait()
 
     def raise_if_failed(self) -> None:
-        """Raise the error of an asynchronous save that has ended."""
+        """Raise the error of an asynchronous save that has failed."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -212,24 +219,26 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Load a checkpoint of any world size and policy; each rank reads its part. Every rank must call it.
+        """Load a checkpoint of any world size and policy. Every rank must call it, and reads only its own part.
 
         Args:
-            folder: the folder that holds all checkpoints.
-            tag: default: the newest, by the file `latest`.
-            strict: raise an error for parameters that the checkpoint or the model lacks.
-            optimizer_states: load the optimizer's states and hyperparameters too.
-            random: restore every rank's random state, if the world size is the same.
-            fall_back: if a checkpoint is damaged, load the newest whole one instead.
-            node_local: the folder is local to each host, see `save`. Hosts first get the files that they lack from the
-                others.
+            folder: the folder of all checkpoints.
+            tag: the checkpoint's name; default: the one in the file `latest`.
+            strict: whether to raise an error for parameters that the checkpoint or the model lacks.
+            optimizer_states: whether to load the optimizer's states and hyperparameters too.
+            random: whether to restore every rank's random state, if the world size is the same.
+            fall_back: whether to load the newest complete checkpoint if one is damaged.
+            node_local: whether the folder is local to each host, see `save`. Each host first receives the files that it
+                lacks.
 
         Returns:
-            Its path, tag, world size, and `values`.
+            The checkpoint's path, tag, world size and `values`.
 
         Raises:
-            CheckpointError: a file is missing, damaged or of another model. Every rank raises it; the message names the
-                file and the cause. Some parameters may have been overwritten: load another checkpoint, or start again.
+            CheckpointError: a file is missing or damaged, or the checkpoint is of another model. Every rank raises it;
+                the message names the file and the cause. Some parameters may have been overwritten: load another
+                checkpoint, or restart.
+            UsageError: a backward waits for its step.
         """
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
@@ -247,7 +256,7 @@ class Checkpoints:
     def _load_any(
         self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
     ) -> Loaded:
-        """Load the first checkpoint that is whole, of those that may be loaded."""
+        """Load the first of the candidates that is complete."""
         hosts = self._hosts_of(node_local)
         holdings = None
         if not node_local:
@@ -304,17 +313,17 @@ class Checkpoints:
                 return self._read(path, tag, manifest, **wanted)
             except CheckpointError as error:
                 failed = (names, error)
-        raise CheckpointError(f"{path} is replaced again and again while it is read. Load another tag.")
+        raise CheckpointError(f"another program kept replacing {path} while it was read. Load another tag.")
 
     def _read(
         self, path: Path, tag: str, manifest: Manifest, *, strict: bool, optimizer_states: bool, random: bool
     ) -> Loaded:
         reader = Reader(path, manifest)
         loader = Loader(reader, self.live, optimizer_states=optimizer_states and self.live.inner is not None)
-        with self.together("what is to be read"):
+        with self.together("the ranges to read"):
             loader.prepare(strict=strict)
         state = None
-        with self.together("what was read"):
+        with self.together("the values that were read"):
             try:
                 with self.display.task(f'loading "{tag}"', loader.nbytes) as row:
                     reader.advance = row.advance
@@ -333,6 +342,6 @@ class Checkpoints:
                     set_random_state(state)
             except Exception as error:  # torch, numpy and Python each refuse in their own way
                 raise CheckpointError(
-                    f"{path} is damaged: its random state cannot be set ({error}). load(random=False) leaves it out."
+                    f"{path} is damaged: its random state cannot be set ({error}). Load it without, by random=False."
                 ) from error
         return Loaded(path, tag, values, manifest.world_size, reader.nbytes)

@@ -1,8 +1,7 @@
-"""Owns the view that checkpoints and exports have of a model: its parts, and the files that describe it to other
-programs.
+"""Owns the view of a model for checkpoints and exports: its parts, and the files that describe it to other programs.
 
-Those files are config, generation config and adapters. Models of transformers and PEFT are recognised by their
-attributes; these libraries are not imported for other models.
+Those files are the config, the generation config and the adapters' configs. Models of transformers and PEFT are
+recognised by their attributes; these libraries are not imported for other models.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ _PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LiveModel:
-    """A sharded model with its optimizer. One object lives as long as the model; its properties are always current."""
+    """A sharded model with its optimizer. Its properties are always current."""
 
     model: nn.Module
     schedule: Schedule
     step: ShardedStep
     context: Context
     adapter_names: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    """Names that PEFT chose for its adapters, see `_adapter_names`."""
+    """The names in adapters' files that PEFT chose, see `_adapter_names`."""
 
     @property
     def collectives(self) -> Collectives:
-        """Return the collectives of all ranks that hold a part of the model."""
+        """The collectives of all ranks that hold a part of the model."""
         return self.context.everyone
 
     @property
@@ -81,7 +80,7 @@ class LiveModel:
         return [pair for family in families.values() for pair in family]
 
     def writes(self, held: Held) -> bool:
-        """Return whether this rank writes a span to files: if several ranks hold it, only one writes."""
+        """Return whether this rank writes a span to files. If several ranks hold the span, only one writes it."""
         is_first = self.context.others.rank == 0 or not held.named.placement.is_whole
         return is_first and held.owner == self.context.collectives.rank
 
@@ -91,12 +90,12 @@ class LiveModel:
 
     @property
     def states(self) -> ModelStates:
-        """The model states by name, made again at each use."""
+        """The model states by name, computed at each use."""
         return ModelStates(self.schedule.units, self.step, self.context.collectives)
 
     @property
     def inner(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose param groups are known by names."""
+        """The optimizer that updates this rank's shards; None if the model has no optimizer."""
         if isinstance(self.step.inner, NoOptimizer):
             return None
         return self.step.inner
@@ -123,18 +122,18 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return found
 
 
-# ---------------------------------------------------------------------- files that describe it
+# ---------------------------------------------------------------------- files that describe the model
 
 
 def _is_subfolder(name: str) -> bool:
-    """Return whether it is "", or the plain name of a folder with a slash at its end."""
+    """Return whether a name is "" or a plain folder name with a trailing slash."""
     return name == "" or (name.endswith("/") and is_folder_name(name.removesuffix("/")))
 
 
 def _file_of_an_export(name: str) -> str:
     folder, slash, file = name.rpartition("/")
     if file not in (CONFIG, GENERATION, ADAPTER_CONFIG) or not _is_subfolder(folder + slash):
-        raise ValueError("it names a file that no export writes, or one outside of its folder")
+        raise ValueError("it names a file that no export writes, or one outside of the export's folder")
     return name
 
 
@@ -145,14 +144,14 @@ def _folder_of_an_export(name: str) -> str:
 
 
 class Description(BaseModel):
-    """A model's description of itself: JSON, in the manifest under the key `description`.
+    """A description of the model in JSON, in the manifest under the key `description`.
 
-    An export writes to its names, so each is verified: a manifest's author is not trusted.
+    An export writes files with its names, so each name is verified: manifests are not trusted.
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
-        adapters: for a PEFT model, by folder ("" or one that ends in "/"): the names in the adapter's file, each with
-            its fqn.
+        adapters: for a PEFT model, the names in each adapter's file with their fqns, by folder ("" or one that ends in
+            "/").
         problem: the reason why the model cannot be exported, or None.
     """
 
@@ -179,7 +178,7 @@ class Description(BaseModel):
 
 
 def describe(live: LiveModel) -> Description:
-    """Describe the model as it is now. If that fails, only an export is impossible, not a save.
+    """Describe the model as it is now. If that fails, saves still succeed, and only exports raise an error.
 
     Every rank must call it: PEFT makes state dicts of modules, which unshards parameters.
     """
@@ -188,12 +187,12 @@ def describe(live: LiveModel) -> Description:
         if isinstance(adapters, Mapping) and adapters:
             return _describe_adapters(live, adapters)
         return Description(files=_configs(live.model))
-    except Exception as error:  # a library's own, about the user's config
+    except Exception as error:  # a library's error about the user's config
         return Description(problem=f"the model's config cannot be written: {type(error).__name__}: {error}")
 
 
 def _configs(model: nn.Module) -> dict[str, Any]:
-    """Return the configs as transformers' `save_pretrained` writes them; the dtype is the export's."""
+    """Return the configs as transformers' `save_pretrained` writes them, without a dtype: the export sets it."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_json_string", None)):
         return {}
@@ -212,7 +211,7 @@ def _configs(model: nn.Module) -> dict[str, Any]:
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters of a PEFT model that belong to an adapter or are trained; for another model, none."""
+    """List the parameters of a PEFT model that are trained or belong to an adapter; none for other models."""
     adapters = [f".{name}." for name in getattr(model, "peft_config", ())]
     found: dict[nn.Parameter, None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -232,7 +231,7 @@ def _describe_adapters(live: LiveModel, adapters: Mapping[str, Any]) -> Descript
     lost = [entry.fqn for unit in live.units if unit.trainable for entry in unit.named if entry.fqn not in kept]
     if lost:
         return Description(
-            problem=f"{lost[0]} is trained and in no PEFT adapter ({len(lost)} such parameters): files of adapters would lose it. "
+            problem=f"{lost[0]} is trained and in no PEFT adapter ({len(lost)} such parameters): adapters' files would lack it. "
             "List its module in modules_to_save, or freeze it."
         )
     return Description(files=files, adapters=names)
@@ -256,13 +255,13 @@ def _adapter_config(model: nn.Module, config: Any) -> Any:
 def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]:
     """Map the names in an adapter's file to fqns.
 
-    PEFT chooses and renames them. It gets a state dict of tensors without content, which reveal the origin of each
+    PEFT chooses and renames them. It receives a state dict of empty tensors, whose identity reveals the origin of each
     name.
     """
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
     first |= {name: name for name in live.buffers}
     key = (adapter, *first)
-    # PEFT may query the Hub about the vocabulary's size: query once, whether it succeeds or not.
+    # PEFT may query the Hub about the vocabulary's size: call it once, whether it succeeds or not.
     if key not in live.adapter_names:
         live.adapter_names[key] = {}
         stand_ins = {name: torch.empty(0, device="meta") for name in first}
@@ -274,6 +273,6 @@ def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]
             live.adapter_names[key] = {prefix + name: source[id(tensor)] for name, tensor in chosen.items()}
     if not live.adapter_names[key]:
         raise ValueError(
-            f"the adapter {adapter!r} ({config.peft_type}) holds what is no parameter as it is, or nothing"
+            f"the adapter {adapter!r} ({config.peft_type}) is empty, or has values that are not parameters"
         )
     return live.adapter_names[key]

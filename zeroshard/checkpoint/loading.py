@@ -25,12 +25,10 @@ from zeroshard.observe.display import Advance, ignore
 from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
-"""Options that only affect the way of computing; a checkpoint's values of these are ignored."""
+"""Options that choose an implementation and not the result. A checkpoint's values for these are ignored."""
 
-# `Sharded.load` and `Engine.load_checkpoint` call these arguments by different names.
-_SAVED_GROUPS = (
-    "Use the groups that were saved, or pass optimizer_states=False (an engine: load_optimizer_states=False)."
-)
+# `Sharded.load` and `Engine.load_checkpoint` have different names for this argument.
+_SAVED_GROUPS = "Use the saved groups, or pass optimizer_states=False (an engine: load_optimizer_states=False)."
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,9 @@ class StoredTensor:
 
     Attributes:
         names: all its names; more than one if it is tied.
-        state: the record of the places of its elements.
+        state: the places of its elements in the files.
         trained: false only for frozen parameters.
-        scalar: the value itself, if that is in the manifest.
+        scalar: the value itself, if the manifest contains it.
     """
 
     names: list[str]
@@ -65,8 +63,8 @@ class Reader:
     """A checkpoint, open for reading.
 
     Attributes:
-        nbytes: the bytes that were read, in whole chunks.
-        advance: called with the number of requested bytes among them.
+        nbytes: the number of bytes read so far, in whole chunks.
+        advance: a function that is called with the number of requested bytes that were read.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -77,16 +75,16 @@ class Reader:
         self._by_name = {name: record for record in manifest.parameters.values() for name in record.names}
 
     def parameter(self, names: Sequence[str]) -> ParameterRecord | None:
-        """The record of the parameter that has one of these names."""
+        """Return the record of the parameter that has one of these names; None if there is none."""
         return next((self._by_name[name] for name in names if name in self._by_name), None)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Read all requests, file by file, in the order of bytes."""
+        """Read the elements of all requests, file by file."""
         for number, group in groupby(sorted(requests, key=lambda one: one.file), key=lambda one: one.file):
             self.nbytes += read_verified(self.folder, self.manifest.files[number], group, self.advance)
 
     def model(self) -> Iterator[StoredTensor]:
-        """List every parameter, and then every buffer."""
+        """Yield every parameter, then every buffer."""
         manifest = self.manifest
         for parameter in manifest.parameters.values():
             state = parameter.states.get(PARAMETERS)
@@ -105,7 +103,7 @@ class Reader:
             yield StoredTensor([name], tuple(tensor.shape), state, is_buffer=True)
 
     def tensors(self, spans: Sequence[tuple[StoredTensor, Span]]) -> list[Tensor]:
-        """Read spans of parameters and buffers at once: 1-D, in the dtypes that were saved."""
+        """Read several spans of parameters and buffers. Return 1-D tensors in the saved dtypes."""
         found = []
         requests = []
         for stored, span in spans:
@@ -134,15 +132,19 @@ class Reader:
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
-    """Open a checkpoint by its own folder, or by the folder of all (then the tag, or the one that `latest` names)."""
+    """Open a checkpoint by its own folder, or by the folder of all and a tag (default: the one in `latest`)."""
     path = files.folder_of(folder, tag)
     return Reader(path, files.read_manifest(path))
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Request a span of a part of one model state that was saved, with one request for all rows that a saved range has.
+    """Make the requests for a span of one saved model state: one request for all rows in a saved range.
 
-    The part is at `placement`. `out` is 1-D and has the span's size.
+    Args:
+        state: the saved state.
+        span: elements of this rank's part of the parameter.
+        placement: the position of that part in the whole parameter.
+        out: the memory to read into, 1-D, of the span's size.
     """
     dtype = dtype_of(state.dtype)
     requests = []
@@ -177,9 +179,9 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
 
 
 def _refuse_hole(state: StateRecord, span: Span) -> None:
-    """Raise where no saved range holds some elements of a span."""
+    """Raise if no saved range holds some elements of a span."""
     covered = span.start
-    # Runs of several ranges lie between each other.
+    # Runs of several ranges may interleave.
     for start, stop in sorted(run[:2] for part in state.ranges for run in part.runs.between(span.start, span.stop)):
         if start > covered:
             break
@@ -191,10 +193,10 @@ def _refuse_hole(state: StateRecord, span: Span) -> None:
 
 
 class Loader:
-    """The load of one checkpoint into the units of a model: `prepare` first, then `read`, then `apply`.
+    """The load of one checkpoint into a model's units: call `prepare`, then `read`, then `apply`.
 
     Attributes:
-        optimizer_states: load the optimizer's states and hyperparameters too.
+        optimizer_states: whether to load the optimizer's states and hyperparameters too.
         nbytes: the bytes of model states that `read` reads; known after `prepare`.
     """
 
@@ -205,13 +207,13 @@ class Loader:
         self._live = live
         self._optimizer = live.step.inner
         self._parts: list[tuple[Held, ParameterRecord]] = []
-        self._state: list[tuple[Held, dict[str, Any]]] = []  # the optimizer's future states, of each trained part
+        self._state: list[tuple[Held, dict[str, Any]]] = []  # the optimizer's new states, of each trained part
         self._options: dict[int, dict[str, Any]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
 
     def prepare(self, *, strict: bool) -> None:
-        """Find the ranges to read, and refuse a checkpoint of another model or optimizer. Nothing is changed yet."""
+        """Find the ranges to read, and refuse a checkpoint of another model or optimizer. Change nothing yet."""
         self._refuse_another_model(strict)
         if self.optimizer_states:
             self._refuse_another_optimizer()
@@ -277,9 +279,9 @@ class Loader:
             )
 
     def _find_options(self) -> dict[int, dict[str, Any]]:
-        """Find the saved hyperparameters of each of this run's param groups, by its number; parameters' names decide.
+        """Find the saved hyperparameters of this run's param groups, by group number. Parameters' names decide.
 
-        A group may not have been several saved groups with different values, nor a saved group several groups here.
+        Saved groups may be merged or split here only if their hyperparameters are equal.
         """
         saved = []
         for group in self.reader.manifest.param_groups:
@@ -300,14 +302,14 @@ class Loader:
             other = _first_that_differs([_options(self._optimizer.param_groups[number]) for number in mine])
             if other is not None:
                 raise CheckpointError(
-                    f"{self.reader.folder}: what are param groups {mine[0]} ({some_of(names[mine[0]])}) and "
-                    f"{mine[other]} ({some_of(names[mine[other]])}) here, with hyperparameters of their own, was saved "
-                    f"as one group. {_SAVED_GROUPS}"
+                    f"{self.reader.folder}: param groups {mine[0]} ({some_of(names[mine[0]])}) and {mine[other]} "
+                    f"({some_of(names[mine[other]])}) have different hyperparameters here, but were saved as one "
+                    f"group. {_SAVED_GROUPS}"
                 )
         return found
 
     def read(self) -> None:
-        """Read this rank's part, and verify it. Values in memory are overwritten meanwhile."""
+        """Read and verify this rank's part. This overwrites the values in memory."""
         requests = []
         for held, record in self._parts:
             if held.shard.is_here:
@@ -330,7 +332,7 @@ class Loader:
         self._buffers = self.reader.values({**manifest.buffers(), **manifest.buffers(self._live.rank)})
 
     def _requests_of(self, held: Held, record: ParameterRecord) -> list[ReadRequest]:
-        """Request all states of one part, which is in memory; new states of the optimizer get memory."""
+        """Make the requests for all states of one part that is in memory, and allocate new optimizer states."""
         requests = []
         state: dict[str, Any] = {}
         for name, saved in self._wanted(held, record):
@@ -351,7 +353,7 @@ class Loader:
         return requests
 
     def apply(self) -> None:
-        """Put the values that were read into the optimizer, buffers and parameters. Every rank must call it."""
+        """Put the values that were read into the optimizer, the buffers and the parameters. Every rank must call it."""
         if self.optimizer_states:
             self._apply_states()
         buffers = self._live.buffers
@@ -390,7 +392,7 @@ def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join at most five of these names, and the number of the others."""
+    """Join at most five names, and add the number of the others."""
     text = ", ".join(names[:5]) or "nothing"
     if len(names) > 5:
         text += f" and {len(names) - 5} more"

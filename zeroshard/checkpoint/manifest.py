@@ -1,14 +1,15 @@
-"""Owns the manifest: the contents of a checkpoint and their places, and the rule by which it exists.
+"""Owns the manifest, which lists a checkpoint's contents and their places. A checkpoint exists when its manifest does.
 
     folder/
-        latest                              the tag of the newest
+        latest                              the tag of the newest checkpoint
         global_step100/
-            manifest.json                   the checkpoint exists when this does
+            manifest.json                   the checkpoint exists when this file does
             rank_00000.<save>.safetensors   rank 0's part
             rank_00001.<save>.safetensors
 
-Files have new names in each save, and the manifest replaces its predecessor in one step. So a save under the same tag
-leaves the old checkpoint whole until the new one is. docs/checkpoint_format.md describes the format for other programs.
+Each save gives its files new names, and its manifest replaces the previous one atomically. So a save under the same tag
+leaves the old checkpoint intact until the new one is complete. docs/checkpoint_format.md describes the format for other
+programs.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 VERSION = 1
 MESH_VERSION = 2
-"""The version for parameters that tensor-parallel ranks divided too: with `mesh`, and ranges of several runs."""
+"""The version for models that tensor-parallel ranks divided. It adds `mesh`, and ranges of several runs."""
 _LONGEST_NAME = 255
-"""The most bytes of a name in a file system."""
+"""The maximum length of a name in a file system, in bytes."""
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
 
-# Remedies, at the end of errors.
+# Remedies, for the ends of messages.
 ANOTHER = "Load another tag, or pass fall_back=True."
 CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
 
 
 def cannot_be_written(path: object, error: OSError) -> str:
-    """Return the sentences for a file that cannot be written, with the remedy."""
+    """Return the message for a file that cannot be written, with the remedy."""
     advice = "Check the folder's permissions and the space on its disk."
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "Raise the limit on open files (`ulimit -n`)."
@@ -77,7 +78,7 @@ class FileRecord(_Record):
 
 
 class _Sparse(_Record):
-    """A record that omits None fields added after version 1."""
+    """A record whose JSON omits fields that version 1 lacks, if they are None."""
 
     @model_serializer(mode="wrap")
     def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -86,9 +87,9 @@ class _Sparse(_Record):
 
 
 class RangeRecord(_Sparse):
-    """Elements [start, stop) of a flattened parameter; `offset` counts bytes from the start of the file.
+    """A range of elements of a flattened parameter, [start, stop), at byte `offset` of a file.
 
-    With `stride`: of these, the first `numel` elements of every `stride` elements.
+    With `stride`, the range has only the first `numel` elements of every `stride` elements.
     """
 
     start: Count
@@ -100,7 +101,7 @@ class RangeRecord(_Sparse):
 
     @cached_property
     def runs(self) -> Runs:
-        """The elements, as integers."""
+        """The elements, as runs."""
         if self.numel is None or self.stride is None:
             return Runs(self.start, self.stop - self.start, max(self.stop - self.start, 1))
         return Runs(self.start, self.numel, self.stride, (self.stop - self.start - self.numel) // self.stride + 1)
@@ -146,7 +147,7 @@ class Manifest(_Sparse):
     written_by: dict[str, str]
     world_size: int = Field(ge=1)
     mesh: dict[str, int] | None = None
-    """The numbers of ranks that sharded the model and that divided its tensors; None if no tensors were divided."""
+    """The numbers of data-parallel and of tensor-parallel ranks; None if no tensors were divided."""
     policy: dict[str, Any]
     optimizer: str | None
     chunk_nbytes: int = Field(ge=1)
@@ -161,21 +162,25 @@ class Manifest(_Sparse):
     tensors: dict[str, TensorRecord] = {}
 
     def buffers(self, rank: int = 0) -> dict[str, Any]:
-        """Return the packed buffers that one rank saved, by name: rank 0's all, another's only those that differ."""
+        """Return the packed buffers that a rank saved, by name; above rank 0, only those that differ from rank 0's."""
         ranks = self.values.get("ranks", [])
         packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
         return packed
 
 
 def write_manifest(folder: Path, manifest: Manifest, save: str) -> None:
-    """Write the manifest, so that the checkpoint exists. In one step, it replaces an earlier one of this tag."""
+    """Write the manifest, so that the checkpoint exists. It atomically replaces an earlier manifest of this tag."""
     body = manifest.model_dump()
     text = json.dumps({**body, "checksum": _digest(body)}, separators=(",", ":"))
     replace_file(folder / MANIFEST, text.encode(), save)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint's manifest. A `CheckpointError` names a missing or damaged file, and the reason."""
+    """Read and verify a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged. The message has the path and the reason.
+    """
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -207,7 +212,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _refuse_ranges_outside(manifest: Manifest) -> None:
-    """Raise a `ValueError` if checksums do not cover a file, or a range lies outside of every file."""
+    """Raise a `ValueError` if checksums do not cover a file, or a range is outside of its file."""
     for file in manifest.files:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
         if len(file.checksums) != chunks:
@@ -217,7 +222,7 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
     def refuse_outside(name: str, dtype: str, file: int, offset: int, numel: int) -> None:
         itemsize = dtype_of(dtype).itemsize
         if file >= len(nbytes) or offset + numel * itemsize > nbytes[file]:
-            raise ValueError(f"{name} has bytes that are in none of its files")
+            raise ValueError(f"{name} has bytes outside of its files")
         if offset % itemsize:
             raise ValueError(f"{name} begins in the middle of an element")
 
@@ -233,16 +238,16 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
 
 
 def _refuse_wrong_values(manifest: Manifest) -> None:
-    """Raise a `ValueError` if values that every reader needs have wrong types: the shared ones, and each rank's buffers."""
+    """Raise a `ValueError` if the shared values or a rank's buffers have wrong types. Every reader needs these."""
     ranks = manifest.values.get("ranks", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
-        raise ValueError("its values are of wrong types")
+        raise ValueError("its values have wrong types")
     for one in ranks:
         if not isinstance(one, dict) or not isinstance(one.get("buffers", {}), dict):
-            raise ValueError("the values of a rank are of wrong types")
+            raise ValueError("the values of a rank have wrong types")
         for name, packed in one.get("buffers", {}).items():
             if not _is_tensor(packed, manifest):
-                raise ValueError(f"the buffer {name} is no tensor of it")
+                raise ValueError(f"the buffer {name} is not one of its tensors")
 
 
 def _is_tensor(packed: Any, manifest: Manifest) -> bool:
@@ -264,34 +269,34 @@ def is_whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether it is the plain name of a folder, without a path to another one."""
+    """Return whether a name is a plain folder name, without a path."""
     encoded = name.encode(errors="ignore")
-    is_text = encoded.decode() == name  # half of a surrogate pair is no valid name in a file system
+    is_text = encoded.decode() == name  # half of a surrogate pair is not a valid file name
     return name not in ("", ".", "..") and not {*"/\\\0\n"} & {*name} and len(encoded) <= _LONGEST_NAME and is_text
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag, if it can be the name of a folder; otherwise raise."""
+    """Return the tag, or raise if it cannot be the name of a folder."""
     if not isinstance(tag, str):
         raise CheckpointError(f"{tag!r} cannot be a tag, which is text: give {str(tag)!r}.")
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
         shown = repr(tag if len(tag) <= _SHOWN else f"{tag[:_SHOWN]}...")
         raise CheckpointError(
-            f"{shown} cannot be a tag: a tag is the plain name of a folder, without spaces at its ends. Choose "
-            "such a name, for example step100."
+            f"{shown} cannot be a tag: a tag is a plain folder name, without spaces at its ends. Choose such a name, "
+            "for example step100."
         )
     return tag
 
 
 _SHOWN = 100
-"""The most characters of a tag in an error."""
+"""The maximum number of a tag's characters in an error."""
 
 
 def whole_path(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder, from the present working folder.
+    """Return the absolute path of a folder. A relative path starts at the current working folder.
 
     Raises:
-        CheckpointError: the path is empty, or it is relative, and the working folder was removed.
+        CheckpointError: the path is empty, or it is relative and the working folder was removed.
     """
     if not os.fspath(folder):
         raise CheckpointError("the name of the folder to save to is empty. Name a folder; '.' is the working folder.")
@@ -304,7 +309,7 @@ def whole_path(folder: str | os.PathLike[str]) -> Path:
 
 
 def latest_tag(folder: Path) -> str:
-    """Read the tag that the file `latest` names."""
+    """Return the tag in the file `latest`."""
     try:
         return check_tag((folder / LATEST).read_text(encoding="utf-8").strip())
     except FileNotFoundError:
@@ -314,17 +319,17 @@ def latest_tag(folder: Path) -> str:
 
 
 def is_of_deepspeed(folder: Path) -> bool:
-    """Return whether DeepSpeed wrote a checkpoint into this very folder."""
+    """Return whether DeepSpeed wrote a checkpoint directly into this folder."""
     return any(any(folder.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is one checkpoint of zeroshard's or DeepSpeed's, and not the folder of all."""
+    """Return whether a folder is a single checkpoint, of zeroshard or DeepSpeed, and not the folder of all."""
     return (folder / MANIFEST).is_file() or is_of_deepspeed(folder)
 
 
 def folder_of(folder: str | os.PathLike[str], tag: str | None) -> Path:
-    """Return a checkpoint's own folder: of the tag, or `folder` itself, or of the tag that its file `latest` names."""
+    """Return a checkpoint's own folder: that of the tag, `folder` itself, or that of the tag in its file `latest`."""
     path = Path(folder)
     if tag is not None:
         return path / tag
@@ -335,8 +340,8 @@ def folder_of(folder: str | os.PathLike[str], tag: str | None) -> Path:
 
 def _import_first(folder: Path) -> str:
     return (
-        f"{folder} is no checkpoint of zeroshard's: DeepSpeed wrote it.\n"
-        f"`zeroshard import-deepspeed {folder} OUT` makes one of it; then load from OUT."
+        f"{folder} is not a zeroshard checkpoint: DeepSpeed wrote it.\n"
+        f"`zeroshard import-deepspeed {folder} OUT` converts it; then load from OUT."
     )
 
 
@@ -360,11 +365,11 @@ def _without_latest(folder: Path) -> str:
         )
     if not folder.is_dir():
         return f"{folder} has no file {LATEST!r}: there is no such folder."
-    return f"{folder} has no file {LATEST!r}: name a tag, or look whether this is the folder of checkpoints."
+    return f"{folder} has no file {LATEST!r}: name a tag, or check that this is the folder of checkpoints."
 
 
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
-    """List the tags of whole checkpoints, the newest first; or of all, if other hosts may have the missing files."""
+    """List the tags of complete checkpoints, newest first; without `whole`, also of those that lack files here."""
     found = [(one.created, name) for name, one in _manifests(folder) if not whole or is_whole(folder / name, one)]
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -377,7 +382,7 @@ def _manifests(folder: Path) -> Iterator[tuple[str, Manifest]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """List the folders in a folder, without links: their targets are listed already, or belong to other programs."""
+    """List the subfolders of a folder, without symbolic links, whose targets are listed already or belong to others."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -392,7 +397,7 @@ def next_time(folder: Path) -> float:
 
 
 def replace_file(path: Path, data: bytes, save: str) -> None:
-    """Write a file beside `path`, flush it, and let it replace `path` in one step."""
+    """Write a file beside `path`, flush it, and atomically rename it to `path`."""
     temporary = path.with_name(f"{path.name}.{save}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -412,7 +417,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the leftovers of saves that were not completed: files that no manifest names, and folders with only such files."""
+    """Remove the leftovers of incomplete saves: files that no manifest names, and folders with only such files."""
     for path in _folders(folder):
         with suppress(OSError):  # another program's, or unreadable: leave it
             _clean_tag(path)
@@ -449,7 +454,10 @@ def remove(folder: Path) -> None:
 
 
 def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> None:
-    """Remove whole checkpoints (or all), except the newest `count`, `kept`, and the one that `latest` names."""
+    """Remove checkpoints except the newest `count`, `kept`, and the one in `latest`.
+
+    Without `whole`, it also counts and removes checkpoints that lack files here.
+    """
     stays = {kept}
     if (folder / LATEST).is_file():
         stays.add(latest_tag(folder))
@@ -465,10 +473,10 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name in a manifest."""
+    """Return the dtype with a manifest's name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"the manifest names the dtype {name!r}, which this torch does not have: load it with a newer torch."
+            f"the manifest names the dtype {name!r}, which this torch lacks. Load it with a newer torch."
         )
     return dtype

@@ -1,7 +1,7 @@
-"""Owns checkpoints in folders that hosts do not share: copies on the next host, and missing files before a load.
+"""Owns checkpoints in folders that hosts do not share: copies on the next host, and the missing files before a load.
 
-The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on its own host and on the next, and the
-manifest on all hosts. So the loss of one host loses no file.
+The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on its own host and on the next one. The
+manifest is on all hosts. So losing one host loses no file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeroshard.storage.buffers import memory_of
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job: the ranks of each share a folder. One host, if all ranks of a job see one."""
+    """The hosts of a job. The ranks of a host share a folder; if all ranks see one folder, there is one host."""
 
     ranks: list[list[int]]
 
@@ -43,15 +43,15 @@ class Hosts:
         return cls(hosts_of(control.members) if isinstance(control, Grouped) else [[0]])
 
     def host(self, rank: int) -> int:
-        """The number of a rank's host."""
+        """Return the number of a rank's host."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank does the work that is done once for its host."""
+        """Return whether a rank does the work that its host needs only once."""
         return self.ranks[self.host(rank)][0] == rank
 
     def member(self, host: int, number: int) -> int:
-        """Pick one of a host's ranks, which share work by number."""
+        """Return the rank of a host that does the work of this number."""
         ranks = self.ranks[host % len(self.ranks)]
         return ranks[number % len(ranks)]
 
@@ -62,7 +62,7 @@ class Hosts:
 
 
 class Move(NamedTuple):
-    """A file of a checkpoint's folder that goes from one rank's host to another's."""
+    """A file that is copied from one rank's host to another's."""
 
     source: int
     target: int
@@ -71,19 +71,22 @@ class Move(NamedTuple):
 
 
 def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Raise if a file exists before it was sent: hosts see each other's folders."""
+    """Raise if a file exists before it is sent: then the hosts share the folder."""
     for move in moves:
         if move.target == control.rank and (folder / move.name).exists():
             raise CheckpointError(
-                f"{folder.parent} is a folder that several hosts share: save without node_local (use_node_local_storage)."
+                f"several hosts share the folder {folder.parent}. Save without node_local (use_node_local_storage)."
             )
 
 
 def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Move files between hosts. Every rank must call it, with the same moves. This rank's `OSError` is raised at the end."""
+    """Copy files between hosts. Every rank must call it, with the same moves.
+
+    It finishes all copies, and then raises an `OSError` of this rank.
+    """
     problems: list[OSError] = []
     with ExitStack() as stack:
-        opened: dict[Move, FileIO] = {}  # not buffered: closing them writes nothing
+        opened: dict[Move, FileIO] = {}  # unbuffered, so that closing them writes nothing
         for move in moves:
             if control.rank in (move.source, move.target):
                 with _noting(problems):
@@ -105,7 +108,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
             for move, chunk, pending in in_flight:
                 pending.wait()
                 if move.target == control.rank and move in opened:
-                    with _noting(problems):  # the others continue to send, also to a full disk
+                    with _noting(problems):  # the others continue to send, even if this disk is full
                         file = opened.pop(move)
                         left = memory_of(chunk)
                         while left:
@@ -140,13 +143,13 @@ def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Version:
-    """A checkpoint of a tag, of which each host has some files.
+    """A checkpoint, with the hosts that have its files.
 
     Attributes:
-        created: seconds since 1970.
+        created: the time, in seconds since 1970.
         sizes: the sizes of its files in bytes, by name.
         hosts: the hosts that have its manifest.
-        holders: the hosts that have each file whole, by its name.
+        holders: the hosts that have the complete file, by its name.
     """
 
     tag: str
@@ -162,7 +165,7 @@ class _Version:
 
 
 class Holdings:
-    """The checkpoints of all hosts, from the files of each. Every rank must make it."""
+    """The checkpoints of all hosts, with the files that each host has. Every rank must construct it."""
 
     def __init__(self, control: Collectives, hosts: Hosts, folder: Path) -> None:
         self._control = control
@@ -177,7 +180,7 @@ class Holdings:
             for tag, (created, sizes) in listed["tags"].items():
                 found.setdefault((tag, *sorted(sizes)), _Version(tag, created, sizes)).hosts.append(host)
         self._versions = sorted(found.values(), key=lambda version: -version.created)
-        # A file's name belongs to one save. So a host that was killed before it had the manifest still has its part.
+        # A file's name belongs to one save, so files count even on a host that was killed before it got the manifest.
         present = [listed["files"] for listed in by_host]
         for version in self._versions:
             for name, nbytes in version.sizes.items():
@@ -185,7 +188,10 @@ class Holdings:
                 version.holders[name] = holders
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
-        """List the tags to try: `tag`, or the newest in a host's `latest`; with `fall_back` then the others, newest first."""
+        """List the tags to try: `tag`, or the newest one in a host's `latest`; with `fall_back`, then all others.
+
+        They are ordered by time, the newest first.
+        """
         newest = list(dict.fromkeys(version.tag for version in self._versions if not version.lost))
         first = [name for name in newest if name in self._latest][:1]
         if tag is not None:
@@ -196,7 +202,7 @@ class Holdings:
             for name in self._latest:
                 self._refuse_lost(name)
             raise CheckpointError(
-                f"no host's {self._folder} holds a checkpoint. Name the folder that the training saved to."
+                f"no host has a checkpoint in {self._folder}. Name the folder to which the training run saved."
             )
         return first
 
@@ -207,17 +213,20 @@ class Holdings:
         for version in self._versions:
             if version.tag == tag:
                 raise CheckpointError(
-                    f"checkpoint {tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} whole. Two "
-                    "copies are kept, on hosts next to each other, and both are gone. Load an earlier checkpoint."
+                    f"checkpoint {tag} is lost: none of {len(self._hosts.ranks)} hosts has {version.lost[0]} intact. Both "
+                    "copies, on two neighbouring hosts, are gone. Load an earlier checkpoint."
                 )
 
     def bring(self, tag: str) -> None:
-        """Send every host the files that it lacks of a checkpoint. Every rank must call it; all raise any rank's error."""
+        """Send every host the files of a checkpoint that it lacks. Every rank must call it.
+
+        All ranks raise an error of any rank.
+        """
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
             raise CheckpointError(
-                f"no host's {self._folder / tag} is a checkpoint: it has no {files.MANIFEST}. Load another tag."
+                f"no host has a checkpoint in {self._folder / tag}: there is no {files.MANIFEST}. Load another tag."
             )
         folder = self._folder / tag
         hosts = self._hosts
@@ -228,7 +237,7 @@ class Holdings:
                 if host not in version.holders[name]:
                     moves.append(Move(source, hosts.member(host, number), name, nbytes))
         with together(self._control, "files from other hosts"):
-            with suppress(OSError):  # the others wait for this rank's data, so opening the file fails only afterwards
+            with suppress(OSError):  # the others wait for this rank's data: let the error come from opening the file
                 folder.mkdir(parents=True, exist_ok=True)
             carry(self._control, folder, moves)
         self._bring_manifest(folder, version)
@@ -247,9 +256,10 @@ class Holdings:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
 
     def leave_out_damaged(self, tag: str) -> bool:
-        """Read the files of a checkpoint on every host, and drop those that are damaged. Every rank must call it.
+        """Verify a checkpoint's files on every host, and forget the damaged ones. Every rank must call it.
 
-        Return whether some are damaged and other hosts have all of them, so that `bring` can send these.
+        Returns:
+            Whether some files were damaged and other hosts have intact copies, which `bring` can send.
         """
         version = self._newest(tag)
         if version is None:
@@ -271,12 +281,12 @@ class Holdings:
         if not any(everyone) or version.lost:
             return False
         for name in damaged:
-            logging.getLogger("zeroshard").warning("%s is damaged: another host's copy takes its place.", folder / name)
+            logging.getLogger("zeroshard").warning("%s is damaged: another host's copy replaces it.", folder / name)
         return True
 
 
 def _list(folder: Path) -> dict[str, Any]:
-    """List this host's files as JSON: the tag in `latest`; and files with sizes, from each manifest and in each folder."""
+    """List this host's files as JSON: the tag in `latest`, and file names with sizes, by manifest and by folder."""
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)

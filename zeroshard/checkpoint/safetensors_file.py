@@ -1,13 +1,12 @@
-"""Owns safetensors files. They are read by ranges; in checkpoints they are written once, with checksums that every read
-verifies.
+"""Owns safetensors files: reading by ranges, and, for checkpoints, writing with checksums that every read verifies.
 
-The safetensors library reads and writes whole tensors, or slices of their first dimension. A shard is a range of the flattened
-tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON
-(name -> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
+The safetensors library reads and writes whole tensors, or slices of their first dimension. A shard is a range of the
+flattened tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON (name
+-> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
 https://github.com/huggingface/safetensors#format
 
-A range is read with all of its chunks: each is verified as a whole, and then its requested elements are copied. So a
-read takes less than two chunks more than the range, and holds one chunk in memory.
+A read covers all chunks of its range: it verifies each chunk, and then copies the requested elements. So it reads less
+than two chunks more than the range, and needs memory for one chunk.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _CONVERTED_NUMEL = 1 << 22
-"""The most elements that are read at once if they must be converted."""
+"""The maximum number of elements that are read at once, if they must be converted."""
 CHUNK_NBYTES = 4 << 20
 """The bytes of one checksum (CRC-32)."""
 _STAGE_NBYTES = 16 << 20
-"""Bytes that are copied from an accelerator at once."""
+"""The bytes that are copied from an accelerator at once."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     Attributes:
         entries: the tensors by name.
-        metadata: the strings that were saved with them.
+        metadata: the strings that were saved with the tensors.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or not a safetensors file; the message has the path and the
+        CheckpointError: the file is missing, truncated, or not a safetensors file. The message has the path and the
             reason.
     """
 
@@ -111,17 +110,28 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"the dtype {described['dtype']!r} of {name!r} is unknown")
         if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-            raise ValueError(f"shape or offsets of {name!r} are no natural numbers")
+            raise ValueError(f"the shape or the offsets of {name!r} are not natural numbers")
         entry = Entry(_DTYPES[described["dtype"]], shape, base + start)
         if stop - start != entry.nbytes:
             raise ValueError(f"{name!r} has {stop - start} bytes, and its shape needs {entry.nbytes}")
         return entry
 
     def _broken(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is no whole safetensors file: {what}. Copy it again, or save it again.")
+        return CheckpointError(
+            f"{self.path} is not a complete safetensors file: {what}. Copy it again, or save it again."
+        )
 
     def read_into(self, name: str, start: int, out: Tensor) -> None:
-        """Read elements [start, start + out.numel()) of a flattened tensor. `out` is contiguous, of any dtype, on any device."""
+        """Read elements [start, start + out.numel()) of a flattened tensor.
+
+        Args:
+            name: the tensor's name.
+            start: its first element to read.
+            out: the memory to read into: contiguous, of any shape, dtype and device.
+
+        Raises:
+            CheckpointError: the tensor has fewer elements, or the file cannot be read.
+        """
         entry = self.entries[name]
         if start < 0 or start + out.numel() > entry.numel:
             raise self._broken(
@@ -148,7 +158,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
 
 def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Make the bytes before the data of a file with these tensors, one after another."""
+    """Return the bytes before the data of a file that holds these tensors, one after another."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -179,13 +189,14 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request for elements of one file, into `out`, [rows, n], of any dtype, on any device.
+    """A request to read elements of one file.
 
     Attributes:
         file: the number of the file in its manifest.
         offset: the start of the elements, in bytes from the start of the file.
         dtype: their dtype in the file.
-        stride: elements of the file between the starts of two rows; 0: there is one row.
+        out: the memory to read into, [rows, n], of any dtype and device.
+        stride: elements of the file between the starts of two rows; 0 for a single row.
     """
 
     file: int
@@ -200,7 +211,7 @@ class ReadRequest:
         return self.offset + ((rows - 1) * self.stride + numel) * self.dtype.itemsize
 
     def take(self, chunk: Tensor, start: int) -> int:
-        """Copy the requested elements of a chunk, which begins at byte `start`; return their bytes in the file."""
+        """Copy the requested elements of a chunk that starts at byte `start`. Return the number of bytes copied."""
         size = self.dtype.itemsize
         low = max(self.offset, start)
         high = min(self.stop, start + chunk.numel())
@@ -262,9 +273,16 @@ class _ChecksummedFile:
 def write_file(
     path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
 ) -> tuple[FileRecord, dict[str, int]]:
-    """Write a safetensors file and flush it to the disk, one source at a time. `advance` is called with the bytes written.
+    """Write a safetensors file, one source at a time, and flush it to the disk. After an error, no file is left.
 
-    Return the file's record, and the start of each tensor in it, in bytes. After an error, no file is left.
+    Args:
+        path: the file to write.
+        sources: the tensors, by name.
+        metadata: strings for the header.
+        advance: a function that is called with the number of bytes written.
+
+    Returns:
+        The file's record, and the offset of each tensor in the file, in bytes.
     """
     # Wide dtypes first: then every element is at a multiple of its size, and in one chunk.
     names = sorted(sources, key=lambda name: -sources[name].dtype.itemsize)
@@ -285,10 +303,16 @@ def write_file(
 
 
 def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
-    """Read elements of one file, and verify every chunk of them. Return the bytes that were read.
+    """Read elements of one file, and verify every chunk that contains them. Return the number of bytes read.
 
-    A `CheckpointError` is raised for a file that is missing, unreadable, altered, or of another size.
-    `advance` is called with the number of bytes that requests got.
+    Args:
+        folder: the folder of the file.
+        record: the file's record in the manifest.
+        requests: the elements to read.
+        advance: a function that is called with the number of requested bytes that were read.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, altered, or of another size.
     """
     path = folder / record.name
     by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)
@@ -314,7 +338,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
             _read_fully(descriptor, memory, start, path)
             if zlib.crc32(memory) != record.checksums[number]:
                 raise CheckpointError(
-                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have another checksum. {ANOTHER}"
+                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have a wrong checksum. {ANOTHER}"
                 )
             read += len(memory)
             for request in by_chunk[number]:
@@ -325,9 +349,13 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
 
 
 def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance: Advance = ignore) -> str | None:
-    """Return what is wrong with a file, or None where all of it is there, and as it was written.
+    """Return a description of the damage to a file, or None if it is intact.
 
-    With `verify` it reads the file, calls `advance` with the bytes read, and compares checksums; otherwise only the size counts.
+    Args:
+        folder: the folder of the file.
+        record: the file's record in the manifest.
+        verify: whether to read the file and compare checksums; otherwise only the size is checked.
+        advance: a function that is called with the number of bytes read.
     """
     try:
         with (folder / record.name).open("rb") as file:
@@ -340,7 +368,7 @@ def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance:
                 chunk = file.read(CHUNK_NBYTES)
                 advance(len(chunk))
                 if zlib.crc32(chunk) != checksum:
-                    return f"{record.name} is damaged at byte {number * CHUNK_NBYTES} or after"
+                    return f"{record.name} is damaged at or after byte {number * CHUNK_NBYTES}"
     except FileNotFoundError:
         return f"{record.name} is missing"
     except OSError as error:
@@ -356,7 +384,7 @@ def _reading(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from None
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is no name of a file: {error}. Name another.") from None
+        raise CheckpointError(f"{str(path)!r} is not a valid file name: {error}. Name another file.") from None
 
 
 def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) -> None:
@@ -369,5 +397,5 @@ def _read_fully(descriptor: int, memory: memoryview, offset: int, path: Path) ->
                 f"{path} cannot be read at byte {offset + done}: {error.strerror}. {CHECK_DISK}"
             ) from error
         if count == 0:
-            raise CheckpointError(f"{path} ends at byte {offset + done}: it was cut while it was read. {ANOTHER}")
+            raise CheckpointError(f"{path} ends at byte {offset + done}: it was truncated while it was read. {ANOTHER}")
         done += count

@@ -1,7 +1,7 @@
-"""Owns the saving of a checkpoint: every rank writes its own shards, all agree, then the checkpoint exists.
+"""Owns the saving of a checkpoint: every rank writes its own shards, all ranks agree, and then the checkpoint exists.
 
-No rank ever holds a complete state. A save writes the stored tensors themselves; an asynchronous save writes a copy in
-CPU memory while the training goes on.
+No rank ever holds a complete state. A save writes the stored tensors themselves. An asynchronous save writes a copy in
+CPU memory while training continues.
 """
 
 from __future__ import annotations
@@ -61,7 +61,14 @@ class Destination:
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """A span of one model state, and its elements. It is a span of this rank's part of the parameter, at `placement`."""
+    """A span of one model state, with its elements.
+
+    Attributes:
+        span: elements of this rank's part of the parameter.
+        state: the name of the state.
+        source: the elements.
+        placement: the position of that part in the whole parameter.
+    """
 
     span: Span
     state: str
@@ -70,7 +77,7 @@ class SavedSpan:
 
     @property
     def name(self) -> str:
-        """The name in the file."""
+        """The tensor's name in the file."""
         return f"{self.state}/{self.span.name}/{self.span.start}"
 
 
@@ -79,12 +86,12 @@ class Part:
     """The part of a checkpoint that one rank writes.
 
     Attributes:
-        spans: its part of the model states.
-        values: by fqn, all other values that the optimizer keeps for a parameter, packed.
-        own: values that differ from rank to rank (random state), packed.
-        tensors: the tensors that packed values name, also in the manifest.
+        spans: this rank's part of the model states.
+        values: by fqn, the optimizer's other values for a parameter, packed.
+        own: values that differ between ranks (random state), packed.
+        tensors: the tensors that packed values name. The manifest lists them too.
         buffers: the model's buffers, in a form that a file can hold.
-        arrived: blocks until values from an accelerator are in CPU memory: numbers, and the tensors of a copy.
+        arrived: waits until values from an accelerator are in CPU memory: numbers, and the tensors of a copy.
     """
 
     spans: Sequence[SavedSpan]
@@ -100,9 +107,13 @@ class Part:
         return sum(one.span.numel * one.source.dtype.itemsize for one in self.spans)
 
     def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
-        """Return a copy in CPU memory, which training does not touch. The caller keeps `memory`, by name, for the next save.
+        """Return a copy of this part in CPU memory, which training does not change.
 
-        From the accelerator `device` it is copied into pinned memory, after its earlier work. The host does not wait.
+        Data on an accelerator is copied into pinned memory, after the device's earlier work. The host does not wait.
+
+        Args:
+            memory: the memory of the copy, by name. The caller keeps it for the next save.
+            device: the device of the model.
         """
         pinned = CpuStorage(Copies(CPU), pin=True)
 
@@ -140,12 +151,19 @@ class Part:
 def take_snapshot(
     live: LiveModel, shared: Mapping[str, Any], own: Mapping[str, Any], *, exclude_frozen: bool
 ) -> tuple[dict[str, Any], Part]:
-    """Collect all values that this rank saves, without a copy. Return the outline of a manifest, and this rank's part.
+    """Collect all values that this rank saves, without copying them.
 
-    The save has rank 0's `shared` values, and each rank's `own` values.
+    Args:
+        live: the model.
+        shared: values of which rank 0's are saved.
+        own: values of which each rank's are saved.
+        exclude_frozen: whether to leave out frozen parameters.
+
+    Returns:
+        The outline of a manifest, and this rank's part.
     """
     description = describe(live).model_dump()  # first: every rank takes part in it, even if a later call fails
-    # A parameter that is resharded has no values to save as a user's own; not every class of parameter can say so itself.
+    # A resharded parameter has no values, so it is refused among a user's values. Not every parameter class reveals it.
     resharded = {}
     records = {}
     excluded = []
@@ -213,13 +231,22 @@ def write_checkpoint(
     outline: dict[str, Any], part: Part, to: Destination, control: Collectives, advance: Advance = ignore,
     refuse: Callable[[], None] = nothing,
 ) -> None:  # fmt: skip
-    """Write this rank's part, agree with the others, and write the manifest. Every rank must call it.
+    """Write this rank's part, agree with the other ranks, and write the manifest. Every rank must call it.
 
-    If any rank cannot write, all raise a `CheckpointError` with that rank and the reason, and earlier checkpoints do not
-    change. `refuse` is called when the part is written, and raises if its values have changed meanwhile.
+    Args:
+        outline: the manifest's outline, from `take_snapshot`.
+        part: this rank's part.
+        to: the place of the checkpoint.
+        control: the connections of saves.
+        advance: a function that is called with the number of bytes written.
+        refuse: a function that is called after the part is written. It raises if the values changed meanwhile.
+
+    Raises:
+        CheckpointError: some rank could not write. Every rank raises it, with that rank and the reason. Earlier
+            checkpoints do not change.
     """
     crcs = {name: zlib.crc32(memory_of(one.cpu().contiguous().view(-1))) for name, one in part.buffers.items()}
-    first = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": crcs}, "the begin of a save")[0]
+    first = control.exchange_json({"save": uuid.uuid4().hex[:12], "buffers": crcs}, "the start of a save")[0]
     save = first["save"]
     hosts = to.hosts
     leads = hosts.leads(control.rank)
@@ -235,12 +262,12 @@ def write_checkpoint(
         with together(control, "the end of a save", _FAILED):
             if not hosts.are_several and not to.path.is_dir():
                 raise CheckpointError(
-                    f"{to.path} is not there. Rank 0 made it, and this rank does not see it: name a folder that all "
-                    "ranks see, or save with node_local=True (use_node_local_storage)."
+                    f"this rank does not see {to.path}, which rank 0 made. Name a folder that all ranks see, or save "
+                    "with node_local=True (use_node_local_storage)."
                 )
             report = write_part(part, written[0], to.tag, control.rank, buffers, advance)
             refuse()
-        reports = control.exchange_json(report, "what each rank saved")
+        reports = control.exchange_json(report, "each rank's part of a save")
         if hosts.are_several:
             moves = []
             for rank, one in enumerate(reports):
@@ -343,8 +370,8 @@ def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
     for record in [manifest.files[one] for one in to.hosts.ranks[to.hosts.host(rank)]]:
         if not record.has_its_size(to.path):
             raise CheckpointError(
-                f"{to.path / record.name} is not as this job just wrote it: another program, or another job that saves "
-                f"to {to.folder}, removed or changed it. Give each job a folder of its own."
+                f"{to.path / record.name} was removed or changed after this job wrote it, by another program or by "
+                f"another job that saves to {to.folder}. Give each job a separate folder."
             )
 
 

@@ -1,7 +1,7 @@
-"""Owns small state (client state, schedulers, random state): packed into JSON plus tensors, and unpacked.
+"""Owns the packing of small state (client state, schedulers, random state) into JSON and tensors, and the unpacking.
 
-A tensor becomes {"$tensor": name} and is stored beside the JSON. Everything that JSON lacks (tuples, keys that are not strings,
-numbers of numpy, scalar tensors with their dtype) becomes an object with one key that begins with "$".
+A tensor becomes {"$tensor": name} and is stored beside the JSON. Values that JSON lacks (tuples, keys that are not
+strings, numpy numbers, scalar tensors with their dtype) become objects with one key that begins with "$".
 """
 
 from __future__ import annotations
@@ -23,21 +23,32 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Packer:
-    """A packer of values; `tensors` collects the tensors to store beside them, by name.
+    """A packer of values.
 
     Args:
         prefix: the prefix of the tensors' names.
         resharded: the fqns of parameters without values, by `id`; these are refused.
+
+    Attributes:
+        tensors: the tensors to store beside the JSON, by name.
     """
 
     def __init__(self, prefix: str, resharded: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._late: list[tuple[list[Any], Tensor]] = []  # numbers of an accelerator, with their places in the JSON
+        self._late: list[tuple[list[Any], Tensor]] = []  # numbers on an accelerator, with their places in the JSON
         self._prefix = prefix
         self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """Return JSON for a value, or raise for an object that has no form there. `path` names it, and its tensors."""
+        """Return the JSON of a value.
+
+        Args:
+            value: the value.
+            path: the name of the value in errors, and of its tensors.
+
+        Raises:
+            CheckpointError: the value contains an object of a type that cannot be packed.
+        """
         if type(value) in _PLAIN:
             return value
         if isinstance(value, list | tuple | deque):
@@ -54,7 +65,7 @@ class Packer:
         return self._pack_object(value, path)
 
     def start_numbers(self) -> Callable[[], None]:
-        """Start to copy an accelerator's numbers, as they are now. Return a function that waits, and puts them in place."""
+        """Start copying numbers from an accelerator. Return a function that waits, and puts them into the JSON."""
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], Tensor]]] = {}
         for scalar, value in self._late:
             alike.setdefault((value.device, value.dtype), []).append((scalar, value))
@@ -86,7 +97,7 @@ class Packer:
             return {"$dtype": str(value).removeprefix("torch.")}
         raise CheckpointError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds JSON (numbers, "
-            "strings, lists, dicts) and tensors only. Save what it is made from."
+            "strings, lists, dicts) and tensors only. Save the values that it is made from."
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
@@ -103,8 +114,8 @@ class Packer:
     def _pack_tensor(self, value: Tensor, path: str) -> Any:
         if id(value) in self._resharded:
             raise CheckpointError(
-                f"{path} is the parameter {self._resharded[id(value)]}, whose values are not here: it is in the "
-                "checkpoint anyway. For a copy of your own, clone it inside `with zeroshard.unsharded(module):`."
+                f"{path} is the parameter {self._resharded[id(value)]}, whose values are sharded. The checkpoint has "
+                "it anyway. For a separate copy, clone it inside `with zeroshard.unsharded(module):`."
             )
         if value.ndim == 0 and not value.is_complex() and value.dtype.itemsize <= 8:
             scalar: list[Any] = [str(value.dtype).removeprefix("torch."), None]
@@ -113,17 +124,21 @@ class Packer:
             else:
                 self._late.append((scalar, value.detach()))
             return {"$scalar": scalar}
-        name = f"{self._prefix}{path}#{len(self.tensors)}"  # paths may coincide: a key may hold a dot
+        name = f"{self._prefix}{path}#{len(self.tensors)}"  # paths may coincide: a key may contain a dot
         self.tensors[name] = storable(value, path)
         return {"$tensor": name}
 
 
 def storable(tensor: Tensor, path: str) -> Tensor:
-    """Return a tensor that a file can hold. A sparse one, or one of a dtype that safetensors lacks, is an error."""
+    """Return a tensor in a form that a file can hold.
+
+    Raises:
+        CheckpointError: the tensor is sparse, safetensors lacks its dtype, or its memory was freed.
+    """
     if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"{path} is a tensor of {tensor.dtype} and {tensor.layout}: a checkpoint cannot hold that. Convert it "
-            "to a dense tensor of a usual dtype."
+            f"{path} is a tensor of {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold. Convert it to "
+            "a dense tensor of a usual dtype."
         )
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of its last element, in its storage
@@ -165,7 +180,7 @@ _MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of every generator that a training uses: torch's on CPU and accelerator, numpy's, Python's."""
+    """Return the state of every random generator: torch's on CPU and accelerator, numpy's, Python's."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),

@@ -1,6 +1,6 @@
-"""Owns whole state dicts from checkpoints: in memory, or in files of `torch.save`.
+"""Owns the conversion of checkpoints to whole state dicts, in memory or in files of `torch.save`.
 
-It reads zeroshard's checkpoints and, through the import, DeepSpeed's, in one process.
+One process reads zeroshard's checkpoints, and, through the import, DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, Exported, claimed, 
 
 @contextmanager
 def open_any(folder: str | os.PathLike[str], tag: str | None = None) -> Iterator[Reader]:
-    """Open a checkpoint of zeroshard's; or one of DeepSpeed's, imported to a temporary folder beside it."""
+    """Open a zeroshard checkpoint, or a DeepSpeed checkpoint, which is imported to a temporary folder beside it."""
     source = files.folder_of(folder, tag)
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}. Name the folder of a checkpoint.")
@@ -40,17 +40,18 @@ def state_dict_of(
     folder: str | os.PathLike[str], tag: str | None = None, *, dtype: torch.dtype | None = torch.float32,
     exclude_frozen: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the whole model of a checkpoint, on the CPU, under all names of each parameter, for
-    `model.load_state_dict`.
+    """Return the state dict of a checkpoint's whole model, on the CPU, for `model.load_state_dict`.
+
+    A tied parameter is under all its names.
 
     Args:
         folder: the folder of all checkpoints, or of one.
         tag: default: the tag in the file `latest`.
-        dtype: the dtype of floating-point parameters; None keeps the saved one. Buffers keep theirs.
-        exclude_frozen: leave out parameters that were not trained.
+        dtype: the dtype of floating-point parameters; None keeps the saved dtypes. Buffers keep theirs.
+        exclude_frozen: whether to leave out frozen parameters.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it lacks frozen parameters that are not excluded.
+        CheckpointError: there is no checkpoint, it is damaged, or it lacks frozen parameters that are not excluded.
     """
     with open_any(folder, tag) as reader:
         return _read(reader, _tensors(reader, dtype, exclude_frozen))
@@ -62,7 +63,7 @@ def write_files(
 ) -> list[Path]:  # fmt: skip
     """Write `pytorch_model.bin`, or several files and their index. Return their paths.
 
-    One file's tensors are in memory at a time.
+    Only one file's tensors are in memory at a time.
     """
     folder = Path(out)
     plans = spread(_tensors(reader, dtype, exclude_frozen), max_shard_nbytes, "pytorch_model.bin")
@@ -82,7 +83,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file of `torch.save`, which gets its name at the end of the block. After an error, no file is left."""
+    """Write a file with `torch.save`, and rename it into place after the block. After an error, no file is left."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):
@@ -102,8 +103,8 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
     excluded = reader.manifest.excluded
     if excluded and not exclude_frozen:
         raise CheckpointError(
-            f"{reader.folder} leaves out {len(excluded)} frozen parameters (one is {excluded[0]}): there is no whole "
-            "model in it. Read the trained ones only (exclude_frozen)."
+            f"{reader.folder} lacks {len(excluded)} frozen parameters (one is {excluded[0]}), so it has no whole model. "
+            "Read only the trained parameters (exclude_frozen)."
         )
     return [
         Exported.of(stored.names[0], stored.shape, stored.dtype, None if stored.is_buffer else dtype)

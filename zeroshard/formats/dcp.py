@@ -6,9 +6,9 @@
     dcp.save({"train": state}, checkpoint_id=folder)
     dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and policy
 
-DCP describes parts of a tensor as boxes. A range of the flattened parameter is a few of them: the end of a row, whole
-rows, the start of a row, in each dimension. So files have the parameters' true shapes, and other readers and writers of
-DCP (FSDP2, DTensor) can use them.
+DCP describes parts of a tensor as boxes. A range of the flattened parameter consists of a few boxes: in each dimension,
+the end of a row, whole rows, and the start of a row. So files have the parameters' true shapes, and other users of DCP
+(FSDP2, DTensor) can read and write them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Box:
     tensor: Tensor
 
     def moved(self, by: Sequence[int]) -> Box:
-        """Return the box in a larger tensor of which its own is a part."""
+        """Return this box in the coordinates of a larger tensor, in which its own tensor starts at `by`."""
         offsets = tuple(own + start for own, start in zip(self.offsets, by, strict=True))
         return replace(self, offsets=offsets)
 
@@ -51,7 +51,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
-    """Divide elements [start, start + flat.numel()) of a flattened tensor into boxes, in order. They are views of `flat`."""
+    """Divide elements [start, start + flat.numel()) of a flattened tensor into boxes, in order: views of `flat`."""
     if not flat.numel():
         return
     if not shape:
@@ -78,8 +78,8 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
 class Parts(Tensor):
     """This rank's parts of one tensor, in the form that DCP reads.
 
-    DCP reads its shape and dtype, and calls the three methods below. It is a tensor, since DCP calls these on tensors
-    only, but it has no storage and supports no operation.
+    DCP reads its shape and dtype, and calls the three methods below. DCP calls them only on tensors, so this is a
+    tensor, but without storage or operations.
     """
 
     _writes: Sequence[Box]
@@ -95,7 +95,7 @@ class Parts(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(
-            f"{func} of a tensor whose parts are on several ranks: it is for torch.distributed.checkpoint."
+            f"{func} is not supported: the tensor's parts are on several ranks, for torch.distributed.checkpoint only."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -134,26 +134,27 @@ class HasCheckpoints(Protocol):
 class DistributedState(Stateful):
     """A sharded model's parameters and optimizer states for `dcp.save` and `dcp.load`.
 
-    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not in it: pass those to
-    DCP yourself.
+    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not included: pass those
+    to DCP yourself.
     """
 
     def __init__(self, sharded: HasCheckpoints) -> None:
         self._live = sharded.checkpoints.live
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as live memory. Before the first step it makes the optimizer's states, so that a load can
-        read into them.
+        """Return the states as live memory.
+
+        Before the first step, it makes the optimizer's states, so that a load can read into them.
 
         Raises:
-            UsageError: states are not in the memory where the optimizer steps.
+            UsageError: some states are not in the memory in which the optimizer steps.
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()
         if not all(held.shard.is_here for held in self._live.states.held()):
             raise UsageError(
-                "torch.distributed.checkpoint reads and writes memory, and under this policy model states rest "
-                "elsewhere: use sharded.save and sharded.load."
+                "torch.distributed.checkpoint needs model states in the memory in which the optimizer steps, and this "
+                "policy stores some elsewhere. Use sharded.save and sharded.load."
             )
         self._make_states()
         parts: dict[tuple[str, str], list[Held]] = {}
@@ -208,7 +209,7 @@ class DistributedState(Stateful):
             unit.load_masters()
 
     def _make_states(self) -> None:
-        """Make the states as before the first step, by a step with zero gradients and a zero rate, which does not count."""
+        """Make the optimizer's initial states by an uncounted step with zero gradients and a zero learning rate."""
         step = self._live.step
         if step.inner.state or not step.views:
             return
@@ -216,7 +217,7 @@ class DistributedState(Stateful):
         others = names - {name for name, known in KNOWN.items() if known.starts_at_zero}
         if others:
             raise UsageError(
-                f"the states of {' and '.join(sorted(others))} cannot be made without a step. Run one step before."
+                f"the states of {' and '.join(sorted(others))} cannot be made without a step. Run one step first."
             )
         rates = [group["lr"] for group in step.inner.param_groups]
         for group in step.inner.param_groups:
@@ -244,6 +245,6 @@ def _refuse_another_type(key: str, before: Any, value: Any) -> None:
         fits = value.shape == before.shape
     if not fits:
         raise CheckpointError(
-            f"{key} of the checkpoint is a {type(value).__name__}, and the optimizer keeps a {type(before).__name__} there: it is "
-            "damaged, or of another optimizer. Load another."
+            f"{key} is a {type(value).__name__} in the checkpoint, and a {type(before).__name__} in the optimizer: the "
+            "checkpoint is damaged, or from another optimizer. Load another one."
         )

@@ -1,11 +1,11 @@
-"""Owns the import from DeepSpeed: a checkpoint of ZeRO stage 1, 2 or 3 becomes one of zeroshard's.
+"""Owns the import from DeepSpeed: it converts a checkpoint of ZeRO stage 1, 2 or 3 to zeroshard's format.
 
 DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and runs no code from them. This module has
 substitutes for the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
 flat partitions are mapped into memory, and their fragments become spans of new files.
 
-The place of an element (as DeepSpeed 0.19 writes it): under stages 1 and 2, `param_slice_mappings` gives each rank's fragments.
-Under stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
+The place of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
+fragments. At stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
 `param_shapes`.
 """
 
@@ -77,10 +77,10 @@ class _Flat:
 def import_deepspeed(
     folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, *, display: Display | None = None
 ) -> Path:  # fmt: skip
-    """Convert a DeepSpeed checkpoint to one that `load_checkpoint` takes, at any world size and stage.
+    """Convert a DeepSpeed checkpoint to one that `load_checkpoint` loads, at any world size and stage.
 
     Args:
-        folder: the folder of DeepSpeed's tags, or of one of them.
+        folder: the folder of DeepSpeed's checkpoints, or of one of them.
         out: the folder of checkpoints to write to; the tag stays the same.
         tag: default: the tag in the file `latest`.
         display: shows the progress; default: it is not shown.
@@ -89,7 +89,7 @@ def import_deepspeed(
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: a file is missing or is not of a DeepSpeed ZeRO checkpoint; the message names it.
+        CheckpointError: a file is missing, or is not part of a DeepSpeed ZeRO checkpoint. The message names the file.
     """
     source = files.folder_of(folder, tag)
     models, optimizers = _files(source)
@@ -124,9 +124,10 @@ def import_deepspeed(
 def _read_all(
     model: _ModelFile, models: Sequence[Path], optimizers: Sequence[Path]
 ) -> tuple[_OptimizerFile, list[Part]]:
-    """Return rank 0's optimizer file and each rank's part, whose tensors are the files, mapped into memory.
+    """Return rank 0's optimizer file, and each rank's part, whose tensors are mapped from the files.
 
-    Raises unless the pieces of all files cover every parameter exactly.
+    Raises:
+        CheckpointError: the pieces of all files do not cover every parameter exactly.
     """
     stages: dict[int, _OptimizerFile] = {}
     parts = []
@@ -146,7 +147,7 @@ def _read_all(
         if covered.get(name, 0) != numel:
             raise CheckpointError(
                 f"{optimizers[0].parent} holds {covered.get(name, 0)} of the {numel} elements of {name}: a file is "
-                "damaged, or of another run. Copy the checkpoint again."
+                "damaged, or from another run. Copy the checkpoint again."
             )
     return next(iter(stages.values())), parts
 
@@ -155,25 +156,25 @@ def _read_all(
 
 
 def _files(source: Path) -> tuple[list[Path], list[Path]]:
-    """List model files and optimizer files, in the order of ranks: one of each rank that a file records."""
+    """List the model files and the optimizer files in the order of ranks: one for each rank that a file records."""
     found: dict[int, Path] = {}
     for path in sorted(source.glob("*_optim_states.pt")):
         match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt", path.name)
         if match is None or int(match[2]) != 0:
             raise CheckpointError(
-                f"{path} is of a model-parallel run, or of no ZeRO run: only data-parallel ones are imported. "
-                "Save the model's weights with the program that trained it."
+                f"{path} is not from a data-parallel ZeRO run, and others cannot be imported. Save the model's weights "
+                "with the program that trained it."
             )
         rank = int(match[1])
         if rank in found:
             raise CheckpointError(
-                f"{source} holds two files of rank {rank}: {found[rank].name} and {path.name}. Remove those of the other run."
+                f"{source} holds two files of rank {rank}: {found[rank].name} and {path.name}. Remove the files of the other run."
             )
         found[rank] = path
     if not found:
         raise CheckpointError(
-            f"{source} holds no *_optim_states.pt: it is no DeepSpeed ZeRO checkpoint. Name the folder that holds the "
-            "tags, or a tag's own folder."
+            f"{source} has no *_optim_states.pt, so it is not a DeepSpeed ZeRO checkpoint. Name the folder of all tags, "
+            "or a tag's own folder."
         )
     first = _read_optimizer(found[min(found)])
     says = f"{first.path.name} was written by {first.world_size} ranks"
@@ -181,20 +182,20 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
     missing = sorted(ranks - found.keys())
     if missing:
         raise CheckpointError(
-            f"{source} lacks the file of rank {missing[0]}, one of {len(missing)} that are missing: {says}. Copy the "
+            f"{source} lacks the file of rank {missing[0]} (files missing: {len(missing)}): {says}. Copy the "
             "checkpoint again."
         )
     extra = sorted(found.keys() - ranks)
     if extra:
         raise CheckpointError(
-            f"{source} holds {found[extra[0]].name}, one of {len(extra)} files too many: {says}. Remove the files of other runs."
+            f"{source} holds {found[extra[0]].name} (extra files: {len(extra)}): {says}. Remove the files of other runs."
         )
     names = ["mp_rank_00_model_states.pt"]
     if first.stage == 3:
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(first.world_size)]
     for name in names:
         if not (source / name).is_file():
-            raise CheckpointError(f"{source / name} is missing: copy it from where the checkpoint was written.")
+            raise CheckpointError(f"{source / name} is missing. Copy it from the machine that wrote the checkpoint.")
     return [source / name for name in names], [found[rank] for rank in sorted(ranks)]
 
 
@@ -210,7 +211,7 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} is no file of a ZeRO checkpoint: it holds a {type(content).__name__}, not a dict. Copy the "
+            f"{path} is not a file of a ZeRO checkpoint: it holds a {type(content).__name__}, not a dict. Copy the "
             "checkpoint again."
         )
     _refuse_tensors_without_memory(path, content)
@@ -226,8 +227,8 @@ def _refuse_tensors_without_memory(path: Path, content: Any) -> None:
         if isinstance(one, Tensor):
             if one.layout is not torch.strided or one.is_meta or one.nbytes > path.stat().st_size:
                 raise CheckpointError(
-                    f"{path} is no file of a ZeRO checkpoint, or is damaged: it describes a tensor of {one.numel()} elements, "
-                    "which it does not hold. Copy the checkpoint again."
+                    f"{path} is not a file of a ZeRO checkpoint, or is damaged: it describes a tensor of {one.numel()} "
+                    "elements, but does not hold them. Copy the checkpoint again."
                 )
         elif isinstance(one, Mapping | list | tuple | set) and id(one) not in seen:
             seen.add(id(one))
@@ -246,8 +247,8 @@ def _understood(path: Path) -> Iterator[None]:
         if isinstance(error, KeyError):
             reason = f"it lacks {reason}"
         raise CheckpointError(
-            f"{path} is no file of a ZeRO checkpoint as DeepSpeed 0.19 writes it: {reason}.\n"
-            "Copy the checkpoint again; save one of an older version again with DeepSpeed 0.19."
+            f"{path} is not a file of a ZeRO checkpoint of DeepSpeed 0.19: {reason}.\n"
+            "Copy the checkpoint again. If an older version wrote it, save it again with DeepSpeed 0.19."
         ) from error
 
 
@@ -257,8 +258,8 @@ class _ModelFile:
 
     Attributes:
         shapes: the shapes of trained parameters, by param group (or sub-group).
-        parameters: trained and frozen ones, for a manifest.
-        frozen: the shapes of the frozen ones.
+        parameters: the records of trained and frozen parameters, for a manifest.
+        frozen: the shapes of frozen parameters.
     """
 
     content: Mapping[str, Any]
@@ -294,7 +295,7 @@ def _read_model(path: Path, world_size: int) -> _ModelFile:
         buffers = {name: content["module"][name] for name in content.get("buffer_names") or []}
         for name, buffer in buffers.items():
             if not isinstance(buffer, Tensor):
-                raise TypeError(f"the buffer {name} is no tensor")
+                raise TypeError(f"the buffer {name} is not a tensor")
         return _ModelFile(content, shapes, parameters, frozen, buffers)
 
 
@@ -305,30 +306,30 @@ def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
     if ranks < 1 or world_size % ranks:  # sequence-parallel ranks share the states, too
         raise CheckpointError(
             f"{path} was written by {ranks} data-parallel ranks, and the optimizer's files beside it by {world_size}: "
-            "they are of two runs. Copy the checkpoint again, or remove the files of the other run."
+            "they are from two runs. Copy the checkpoint again, or remove the files of the other run."
         )
     return content
 
 
 def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile:
-    """Read one rank's file. If `world_size` is given, raise for a file of another number of ranks."""
+    """Read one rank's file. If `world_size` is given, raise if another number of ranks wrote the file."""
     content = _load(path)
     with _understood(path):
         content = content["optimizer_state_dict"]
         if not isinstance(content, Mapping):
-            raise TypeError("its optimizer_state_dict is no dict")
+            raise TypeError("its optimizer_state_dict is not a dict")
         stage = int(content["zero_stage"])
         counts = content["partition_count"]
         if not isinstance(counts, list):
             counts = [counts]
         ranks = max(map(int, counts))
         if stage not in (1, 2, 3) or ranks < 1:
-            raise ValueError(f"it is of stage {stage}, and of {ranks} ranks")
+            raise ValueError(f"it names stage {stage} and {ranks} ranks")
     world_size = world_size or ranks
     if any(int(count) != world_size for count in counts):
         raise CheckpointError(
-            f"{path} was written by {ranks} ranks, and the files beside it by {world_size}: they are of two runs, or a "
-            "part of the model is expert-parallel, which is not imported. Remove the files of other runs."
+            f"{path} was written by {ranks} ranks, and the files beside it by {world_size}: they are from two runs, or a "
+            "part of the model is expert-parallel, which cannot be imported. Remove the files of other runs."
         )
     return _OptimizerFile(path, content, stage, world_size)
 
@@ -337,7 +338,7 @@ def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile
 
 
 _Placed = tuple[Span, int, _Flat]
-"""A span of a parameter, its start in flat tensors, and these."""
+"""A span of a parameter, its start in the flat tensors, and the flat tensors."""
 
 
 def _saved_spans(
@@ -353,8 +354,8 @@ def _saved_spans(
             fragments = _fragments_of_stage3(saved.content, model.shapes, rank, saved.world_size)
         else:
             raise CheckpointError(
-                f"{saved.path} is of a version of DeepSpeed that does not record where its parameters lie. Save "
-                "it again with DeepSpeed 0.19."
+                f"{saved.path} is from a version of DeepSpeed that does not record the places of parameters. Save it "
+                "again with DeepSpeed 0.19."
             )
         for span, start, flat in fragments:
             _refuse_outside(span, start, flat, model, covered)
@@ -368,7 +369,7 @@ def _saved_spans(
 
 
 def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, covered: Mapping[str, int]) -> None:
-    """Raise if a fragment does not follow the one before, or is outside of its parameter or its flat tensors."""
+    """Raise if a fragment does not follow the previous one, or is outside of its parameter or its flat tensors."""
     if span.name not in model.parameters or not model.parameters[span.name].trained:
         raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
     numel = prod(model.parameters[span.name].shape)
@@ -379,7 +380,7 @@ def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, cove
 
 
 def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:
-    """Find the fragments of stages 1 and 2: those of a parameter follow one another over the ranks."""
+    """Yield the fragments of stages 1 and 2. Those of a parameter follow one another over the ranks."""
     base = saved["base_optimizer_state"]
     for number, mapping in enumerate(saved["param_slice_mappings"]):
         flat = _flat(saved["single_partition_of_fp32_groups"][number], base, number)
@@ -391,7 +392,7 @@ def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -
 def _fragments_of_stage3(
     saved: Mapping[str, Any], shapes: Sequence[Mapping[str, torch.Size]], rank: int, world_size: int
 ) -> Iterator[_Placed]:
-    """Find the pieces of stage 3, which fill each flat tensor exactly."""
+    """Yield the pieces of stage 3, which fill each flat tensor exactly."""
     partitions = saved["fp32_flat_groups"]
     flats = [_flat(partition, saved["optimizer_state_dict"], number) for number, partition in enumerate(partitions)]
     number = 0
@@ -420,13 +421,13 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
         else:
             rest[name] = value
     group = base["param_groups"][min(number, len(base["param_groups"]) - 1)]
-    if "step" not in rest and "step" in group:  # DeepSpeed's own Adam counts in the group
+    if "step" not in rest and "step" in group:  # DeepSpeed's own Adam keeps the count in the group
         rest["step"] = group["step"]
     return _Flat(states, {name: {"$scalar": ["float32", float(value)]} for name, value in rest.items()})
 
 
 def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Find the parameters that are not trained. Stages 1 and 2 hold them whole in the module, and may name them only there."""
+    """Find the frozen parameters. Stages 1 and 2 store them whole in the module, and may name them only there."""
     listed = dict(model.get("frozen_param_shapes") or {})
     if listed:
         return {name: torch.Size(shape) for name, shape in listed.items()}
@@ -437,7 +438,7 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict
 
 
 def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:
-    """Take frozen parameters from the model files: rank 0 takes all, or, if they are divided (stage 3), each its part."""
+    """Return the spans of frozen parameters: all on rank 0, or, at stage 3, each rank's part."""
     if not model.frozen or (rank and stage != 3):
         return []
     path = models[rank]
@@ -453,7 +454,7 @@ def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: i
             if stage == 3:
                 each = -(-each // world_size)
             if flat.numel() != each:
-                raise ValueError(f"it holds {flat.numel()} elements of {name}, and not {each}")
+                raise ValueError(f"it holds {flat.numel()} elements of {name}, not {each}")
             start = min(rank * each, shape.numel())
             stop = min(start + each, shape.numel())
             if start < stop:
@@ -487,7 +488,7 @@ def _shared(model: _ModelFile, saved: _OptimizerFile) -> dict[str, Any]:
 
 
 def _loss_scaler(scaler: Any) -> dict[str, Any]:
-    """Map to the fields of zeroshard's loss scaler, see optim.loss_scaler."""
+    """Convert DeepSpeed's loss scaler to the fields of zeroshard's, see optim.loss_scaler."""
     fields: Mapping[str, Any] = {} if scaler is None else vars(scaler)
     if "cur_iter" not in fields:
         return {"scale": float(fields.get("cur_scale", 1.0))}

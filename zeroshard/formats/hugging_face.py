@@ -1,8 +1,8 @@
-"""Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model that trains.
+"""Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model in training.
 
-From a checkpoint one process writes everything. From a model each rank writes its own ranges to their places in the files, and
-nothing is sent. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
-`model.safetensors.index.json`; tied parameters are stored once, under the first of their names.
+From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files, without
+communication. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
+`model.safetensors.index.json`. Tied parameters are stored once, under their first name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADAPTER = "adapter_model.safetensors"
 MAX_SHARD_NBYTES = 5_000_000_000
 """The default `max_shard_size` of transformers."""
 _BATCH_NBYTES = 32 << 20
-"""The bytes that are in memory while a tensor is streamed, in each of two dtypes."""
+"""The bytes of a streamed tensor that are in memory at once, in each of two dtypes."""
 _EXPORTED = re.compile(
     rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|"
     r"model-\d{5}-of-\d{5}\.safetensors(\.tmp)?"
@@ -48,7 +48,13 @@ _EXPORTED = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """A parameter or buffer `fqn` in an export: under `name`, in `dtype`."""
+    """A parameter or buffer in an export.
+
+    Attributes:
+        name: its name in the file.
+        dtype: its dtype in the file.
+        fqn: its name in the model.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +63,7 @@ class Exported:
 
     @classmethod
     def of(cls, fqn: str, shape: Sequence[int], saved: torch.dtype, wanted: torch.dtype | None) -> Exported:
-        """Make one under its own name. Only floating-point tensors get the wanted dtype."""
+        """Export a tensor under its own name. Only floating-point tensors get the wanted dtype."""
         return cls(fqn, tuple(shape), wanted if wanted is not None and saved.is_floating_point else saved, fqn)
 
     @property
@@ -90,9 +96,7 @@ def _contents(
 ) -> tuple[list[FilePlan], dict[str, Any]]:
     """Plan the files of weights, and the JSON files beside them; for a PEFT model, only those of its adapters."""
     if description.problem is not None:
-        raise CheckpointError(
-            f"there are no files of this model that another program would load: {description.problem}"
-        )
+        raise CheckpointError(f"this model cannot be exported for other programs: {description.problem}")
     texts = dict(description.files)
     if description.adapters is not None:
         plans = []
@@ -102,7 +106,7 @@ def _contents(
             for name, fqn in names.items():
                 if fqn not in by_fqn:
                     raise CheckpointError(
-                        f"the adapter holds {fqn}, which the checkpoint leaves out. Save it again without "
+                        f"the adapter needs {fqn}, which the checkpoint leaves out. Save it again without "
                         "exclude_frozen."
                     )
                 own.append(replace(by_fqn[fqn], name=name))
@@ -122,7 +126,7 @@ def _contents(
 
 
 def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) -> list[FilePlan]:
-    """Spread tensors over files. `single` is the file's name if there is only one."""
+    """Spread tensors over files. A single file is named `single`."""
     shards: list[list[Exported]] = [[]]
     filled = 0
     for one in tensors:
@@ -139,7 +143,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and lock it against other exports: two would write to each other's files."""
+    """Make a folder, and lock it: another export would write to the same files."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -148,7 +152,7 @@ def claimed(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"another export writes to {folder} now: wait until it has ended, or name another folder."
+                f"another export is writing to {folder}. Wait until it ends, or name another folder."
             ) from None
         except OSError:
             pass  # a file system without locks
@@ -159,7 +163,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of a write into a `CheckpointError` that names the file; a full disk's own error does not."""
+    """Turn an `OSError` of a write into a `CheckpointError` that names the file. A full disk's error names none."""
     try:
         yield
     except OSError as error:
@@ -174,7 +178,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
-    """Claim a folder, and make the temporary files of their full size, with their headers; none is left at the end."""
+    """Claim a folder, and make temporary files of full size with their headers. At the end, none is left."""
     with claimed(folder):
         try:
             for plan in plans:
@@ -193,7 +197,7 @@ def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
 def _write(
     folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance = ignore
 ) -> None:
-    """Write spans of parameters and buffers (1-D tensors) to their places in existing files, and flush these."""
+    """Write spans of parameters and buffers (1-D tensors) to their places in existing files, and flush the files."""
     places: dict[str, list[tuple[Path, FileIO, int, torch.dtype]]] = {}  # by fqn: file, offset, dtype there
     with ExitStack() as stack:
         opened = []
@@ -226,7 +230,7 @@ def _write_span(descriptor: int, offset: int, dtype: torch.dtype, tensor: Tensor
 
 
 def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -> list[Path]:
-    """Give the written files their names, write the JSON beside them, and remove a former export's files."""
+    """Rename the written files into place, write the JSON beside them, and remove files of a previous export."""
     written = [folder / plan.name for plan in plans]
     written += [folder / name for name in texts]
     for plan in plans:
@@ -245,17 +249,19 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does. It holds at most 64 MiB, for a model of any size.
+    """Write the model of a checkpoint as transformers does, with at most 64 MiB of memory for a model of any size.
 
     Args:
-        out: a folder; files of a former export there are replaced.
-        dtype: the dtype of floating-point tensors; None is that of the master weights (fp32).
-        max_shard_nbytes: a larger model is spread over several files.
-        exclude_frozen: write only trained parameters and buffers, without the files that describe a model.
+        reader: the checkpoint.
+        out: the folder to write to; files of a previous export there are replaced.
+        dtype: the dtype of floating-point tensors; None keeps that of the master weights (fp32).
+        max_shard_nbytes: the maximum size of a file; a larger model is spread over several.
+        exclude_frozen: whether to write only trained parameters and buffers, without the config files.
         display: shows the progress; default: it is not shown.
 
     Raises:
-        CheckpointError: a file of the checkpoint is damaged, or the folder cannot be written; or parameters were left out.
+        CheckpointError: a file of the checkpoint is damaged, the checkpoint lacks parameters, or the folder cannot be
+            written.
     """
     folder = Path(out)
     manifest = reader.manifest
@@ -264,8 +270,8 @@ def export(
         description = Description.of(manifest.values.get("description", {}))
     if manifest.excluded and not exclude_frozen and description.adapters is None:  # an adapter needs no base
         raise CheckpointError(
-            f"{reader.folder} leaves out {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}): "
-            "there is no whole model in it. Save without exclude_frozen, or export the adapter."
+            f"{reader.folder} lacks {len(manifest.excluded)} frozen parameters (one is {manifest.excluded[0]}), so it "
+            "has no whole model. Save without exclude_frozen, or export the adapter."
         )
     stored = {one.names[0]: one for one in reader.model() if one.trained or not exclude_frozen}
     tensors = [Exported.of(fqn, one.shape, one.dtype, dtype) for fqn, one in stored.items()]
@@ -280,8 +286,8 @@ def export(
             missing = [one.name for one in manifest.files if not (reader.folder / one.name).is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{reader.folder} lacks {missing[0]}, one of {len(missing)} files that are missing. Where hosts "
-                    "save to folders of their own (node_local), copy the files of all of them into one folder first."
+                    f"{reader.folder} lacks {missing[0]} (files missing: {len(missing)}). If hosts saved to "
+                    "separate folders (node_local), copy the files of all hosts into one folder first."
                 ) from error
             raise
         return _finish(folder, plans, texts)
@@ -296,13 +302,16 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model that trains, see `export`: each rank writes its own ranges. Every rank must call it; all raise any error."""
+    """Write a model in training, see `export`. Every rank must call it, and writes its own ranges.
+
+    All ranks raise an error of any rank.
+    """
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
     folder = Path(out)
     buffers = live.buffers
-    # Rank 0's description counts. PEFT's needs every rank.
+    # Rank 0's description is used, but PEFT's needs every rank.
     described = checkpoints.control.exchange_json(describe(live).model_dump(), "the model's description of itself")[0]
     tensors = [
         Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()

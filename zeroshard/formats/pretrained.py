@@ -6,7 +6,7 @@
     zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-Parameters are then born sharded, see born.py: no rank ever holds the whole model.
+Parameters are sharded as they are made (see born.py), so no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ def load_pretrained(
     device: torch.device | str | None = None, group: dist.ProcessGroup | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Load a model's values from safetensors files. Each rank reads its own part of each parameter, 1 / world_size of
-    the bytes.
+    """Load a model's values from safetensors files.
+
+    Each rank reads only its own part of each parameter, 1 / world_size of the bytes.
 
     Args:
-        model: not sharded yet; its parameters may be whole, born sharded, or on the meta device. They keep their dtypes;
-            those on the meta device are made on `device`. Tied parameters are found under any of their names.
+        model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
+            device. They keep their dtypes; those on the meta device are made on `device`. Tied parameters are found
+            under any of their names.
         path: a file, an index (`*.index.json`), or a folder with `model.safetensors` or `model.safetensors.index.json`.
-        strict: raise an error for missing and unexpected names.
+        strict: whether to raise an error for missing and unexpected names.
         rename: a function from a name in the model to the name in the file.
         device: default: torch's default device.
-        group: the data-parallel process group. Every rank of it must make the call.
+        group: the data-parallel process group. Every rank of it must call the function.
         folder: see `sharded_init`.
 
     Returns:
         The names that the files lack, and the names that the model lacks.
 
     Raises:
-        CheckpointError: a file is damaged or of another model; the message names the file and the parameter.
+        CheckpointError: a file is damaged or of another model. The message names the file and the parameter.
     """
     refuse_distributed(model.named_parameters(), "load_pretrained()")
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
@@ -88,15 +90,18 @@ def materialise(
     model: nn.Module, initialise: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None,
 ) -> None:  # fmt: skip
-    """Give a model on the meta device values, one module at a time, and shard them at once. Every rank must call it.
+    """Initialise a model on the meta device, one module at a time, and shard each at once. Every rank must call it.
 
     Args:
-        model: the model; tensors that are not on the meta device stay as they are.
+        model: the model. Tensors that are not on the meta device do not change.
         initialise: a function that fills a module's own parameters and buffers; default: its `reset_parameters`. Random
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.
         group: the data-parallel process group.
         folder: see `sharded_init`.
+
+    Raises:
+        UsageError: a module has no `reset_parameters`, and `initialise` is None.
     """
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     made: dict[int, nn.Parameter] = {}
@@ -116,7 +121,7 @@ def materialise(
         if initialise is None and not hasattr(module, "reset_parameters"):
             raise UsageError(
                 f"{fqn or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters: "
-                "give materialise(initialise=...), a function that fills a module's own parameters."
+                "pass materialise(initialise=...), a function that fills a module's own parameters."
             )
         with torch.no_grad():
             if initialise is not None:
@@ -133,7 +138,7 @@ def _read(
     entry = reader.entries[name]
     if entry.shape != tuple(tensor.shape):
         raise CheckpointError(
-            f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} {tuple(tensor.shape)}. "
+            f"{reader.path}: {name} has shape {entry.shape}, and the model's {fqns[0]} has {tuple(tensor.shape)}. "
             "Build the model with the shapes of the file."
         )
     if isinstance(tensor, BornSharded):
@@ -173,7 +178,7 @@ def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """List parameters, and the buffers that a state dict holds, each once with all its names."""
+    """Yield parameters, and the buffers that a state dict holds, each once with all its names."""
     names: dict[int, tuple[list[str], Tensor]] = {}
     for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
         names.setdefault(id(tensor), ([], tensor))[0].append(fqn)
@@ -195,5 +200,5 @@ def _files(path: Path) -> list[Path]:
         return [path.parent / file for file in dict.fromkeys(weights.values())]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is no index of safetensors files ({error!r}). Copy it again from where the model was saved."
+            f"{path} is not an index of safetensors files ({error!r}). Copy it again from the saved model."
         ) from None

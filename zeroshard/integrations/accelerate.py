@@ -1,8 +1,8 @@
-"""Owns the setting of accelerate's backend on CPUs, and the refusals of what accelerate would do wrong beside tensor parallelism.
+"""Owns the setting of accelerate's backend on CPUs, and refusals of wrong uses of accelerate beside tensor parallelism.
 
 On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
-then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Every rank would load all data
-and write all files.
+then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Without this module, every
+rank would load all data and write all files.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def refuse_tensor_parallel() -> None:
 
 
 def refuse_divided_by_transformers() -> None:
-    """Raise if a Trainer got a model that transformers loaded with a `tp_plan`: it would train it without an engine."""
+    """Raise if transformers loaded a Trainer's model with a `tp_plan`: the Trainer would train it without an engine."""
     size = _tensor_parallel_size()
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     kind = None if state is None else state._shared_state.get("distributed_type")
     if size > 1 and getattr(kind, "name", "") == "DEEPSPEED":
         raise UsageError(
             f"the Trainer's model is divided over {size} ranks already (tp_plan, DistributedConfig, or "
-            "ParallelismConfig(tp_size=...)), and the Trainer passes such a model to no engine: load it without, and set the "
-            f'config\'s tensor_parallel.autotp_size instead, "tensor_parallel": {{"autotp_size": {size}}}.'
+            "ParallelismConfig(tp_size=...)), and the Trainer does not pass such a model to an engine. Load it without these, "
+            f'and set "tensor_parallel": {{"autotp_size": {size}}} in the config instead.'
         )
 
 
 def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
-    """Raise in a model's forward where accelerate's loader in use dispatches batches, and gives some ranks a wrong one.
+    """Make a model's forward raise if accelerate's active loader dispatches batches, and gives some ranks a wrong one.
 
-    Such a loader reads on rank 0, and sends each rank a part, or the same batch to all. It sees the ranks that divide one model,
-    and none that are data-parallel beside them. Its length is one of several batches for each step.
+    Such a loader reads on rank 0, and sends each rank a part, or the same batch to all. It knows the ranks that divide
+    one model, but not the data-parallel ranks beside them. Its length counts several batches for each step.
 
     Args:
-        model: divided.
-        ranks: how many divide it.
+        model: the divided model.
+        ranks: the number of ranks that divide it.
     """
     hook = untraced(Hook)(_refuse_dispatched, ranks)
     model.register_forward_pre_hook(hook, prepend=True)
@@ -79,8 +79,8 @@ def _refuse_dispatched(ranks: int, *_: Any) -> None:
     if is_same_for_all and dist.get_world_size() == ranks and not hasattr(loader.dataset, "__len__"):
         return
     raise UsageError(
-        f"accelerate dispatches this loader's batches from rank 0 over all {dist.get_world_size()} ranks. Of these, each {ranks} "
-        "divide one model and need the same batches, and others need different ones. Let each rank read: "
+        f"accelerate dispatches this loader's batches from rank 0 over all {dist.get_world_size()} ranks. Each group of {ranks} "
+        "ranks divides one model and needs the same batches; other groups need different ones. Let each rank read: "
         'TrainingArguments(accelerator_config={"dispatch_batches": False}), or DataLoaderConfiguration(dispatch_batches=False).'
     )
 

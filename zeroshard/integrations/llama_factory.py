@@ -1,12 +1,13 @@
 """Owns the entries "zeroshard" of LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`.
 
-import zeroshard.integrations.llama_factory as entry; entry.register()     # then llamafactory.v1's run_sft, run_dpo, ...
+    import zeroshard.integrations.llama_factory as entry
+    entry.register()     # then llamafactory.v1's run_sft, run_dpo, ...
 
-dist_config: {name: zeroshard}
-optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
+    dist_config: {name: zeroshard}
+    optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
 
-For foreign names its training loop reads `parameter.grad`, clips with torch's function, and saves only on rank 0. That
-works for sharded optimizer states (stage 1) only. For stages 2 and 3 use `dist_config.name: deepspeed`.
+For registered names, LLaMA-Factory's training loop reads `parameter.grad`, clips with torch's function, and saves only
+on rank 0. That works only for sharded optimizer states (stage 1). For stages 2 and 3 use `dist_config.name: deepspeed`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PLUGINS = "llamafactory.v1.plugins.trainer_plugins."
 
 
 class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer that gathers its whole state on rank 0 after the steps at which only rank 0 saves `state_dict()`."""
+    """An optimizer that gathers its whole state on rank 0 every `consolidate_every` steps, before rank 0 saves."""
 
     consolidate_every = 0
 
@@ -46,13 +47,13 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
     """Wrap the model in DistributedDataParallel, if there are other ranks.
 
     Raises:
-        UsageError: `dist_config` sets more than sharded optimizer states.
+        UsageError: `dist_config` names another stage than 1, or an unknown key.
     """
     stage = dist_config.get("stage", 1)
     if stage != 1:
         raise UsageError(
-            f"dist_config: stage {stage} is not offered under the name zeroshard: the training loop needs whole gradients on every "
-            'rank. For stages 0 to 3, set "name: deepspeed" and a config_file, under `zeroshard run`.'
+            f"dist_config: stage {stage} is not offered under the name zeroshard, since the training loop needs whole "
+            'gradients on every rank. For stages 0 to 3, set "name: deepspeed" and a config_file, under `zeroshard run`.'
         )
     unknown = [key for key in dist_config if key not in ("name", "stage", "timeout", "dp_size", "mp_replicate_size")]
     if unknown:
@@ -72,8 +73,11 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
 
     Args:
         model: the trainer's model.
-        optim_config: `optimizer` (a class of torch.optim; default AdamW), `consolidate_every` (steps, as `save_steps`), and
-            arguments of the optimizer.
+        optim_config: `optimizer` (a class of torch.optim; default AdamW), `consolidate_every` (steps, as `save_steps`),
+            and arguments of the optimizer.
+
+    Raises:
+        UsageError: torch.optim has no such optimizer, or there is no `lr`.
     """
     options = {key: value for key, value in optim_config.items() if key != "name"}
     kind = options.pop("optimizer", "AdamW")
@@ -83,7 +87,7 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UsageError(f"optim_config: torch.optim has no {kind!r}. Name a class of torch.optim.")
     if "lr" not in options:
-        raise UsageError("optim_config has no lr. Set it there: LLaMA-Factory gives a plugin no learning_rate.")
+        raise UsageError("optim_config has no lr. Set it there: LLaMA-Factory passes no learning_rate to a plugin.")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = ConsolidatingOptimizer(trainable, cls, elementwise=elementwise, **options)
     made.consolidate_every = int(every)

@@ -1,5 +1,4 @@
-"""Owns `ZeroTrainer`, transformers' Trainer on zeroshard, and the callback for ZeroRedundancyOptimizer in a stock
-Trainer.
+"""Owns `ZeroTrainer`, and the callback for ZeroRedundancyOptimizer in a stock Trainer of transformers.
 
 trainer = ZeroTrainer(model, args, zero=3, train_dataset=data)          # a stage, a Policy, or a DeepSpeed config
 class MyTrainer(ZeroTrainerMixin, SFTTrainer): ...                      # any other Trainer
@@ -44,7 +43,7 @@ _logger = logging.get_logger(__name__)
 
 
 _Trainer: Any = object
-"""The base class, for type checkers: the Trainer that comes after the mixin."""
+"""The base class, to type checkers: the Trainer that follows the mixin."""
 
 
 # ---------------------------------------------------------------------- settings
@@ -52,7 +51,7 @@ _Trainer: Any = object
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a training.
+    """The settings of a training run.
 
     Attributes:
         policy, precision: the residencies and the dtypes of model states.
@@ -74,7 +73,7 @@ class Settings:
 
     @property
     def skips_steps_that_are_not_finite(self) -> bool:
-        """True, except under bf16 where a config allows such steps."""
+        """Whether steps with gradients that are not finite are skipped: yes, unless a bf16 config allows them."""
         return self.config is None or self.config.skips_steps_that_are_not_finite
 
     def create_loss_scaler(self) -> LossScaler:
@@ -87,11 +86,13 @@ class Settings:
 
 
 def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: int = 1) -> Settings:
-    """Resolve `zero=` with transformers' TrainingArguments.
+    """Resolve `zero` together with transformers' TrainingArguments.
 
     Args:
+        zero: the Trainer's argument.
+        args: the TrainingArguments.
         model: the model, whose hidden size replaces "auto" in some keys.
-        total_steps: optimizer steps of the whole training, for a schedule whose length is "auto".
+        total_steps: optimizer steps of the whole run, for a schedule whose length is "auto".
 
     Raises:
         ConfigError: the config cannot be used, or contradicts the arguments.
@@ -99,7 +100,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
         raise UsageError(
-            f"zero={zero!r}: give a zeroshard.Policy, a stage (0 to 3), or a DeepSpeed config (a path or a dict)."
+            f"zero is {zero!r}: pass a zeroshard.Policy, a stage (0 to 3), or a DeepSpeed config (a path or a dict)."
         )
     if isinstance(zero, int):
         zero = Policy.stage(zero)
@@ -181,7 +182,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
     ]
     if different:
         raise ConfigError(
-            'the config and TrainingArguments contradict each other; set both alike, or the config\'s to "auto":\n'
+            'the config and TrainingArguments contradict each other. Set both to one value, or the config\'s to "auto":\n'
             + "\n".join(different)
         )
 
@@ -200,7 +201,7 @@ def refuse_arguments(args: Any) -> None:
     }  # fmt: skip
     for name, (asked, instead) in clashes.items():
         if asked:
-            raise UsageError(f"TrainingArguments({name}) does not go with ZeroTrainer: {instead}. Leave it out.")
+            raise UsageError(f"ZeroTrainer does not support TrainingArguments({name}): {instead}. Leave it out.")
     if args.n_gpu > 1:
         raise UsageError(
             f"one process sees {args.n_gpu} accelerators: start one for each, torchrun --nproc-per-node {args.n_gpu} SCRIPT."
@@ -211,13 +212,13 @@ def refuse_optimizer(optimizer: Any) -> None:
     """Raise if an optimizer changes parameters between steps, or shards them itself."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise UsageError(
-            "ZeroTrainer shards the optimizer itself: give it the optimizer class that ZeroRedundancyOptimizer was "
-            "given, and zero=1; or a stock Trainer the ZeroRedundancyOptimizer."
+            "ZeroTrainer shards the optimizer itself. Pass it an optimizer of the inner class and zero=1, or pass the "
+            "ZeroRedundancyOptimizer to a stock Trainer."
         )
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
         raise UsageError(
-            f"{type(optimizer).__name__} writes to the parameters when evaluation begins and ends (schedule-free): it "
-            "cannot be sharded. Take another optimizer."
+            f"{type(optimizer).__name__} (schedule-free) writes to the parameters when evaluation begins and ends, so it "
+            "cannot be sharded. Use another optimizer."
         )
 
 
@@ -225,7 +226,7 @@ def refuse_optimizer(optimizer: Any) -> None:
 
 
 class OuterModel(nn.DataParallel[nn.Module]):
-    """The model as the training loop sees it. For code that unwraps models it is a DataParallel of one device."""
+    """The model as the training loop sees it. To code that unwraps models, it is a DataParallel of one device."""
 
     def __init__(self, module: nn.Module, sharded: Sharded | None, settings: Settings) -> None:
         nn.Module.__init__(self)
@@ -241,7 +242,7 @@ class OuterModel(nn.DataParallel[nn.Module]):
             return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step."""
+        """Clear the gradients of the step."""
         if self._sharded is not None:
             self._sharded.optimizer.zero_grad()
 
@@ -256,7 +257,9 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The sharded optimizer as the training loop sees it.
 
     Args:
-        skips: whether to skip a step whose gradients are not finite. False: no step waits for the norm.
+        sharded: the sharded model.
+        scaler: the loss scaler.
+        skips: whether to skip a step whose gradients are not finite. If not, no step waits for the norm.
     """
 
     _is_accelerate_prepared = True
@@ -269,7 +272,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: float | Tensor | None = None
 
     def clip(self, max_norm: float | None) -> float | Tensor:
-        """Clip, and return the norm before; as a number if steps may be skipped."""
+        """Clip the gradients, and return their norm before clipping: a number, if steps may be skipped."""
         norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
         self._norm = float(norm) if self._skips else norm
         return self._norm
@@ -313,10 +316,9 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`: transformers reads there whether all ranks must run a model equally
-    often.
+    """The value of `_is_fsdp_managed_module`, by which transformers decides if ranks must run equally often.
 
-    It is true while a forward gathers parameters. A copy of the model, or a pickled one, gets False.
+    It is true while a forward gathers parameters. A copied or pickled model gets False.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -342,12 +344,13 @@ def generate_together(sharded: Sharded) -> None:
 
 
 def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
-    """Return the model's state dict on rank 0, in the dtypes that it trains in. Every rank must call it.
+    """Return the model's state dict on rank 0, in the dtypes that it trains in; {} elsewhere. Every rank must call it.
 
     Sharded parameters are gathered one at a time, into rank 0's CPU memory. Unsharded ones are the model's own tensors.
 
     Args:
-        adapters_alone: for a PEFT model, leave out the frozen base except its embeddings.
+        sharded: the sharded model.
+        adapters_alone: whether to leave out a PEFT model's frozen base, except its embeddings.
     """
     model = sharded.model
     if not sharded.policy.parameters.sharded:
@@ -377,7 +380,7 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Return the names of the embeddings, which PEFT saves with an adapter if they were changed."""
+    """Return the ids of the embeddings' parameters, which PEFT saves with an adapter if they were changed."""
     modules = [getattr(model, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
     return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
@@ -391,14 +394,14 @@ def is_ours(folder: str | os.PathLike[str]) -> bool:
 
 
 class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Makes a Trainer train with zeroshard instead of DistributedDataParallel. Put it before the Trainer's class.
+    """A mixin that makes a Trainer use zeroshard instead of DistributedDataParallel. Put it before the Trainer's class.
 
-    The model stays `trainer.model`. When training begins it is sharded; `trainer.sharded` is the result of `shard`.
+    The model stays `trainer.model`. It is sharded when training begins; `trainer.sharded` is the result of `shard`.
     Every rank must call `train`, `evaluate`, `predict` and `save_model`, as with other Trainers.
 
     Args:
-        zero: a stage (0 to 3), a `zeroshard.Policy`, or a DeepSpeed config (a path, a dict), whose "auto" values are those of
-            `args`.
+        zero: a stage (0 to 3), a `zeroshard.Policy`, or a DeepSpeed config (a path or a dict), whose "auto" values come
+            from `args`.
 
     Raises:
         ConfigError, UsageError: the config contradicts `args`, or `args` combine settings that exclude each other.
@@ -455,13 +458,13 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().create_scheduler(num_training_steps, optimizer)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Release the model of an earlier training, then call the user's `model_init`."""
+        """Release the model of an earlier run, then call the user's `model_init`."""
         self._release()
         made: nn.Module = super().call_model_init(trial)
         return made
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Shard the model. The result is not the model itself, so neither Trainer nor accelerate wraps it."""
+        """Shard the model. The result is not the model itself, so neither the Trainer nor accelerate wraps it."""
         if isinstance(model, OuterModel):
             return model
         if self._outer is not None and self._outer.module is model:
@@ -488,7 +491,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return self._outer
 
     def _release(self) -> None:
-        """End the sharding of an earlier training's model."""
+        """End the sharding of an earlier run's model."""
         if self.sharded is not None:
             self.sharded.remove()
         self.sharded = self._outer = None
@@ -512,7 +515,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return data
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with rank 0's running statistics on every rank, which checkpoints hold too."""
+        """Evaluate with rank 0's running statistics on every rank, as checkpoints hold them."""
         if self.sharded is not None:
             self.sharded.broadcast_buffers()
         return super().evaluation_loop(*args, **kwargs)
@@ -581,11 +584,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
         elif Path(checkpoint, "optimizer.pt").exists() or Path(checkpoint, "optimizer.bin").exists():
             raise UsageError(
-                f"{checkpoint} holds the optimizer's state of another Trainer. Go on with that one, or begin a new "
-                "training from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
+                f"{checkpoint} holds the optimizer's state of another Trainer. Continue with that Trainer, or start a new "
+                "run from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
             )
         else:
-            _logger.warning(f"{checkpoint} holds no optimizer state (save_only_model?): it starts from new states.")
+            _logger.warning(f"{checkpoint} holds no optimizer state (save_only_model?): the optimizer starts anew.")
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -608,7 +611,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def _is_adapted(self) -> bool:
-        """Return whether it is a PEFT model, whose checkpoints hold only trained parameters."""
+        """Whether the model is a PEFT model, whose checkpoints hold only trained parameters."""
         return hasattr(self.model, "peft_config") and hasattr(self.model, "base_model")
 
 
@@ -621,7 +624,7 @@ class ZeroSeq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type
 
 
 class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """A callback of a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
+    """A callback for a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate the state if a checkpoint may follow."""
@@ -640,7 +643,7 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
         inner = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(inner, ZeroRedundancyOptimizer):
             raise UsageError(
-                f"ZeroConsolidateCallback is for zeroshard.ZeroRedundancyOptimizer, and this optimizer is "
-                f"{type(inner).__name__}. Leave the callback out."
+                f"ZeroConsolidateCallback is for zeroshard.ZeroRedundancyOptimizer, not for {type(inner).__name__}. Leave "
+                "the callback out."
             )
         inner.consolidate_state_dict(0)

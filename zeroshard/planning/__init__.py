@@ -1,4 +1,4 @@
-"""Plans: dry runs of the engine itself, for the memory and the time of a training before it is queued."""
+"""Plans: dry runs of the engine itself, which give the memory and the time of a training run before it is queued."""
 
 from zeroshard.planning.planner import Plan, plan
 

@@ -1,7 +1,7 @@
 """Owns one dry run: the real engine takes two steps as one rank of many, on tensors without values.
 
-It needs no weights, accelerator or other process: torch's FakeTensorMode replaces the tensors, `SimulatedRanks` the
-other ranks and `SimulatedStorages` memory and disk, and `Ledger` counts. The engine's code does not change.
+It needs no weights, accelerator or other processes. torch's FakeTensorMode replaces the tensors, `SimulatedRanks` the
+other ranks, and `SimulatedStorages` memory and disk. `Ledger` counts the bytes. The engine's code does not change.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
 
 STEPS = 2
-"""The first step fixes an order, makes the optimizer's states and fills the pool of buffers. The second is like all
-later ones.
+"""The number of steps. The first fixes the order of units, makes the optimizer's states and fills the pool of buffers.
+The second is like all later ones.
 """
 MOST_MICROBATCHES = 3
-"""The microbatches of a step that are run: the first, the last, and one for all between them, which are alike."""
+"""The maximum number of a step's microbatches that are run: the first, the last, and one for all between them."""
 _SILENT = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "json_monitor",
     "wandb", "comet", "comms_logger",
@@ -65,12 +65,12 @@ _Spent = dict[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Job:
-    """A training run to plan. All other attributes are `plan`'s arguments.
+    """A training run to plan. Attributes that are not listed here are `plan`'s arguments.
 
     Attributes:
         hosts: the number of hosts, over which the ranks are spread evenly.
         born_sharded: whether the model is built inside `sharded_init`.
-        tensor_parallel: the ranks that divide one model; the others are data-parallel.
+        tensor_parallel: the number of ranks that divide one model; the others are data-parallel.
     """
 
     factory: Callable[[], nn.Module]
@@ -86,32 +86,32 @@ class Job:
 
     @property
     def data_ranks(self) -> int:
-        """The ranks that hold the same part of the model, and shard it."""
+        """The number of ranks that hold the same part of the model, and shard it."""
         return self.ranks // self.tensor_parallel
 
     @property
     def ranks_per_host(self) -> int:
-        """The most ranks on one host."""
+        """The maximum number of ranks on one host."""
         return -(-self.ranks // self.hosts)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one rank in a dry run. Bytes and seconds.
+    """The figures of one rank in a dry run, in bytes and seconds.
 
     Attributes:
         peak, host_peak: the peaks of live bytes in training, on the device and in CPU memory beside it.
-        peak_together: the peak of both at once, where they are one memory.
+        peak_together: the peak of the sum of both, for a machine on which they are one memory.
         reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
         peaks: the peaks on the device, by phase.
-        start: the most on the device before the first step.
+        start: the peak on the device before the first step.
         rest: live bytes between steps, by category.
         states: live bytes when the optimizer steps: model states with all gradients.
-        disk: the most bytes on disk.
+        disk: bytes on disk.
         sent, calls: bytes and calls of one step, by collective.
         seconds: the time of one step.
-        spent: this time by "computing", "CPU step", and waits for lines.
-        numel, trained: the model's parameters, and those that the optimizer updates.
+        spent: this time by cause: "computing", "CPU step", and waits for lines.
+        numel, trained: the numbers of the model's parameters, and of those that the optimizer updates.
         timeline: live bytes after each operation of the last step.
     """
 
@@ -146,7 +146,9 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
     """Run two steps of a config.
 
     Args:
-        micro_batch: samples of one call, if the config names none.
+        job: the training run.
+        config: a config, as for `initialize`.
+        micro_batch: samples of one call, if the config names no batch size.
         draws: whether to keep the timeline.
 
     Raises:
@@ -168,7 +170,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
-    """The mode of a dry run, also for copied tensors, as in nn.TransformerEncoder, which copies its first layer."""
+    """The mode of a dry run. A copied tensor keeps it: nn.TransformerEncoder copies its first layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
         return self
@@ -185,7 +187,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     config = load_config(raw, job.data_ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
-            "neither the config nor the caller names a batch size: give the number of samples of one call of the model."
+            "neither the config nor the caller names a batch size. Pass the number of samples of one call of the model."
         )
     members = _Members(job, config, ledger, clock)
     if job.tensor_parallel > 1:
@@ -216,7 +218,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
     with ExitStack() as stack:
-        # Now that the model's library is imported.
+        # The building of the model has imported its library, which `_untraced` changes.
         for around in (_untraced(), _located(model, ledger), _random_states(stateful), job.sequences.shortened(clock)):
             stack.enter_context(around)
         for _ in range(STEPS):
@@ -246,7 +248,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 
 
 class _Members:
-    """A maker of the simulated members, for `shard`."""
+    """A maker of the simulated collectives and storages, for `shard`."""
 
     made: SimulatedRanks | SimulatedTwoLevel
 
@@ -260,7 +262,7 @@ class _Members:
         )
 
     def send_parts(self, kind: str, nbytes: int) -> None:
-        """Send bytes to the neighbours that hold a sequence or a model together, and wait for as many."""
+        """Send bytes to the neighbours that share a sequence or a model, and wait for the same number of bytes."""
         self.made.sent[kind] += nbytes
         self.made.calls[kind] += 1
         self._line.send(nbytes).wait()
@@ -268,11 +270,11 @@ class _Members:
     def collectives(
         self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
     ) -> SimulatedRanks | SimulatedTwoLevel:
-        """Replace `create_collectives`."""
+        """Make simulated collectives, as `create_collectives` makes real ones."""
         if wire.is_lossy:
             raise UsageError(
-                "quantised communication (zero_quantized_gradients) cannot be planned: plan without it. "
-                "Memory at rest is the same."
+                "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
+                "is the same."
             )
         self.made = self._hosts.collectives(within)
         return self.made
@@ -290,18 +292,20 @@ def _build(job: Job) -> nn.Module:
         raise
     except Exception as error:
         raise UsageError(
-            f"the model could not be built without values: {type(error).__name__}: {_first_line(error)} A plan builds the model as "
-            "it is born, from its configuration: read no weights there (from_config instead of from_pretrained)."
+            f"the model could not be built without values: {type(error).__name__}: {_first_line(error)} A plan builds the model "
+            "from its configuration: do not read weights there (use from_config instead of from_pretrained)."
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"the factory made {type(model).__name__}, not a torch.nn.Module. Return a module.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UsageError(
-            "the factory gave a model on the meta device: leave the device out, a plan makes tensors without values itself."
+            "the factory returned a model on the meta device. Leave the device out: a plan makes tensors without values "
+            "itself."
         )
     if any(not isinstance(parameter, FakeTensor) for parameter in model.parameters()):
         raise UsageError(
-            "the factory gave a model that has values already: make it inside of the factory, so that the plan needs no memory."
+            "the factory returned a model that has values already. Build it inside the factory, so that the plan needs no "
+            "memory."
         )
     model.train()
     return model
@@ -311,16 +315,16 @@ def _born(job: Job) -> nn.Module:
     try:
         return job.factory()
     except RuntimeError as error:
-        # torch cannot move a module of tensors without values while it is built, as PEFT moves its adapters.
+        # torch cannot move a module of tensors without values while it is built; PEFT moves its adapters then.
         if "Couldn't swap" not in str(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold parts of the model
+        traceback.clear_frames(error.__traceback__)  # the frames hold parts of the model
     gc.collect()
     return _born_on_meta(job)
 
 
 def _born_on_meta(job: Job) -> nn.Module:
-    """Build on the meta device, where a model may be moved; then replace its tensors by CPU tensors without values."""
+    """Build the model on the meta device, where it may be moved. Replace its tensors by CPU tensors without values."""
     with outside_of_modes(), torch.device("meta"):
         model = job.factory()
     made: dict[Tensor, Tensor] = {}
@@ -410,7 +414,7 @@ def _step(
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor without values for one of the user's, which may have been made before the mode."""
+    """Return a tensor without values like one of the user's, which may have been made before the mode began."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -440,9 +444,10 @@ def _loss(job: Job, output: Any) -> Tensor:
 
 
 def take_foreach(engine: Engine) -> None:
-    """Have optimizers that name no kernels update all tensors at once, with temporaries of all, as torch does on an accelerator.
+    """Set `foreach` for optimizers that choose no implementation, as torch does on an accelerator.
 
-    By itself torch would see the CPU of a dry run here, where such an optimizer takes one tensor after another.
+    They then update all tensors at once, with temporaries for all. Without it, torch would see the CPU of a dry run,
+    where such an optimizer takes one tensor after another.
     """
     for group in chain.from_iterable(one.param_groups for one in engine._sharded.sharded_step.users_optimizers()):
         if group.get("foreach", False) is None and group.get("fused") is None:
@@ -450,7 +455,7 @@ def take_foreach(engine: Engine) -> None:
 
 
 def _name_states(engine: Engine, ledger: Ledger) -> None:
-    """Name the memory of model states. Optimizer states exist after the first step."""
+    """Assign the memory of model states to categories. Optimizer states exist after the first step."""
     for unit in engine._sharded._schedule.units:
         ledger.name([unit.flat.tensor], PARAMETERS)
         for bucket in unit.buckets:
@@ -462,15 +467,15 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
     ledger.name([value for value in kept if isinstance(value, Tensor)], OPTIMIZER)
 
 
-# ---------------------------------------------------------------------- what a dry run does around the model
+# ---------------------------------------------------------------------- hooks and changes around the model
 
 
 @contextmanager
 def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside as in a real run.
 
-    It treats tensors without values like those of torch.compile, whose values it may not read, and then makes a mask of
-    [batch, 1, length, length] to be safe. A dry run answers such reads.
+    It treats tensors without values like those of torch.compile, whose values it may not read. To be safe, it then
+    makes a mask of [batch, 1, length, length]. A dry run can answer such reads.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -486,7 +491,7 @@ def _untraced() -> Iterator[None]:
 
 @contextmanager
 def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Record in the ledger the module that runs inside; in a backward, the one whose output's gradient came last."""
+    """Record the running module in the ledger; in a backward, the module whose output's gradient was computed last."""
 
     def enter(name: str, *_: Any) -> None:
         ledger.module = name
@@ -507,10 +512,10 @@ def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def _random_states(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Count for a forward of each of these modules the memory of a random state, until its backward is over.
+    """Count the memory of one random state for each forward of these modules, until its backward ends.
 
-    On a CPU torch's checkpointing keeps one for each call, without an operation that the ledger could count. If the
-    input needs no gradient, the state stays until the module's next forward.
+    On a CPU, torch's checkpointing keeps such a state for each call, without an operation that the ledger could count.
+    If the input needs no gradient, the state stays until the module's next forward.
     """
     kept: dict[nn.Module, Tensor] = {}
 

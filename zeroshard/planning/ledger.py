@@ -1,10 +1,10 @@
-"""Owns the count of live bytes of a dry run: every storage, by purpose and place.
+"""Owns the count of live bytes of a dry run: every storage, by category and place.
 
-On an accelerator a storage takes a block of the allocator's (see segments.py), in CPU memory its own bytes.
+On an accelerator, a storage takes a block of the allocator (see segments.py). In CPU memory it takes its own bytes.
 
-The ledger intercepts each operation below autograd. An unknown storage is new, and lives until torch drops it; a
-resized one calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the phase that made
-it.
+The ledger intercepts each operation below autograd. An unknown storage is new, and lives until torch drops it. Code
+that resizes a storage calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the
+phase that made it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Peak:
     """The peak of live bytes.
 
     Attributes:
-        nbytes: the bytes in all.
+        nbytes: the total bytes.
         parts: the bytes by category.
-        phase, module: the phase and the module of the peak.
+        phase, module: the phase and the module in which the peak occurred.
     """
 
     nbytes: int = 0
@@ -65,7 +65,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """The live bytes after an operation. `at` in seconds of the clock."""
+    """The live bytes after an operation.
+
+    Attributes:
+        at: the time, in seconds of the clock.
+        phase: the present phase.
+        parts: the bytes by category.
+    """
 
     at: float
     phase: str
@@ -73,8 +79,9 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """A mode that counts live bytes, and advances the clock with each operation. Inside a FakeTensorMode, it also
-    answers reads of values from tensors without values: True, 1, and 0.5 in a step.
+    """A mode that counts live bytes, and advances the clock with each operation.
+
+    Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, in a step, 0.5.
 
     Attributes:
         phase, module: the present phase and module of the model, which a peak records.
@@ -97,7 +104,7 @@ class Ledger(TorchDispatchMode):
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
-        """The bytes of both memories, if they are one."""
+        """The peak of the sum of both memories."""
         self.timeline: list[Moment] = []
         self._purpose: list[tuple[str, bool]] = []
 
@@ -115,25 +122,25 @@ class Ledger(TorchDispatchMode):
         return 0 if self._segments is None else self._segments.reserved
 
     def parts(self) -> dict[str, int]:
-        """The bytes of these storages, by category."""
+        """Return the present live bytes on the device, by category."""
         return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
 
     def forget_peaks(self) -> None:
-        """Count peaks from now."""
+        """Forget earlier peaks."""
         self.peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
         self.peak_together = sum(now.total() for now in self._now.values())
 
-    # ------------------------------------------------------------------ what is what
+    # ------------------------------------------------------------------ categories
 
     def enter(self, phase: str, born: str) -> None:
-        """Begin a phase, in which new memory is of the category `born`."""
+        """Begin a phase, whose new memory belongs to the category `born`."""
         self.phase = phase
         self.born = born
 
     @contextmanager
     def purpose(self, category: str, *, on_host: bool = False) -> Iterator[None]:
-        """Count memory that is made inside under a category."""
+        """Assign memory that is allocated inside the context to a category."""
         self._purpose.append((category, on_host))
         try:
             yield
@@ -141,7 +148,7 @@ class Ledger(TorchDispatchMode):
             self._purpose.pop()
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give existing memory a category."""
+        """Assign existing memory to a category."""
         for tensor in tensors:
             live = self._live.get(storage_id(tensor))
             if live is not None and live.category != category:
@@ -150,7 +157,7 @@ class Ledger(TorchDispatchMode):
                 live.category = category
 
     def resized(self, tensor: Tensor) -> None:
-        """Record that the storage under a tensor took memory, or freed it."""
+        """Record that the storage of a tensor was resized."""
         storage = tensor.untyped_storage()
         live = self._live.get(storage_id(tensor))
         if live is None:
@@ -177,7 +184,7 @@ class Ledger(TorchDispatchMode):
         self._add(category, live.nbytes, on_host=on_host)
 
     def _resize(self, live: _Live, nbytes: int) -> None:
-        """Set the bytes that a storage takes for `nbytes` of its own."""
+        """Set the size of a storage to `nbytes`, and the bytes that it takes."""
         live.nbytes = nbytes
         if self._segments is None or live.on_host:
             return
@@ -223,7 +230,7 @@ class Ledger(TorchDispatchMode):
     # ------------------------------------------------------------------ dispatch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # two thirds of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         if func in _ASKS and isinstance(args[0], FakeTensor) and args[0].constant is None:
@@ -263,7 +270,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Return whether the engine itself made it only for its shape."""
+    """Return whether a tensor is on the meta device: the engine itself made it only for its shape."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 

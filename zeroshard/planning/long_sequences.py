@@ -21,27 +21,27 @@ _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, if a model has them."""
 
 MOST_TILES = 4
-"""The tiles of a tensor that are run: the first two, between which gradients are summed; one for all later ones, which
-are alike; and the last, which may be shorter."""
+"""The maximum number of a tensor's tiles that are run: the first two, between which gradients are summed, one for all
+later ones, and the last, which may be shorter."""
 
 
 @dataclass(frozen=True)
 class LongSequences:
-    """The tools that a planned training uses for its sequences.
+    """A planned run's settings for long sequences.
 
     Attributes:
         ranks: the number of ranks that hold one sequence together.
-        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0: they run whole.
+        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles.
     """
 
     ranks: int = 1
     tile_tokens: int = 0
 
     def refuse(self, world_size: int) -> None:
-        """Raise if this number of ranks cannot hold sequences."""
+        """Raise if the ranks cannot be divided into groups that hold sequences."""
         if world_size % self.ranks:
             raise UsageError(
-                f"{world_size} ranks cannot hold sequences on {self.ranks} ranks each. Choose a number of ranks "
+                f"{world_size} ranks cannot be divided into groups of {self.ranks} that hold a sequence. Choose a number "
                 "that divides them."
             )
 
@@ -63,7 +63,10 @@ class LongSequences:
         return _Cut(model, sequences, self.tile_tokens)
 
     def shortened(self, clock: Clock) -> AbstractContextManager[None]:
-        """Run at most MOST_TILES tiles of a tensor, and count the time of all. Memory is the same: tiles run one by one."""
+        """Run at most MOST_TILES tiles of a tensor, and count the time of all.
+
+        Memory is the same, since tiles run one by one.
+        """
 
         def run(parts: Sequence[slice]) -> Iterator[slice]:
             alike = len(parts) - MOST_TILES + 1
@@ -94,7 +97,7 @@ class _Cut(nn.Module):
 
 
 class _Simulated(SequenceRanks):
-    """The first of some ranks; the others are simulated."""
+    """The first rank of a group; the others are simulated."""
 
     def __init__(self, size: int, send: Callable[[int], None]) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Owns the model of a machine for dry runs: its speeds and hidden costs, and the time of operations, links and disks on
-it.
+"""Owns the model of a machine for dry runs: its speeds, its hidden costs, and the time of operations and transfers.
 
-The numbers are data, in machines.json. Speeds are those that training reaches, not those of a data sheet. One processor
-computes. Beside it, every line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after
-another. A wait advances the clock, so transfers overlap if the schedule allows it.
+The numbers are in machines.json. Speeds are those that training reaches, not those of a data sheet. One processor
+computes. Each line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after another. A
+wait advances the clock, so transfers overlap if the schedule allows it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Processor(_Part):
     """A device that computes, with its memory.
 
     Attributes:
-        flops: floating-point operations a second, by dtype of the operands.
-        memory_bandwidth: bytes a second, read and written together.
-        launch_seconds: the fixed time of one operation, besides its work.
-        peak_flops: the maker's figure for dense matrices, by dtype, if it is known.
+        flops: floating-point operations per second, by dtype of the operands.
+        memory_bandwidth: bytes per second, read and written together.
+        launch_seconds: the fixed time of one operation.
+        peak_flops: the vendor's figure for dense matrices, by dtype, if it is known.
     """
 
     flops: dict[str, float]
@@ -44,23 +43,28 @@ class Processor(_Part):
     peak_flops: dict[str, float] = {}
 
     def flops_of(self, dtype: str) -> float:
-        """Return the floating-point operations a second of a dtype, or of fp32 if it is unknown."""
+        """Return the floating-point operations per second of a dtype, or of fp32 if the dtype is unknown."""
         return self.flops.get(dtype) or self.flops["float32"]
 
 
 class Link(_Part):
-    """A link between two places: bytes a second in one direction, and seconds of an empty transfer."""
+    """A link between two places.
+
+    Attributes:
+        bandwidth: bytes per second in one direction.
+        latency: seconds of an empty transfer.
+    """
 
     bandwidth: float = Field(gt=0)
     latency: float = Field(ge=0)
 
 
 class Unseen(_Part):
-    """The memory of an accelerator besides this process's tensors.
+    """The memory of an accelerator that is not in this process's tensors.
 
     Attributes:
         context: bytes of the driver's context, kernels included.
-        collectives: bytes that the library of collectives takes for itself.
+        collectives: bytes that the communication library allocates.
         workspaces: bytes of cuBLAS and similar libraries.
         fragmentation: memory that the allocator holds and cannot use, as a share of the peak of live bytes.
     """
@@ -72,15 +76,17 @@ class Unseen(_Part):
 
 
 class Machine(_Part):
-    """A host with its accelerators. See the attributes of its parts.
+    """A host with its accelerators.
 
     Attributes:
         memory: bytes of one accelerator.
-        accelerators: the number in one host.
+        accelerators: the number of accelerators in one host.
         host_memory: bytes of one host.
+        device, host: the accelerator, and the host's processor.
         inside, between: one rank's links to others of its host, and to other hosts.
         copies: the link between one accelerator and CPU memory.
-        disk_write, disk_read: bytes a second of a host's disk, which its ranks share.
+        disk_write, disk_read: bytes per second of a host's disk, which its ranks share.
+        unseen: an accelerator's memory that a dry run does not allocate.
         transport: the transport between ranks: "native" (NCCL and similar) or "gloo".
         computes_on_cpu: whether ranks compute in CPU memory, without an accelerator.
         devices: torch's names of such accelerators.
@@ -110,7 +116,7 @@ def machines() -> dict[str, Machine]:
 
 
 def peak_flops_of(device: str, dtype: str) -> float | None:
-    """Return the most operations of an accelerator in a second; None if the table lacks it."""
+    """Return an accelerator's peak of floating-point operations per second; None if the table lacks it."""
     known = (machine.device.peak_flops.get(dtype) for machine in machines().values() if device in machine.devices)
     return next(known, None)
 
@@ -119,7 +125,7 @@ def machine_of(name: str) -> Machine:
     """Return a known machine, or one that a file of `zeroshard doctor --profile` describes.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such machine or file, or the file does not describe a machine.
     """
     if name in machines():
         return machines()[name]
@@ -141,10 +147,10 @@ def machine_of(name: str) -> Machine:
 
 
 class Clock:
-    """The clock of a dry run: seconds since it began.
+    """The clock of a dry run.
 
     Attributes:
-        now: the processor's time.
+        now: the processor's time, in seconds since the run began.
         computed: seconds of operations, by place: "computing" and "CPU step".
         waited: seconds of waiting, by line.
     """
@@ -168,7 +174,7 @@ class Clock:
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Count the operations inside `count` times: those that a dry run leaves out take as long."""
+        """Count the operations inside `number` times, for others of the same cost that a dry run leaves out."""
         before = dict(self.computed)
         yield
         for name, seconds in self.computed.items():
@@ -177,22 +183,26 @@ class Clock:
             self.now += more
 
     def wait_until(self, moment: float, line: str) -> None:
-        """Wait for a transfer that arrives at a moment."""
+        """Wait for a transfer that arrives at the time `moment`."""
         if moment > self.now:
             self.waited[line] += moment - self.now
             self.now = moment
 
     def reset(self) -> None:
-        """Start again at zero for another step."""
+        """Start new counts of computed and waited time, for another step."""
         self.computed.clear()
         self.waited.clear()
 
 
 class Line:
-    """A line that carries bytes. `bandwidth` in bytes a second.
+    """A line that carries bytes.
 
     Args:
-        is_apart: whether transfers overlap with computation. False: the processor copies, as between ranks that share
+        clock: the clock of the dry run.
+        name: the name under which waits are counted.
+        bandwidth: bytes per second.
+        latency: seconds of an empty transfer.
+        is_apart: whether transfers overlap with computation. If not, the processor copies, as between ranks that share
             memory.
     """
 
@@ -205,7 +215,7 @@ class Line:
         self._free_at = 0.0
 
     def send(self, nbytes: float, after: float = 0.0) -> Arrival:
-        """Start a transfer, not before `after`."""
+        """Start a transfer of `nbytes` bytes, at the time `after` or later."""
         begin = max(self._free_at, self._clock.now, after)
         self._free_at = begin + nbytes / self._bandwidth + self._latency
         if not self._is_apart:
@@ -214,7 +224,7 @@ class Line:
 
 
 class Arrival(Transfer):
-    """A transfer on a line, which arrives `at` a moment."""
+    """A transfer on a line, which ends at the time `at`."""
 
     def __init__(self, clock: Clock, at: float, line: str) -> None:
         self._clock = clock
@@ -230,5 +240,5 @@ class Arrival(Transfer):
 
 
 def arrives_at(transfer: Transfer) -> float:
-    """Return the time at which a transfer of a dry run is over; 0 if it is."""
+    """Return the time at which a simulated transfer ends; 0 for any other transfer."""
     return transfer.at if isinstance(transfer, Arrival) else 0.0

@@ -23,15 +23,15 @@ BOUNDS = {
     "network": "the network between hosts",
     "copies": "copies to and from CPU memory", "disk": "the disk",
 }  # fmt: skip
-"""The causes of a step's time, and their names in print."""
+"""The causes of a step's time, with their printed names."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory and time of one rank of a training run, in bytes and seconds; all ranks take the same.
+    """The memory and time of one rank of a training run, in bytes and seconds. All ranks are alike.
 
     Attributes:
-        job: the training and its machine.
+        job: the training run and its machine.
         figures: the results of the dry run.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
@@ -56,9 +56,9 @@ class Plan:
 
     @property
     def reserved_nbytes(self) -> int:
-        """The bytes that an accelerator's allocator takes from the driver for that, start-up included; 0 on a CPU.
+        """The bytes that an accelerator's allocator reserves from the driver, start-up included; 0 on a CPU.
 
-        Where these are not free, the allocator gives unused ones back and tries again: less may do, down to `most_nbytes`.
+        If memory runs out, the allocator returns unused segments. So less memory may suffice, down to `most_nbytes`.
         """
         return self.figures.reserved
 
@@ -80,21 +80,19 @@ class Plan:
 
     @property
     def most_nbytes(self) -> int:
-        """The peak of live bytes; with start-up, unless the model is born sharded."""
+        """The peak of live bytes, start-up included unless the model is built inside `sharded_init`."""
         if self.job.born_sharded:
             return self.peak_nbytes
         return max(self.peak_nbytes, self.figures.start.nbytes)
 
     @property
     def needed_nbytes(self) -> int:
-        """The bytes of an accelerator's memory that the job needs in all."""
+        """The total bytes of an accelerator's memory that the job needs."""
         return self.most_nbytes + sum(self.unseen.values())
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes of CPU memory that a host needs: its offloaded states, or the models that its ranks build before
-        they move.
-        """
+        """The bytes of CPU memory that a host needs, for offloaded states or for the models that its ranks build."""
         built = self.figures.model_nbytes
         if self.machine.computes_on_cpu:
             built = 0
@@ -109,7 +107,7 @@ class Plan:
 
     @property
     def overshoot(self) -> int:
-        """Bytes that are missing on an accelerator; negative: bytes that are left."""
+        """The bytes that an accelerator lacks; if negative, the bytes that remain free."""
         return self.needed_nbytes - self.limit
 
     @property
@@ -140,11 +138,11 @@ class Plan:
 
     @property
     def samples_per_second(self) -> float:
-        """The samples a second of all ranks; ranks that hold a sequence together share its sample."""
+        """The samples per second of all ranks. Ranks that hold a sequence together share its sample."""
         return self.figures.config.batch.train / self.job.sequences.ranks / self.seconds
 
     def complete_config(self) -> dict[str, Any]:
-        """The config with values instead of "auto", and all three batch sizes: for `initialize`, and for DeepSpeed."""
+        """Return the config with values instead of "auto", and all three batch sizes, for `initialize` or DeepSpeed."""
         batch = self.figures.config.batch
         sizes = {
             "train_batch_size": batch.train,
@@ -189,7 +187,7 @@ class Plan:
 
 
 def limits(machine: Machine, memory: int | None, host_memory: int | None) -> Mapping[str, int]:
-    """The memory of an accelerator and of a host: the caller's, or the machine's."""
+    """Return the memory of an accelerator and of a host: the caller's values, or the machine's."""
     return {"limit": memory or machine.memory, "host_limit": host_memory or machine.host_memory}
 
 
@@ -201,35 +199,38 @@ def plan(
     sharded_init: bool = False, timeline: bool = False, sequence_parallel: int = 1, tile_tokens: int = 0,
     tensor_parallel: int = 1,
 ) -> Plan:  # fmt: skip
-    """Run two steps of a config dry: the engine itself, on tensors without values, as one rank of many. No accelerator is needed.
+    """Plan a training run: run two steps of the engine as one rank of many, on tensors without values.
+
+    It needs no weights, accelerator or other processes.
 
     Args:
-        model_factory: a function that builds the model, and reads no weights. Tensors that it makes take no memory.
+        model_factory: a function that builds the model without reading weights. Tensors that it makes take no memory.
         config: a config, as for `initialize`.
-        world_size: the number of ranks, each with one accelerator. All are data-parallel, except those of the last
-            three arguments.
-        batch: `batch(n)` returns the arguments of one call of the model for n samples: a tuple, a mapping of keywords,
-            or a tensor. Or such arguments themselves; only their shapes and dtypes matter.
+        world_size: the number of ranks, each with one accelerator. All are data-parallel unless `sequence_parallel` or
+            `tensor_parallel` is above 1.
+        batch: a function that returns the arguments of one call of the model for n samples: a tuple, a mapping of
+            keywords, or a tensor. Or such arguments themselves. Only their shapes and dtypes matter.
         machine: the name of a known machine (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or a
             `Machine`.
         memory, host_memory: bytes of an accelerator and of a host, if they differ from the machine's.
-        hosts: the number of hosts, over which the ranks are spread; default: as few as the machine's accelerators
-            allow.
+        hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
         optimizer: a function that makes an optimizer from parameters, if the config names none; default: AdamW.
-        micro_batch: samples of one call, if the config names none.
-        sharded_init: whether the model will be built inside `sharded_init`: then start-up without it does not count.
-        sequence_parallel: ranks that hold one sequence together (`zeroshard.sequence.Sequences`); the batch is whole.
-        tile_tokens: the tokens of a tile of the loss, of each MLP and norm; 0: they run whole. This and the argument before it are
-            for causal models of transformers, whose batch has `input_ids` and `labels`.
-        tensor_parallel: ranks that divide one model, like the config's `tensor_parallel.autotp_size`. Divided modules
-            then have their local size, and send sums of activations. Units of whole parameters, and each step's message
-            about the norm, are not counted separately.
+        micro_batch: the samples of one call, if the config names no batch size.
+        sharded_init: whether the model will be built inside `sharded_init`. If so, start-up without it does not count.
         timeline: whether to keep the live bytes after each operation, for `draw`.
+        sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
+            returns whole sequences.
+        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles. This and
+            `sequence_parallel` are for causal models of transformers, whose batch has `input_ids` and `labels`.
+        tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
+            Divided modules have their local size, and send sums of activations. Units of whole parameters, and each
+            step's message about the norm, are not counted separately.
 
     Raises:
-        ConfigError, UsageError: the config, or the model, would be refused; or the model could not be built without values.
+        ConfigError, UsageError: a real run would refuse the config or the model, or the model cannot be built without
+            values.
     """
     make_batch = batch
     if not callable(batch):
@@ -252,10 +253,10 @@ def job_of(
     sequences: LongSequences | None = None, tensor_parallel: int = 1,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Job:  # fmt: skip
-    """Make the job of a plan; see `plan` for the arguments. Of the config only the tensor-parallel ranks count.
+    """Make the job of a plan; see `plan` for the arguments. Only the tensor-parallel ranks of the config are used.
 
     Raises:
-        UsageError: there are no ranks, or fewer than hosts, or there is no such machine; or `tensor_parallel` differs from
+        UsageError: there are no ranks, fewer ranks than hosts, or no such machine; or `tensor_parallel` differs from
             the config's number, or does not fit the ranks or the other arguments.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
@@ -282,7 +283,7 @@ def job_of(
         )
     if ranks > 1 and (sequences.ranks > 1 or sharded_init):
         raise UsageError(
-            "tensor parallelism beside sequence parallelism or sharded_init cannot be planned: leave one of them out."
+            "a plan cannot combine tensor parallelism with sequence parallelism or sharded_init. Leave one of them out."
         )
     return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences, ranks)
 

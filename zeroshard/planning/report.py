@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Write one sentence: whether the plan fits, and by how much."""
+    """Return one sentence: whether the plan fits, and by how much."""
     share = f"{size(plan.needed_nbytes)} of {size(plan.limit)} of each accelerator"
     if plan.fits:
         return f"fits: {share}, {size(-plan.overshoot)} are left."
@@ -112,7 +112,7 @@ def _step(plan: Plan) -> Table:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """Make a row for each single change."""
+    """Return a table with a row for each single change."""
     table = Table("a single change", "gains", "a step takes", "then it")
     for change in changes:
         sign = "+" * (change.slowdown >= 0)
@@ -122,7 +122,7 @@ def changes_table(changes: Sequence[Change]) -> Table:
 
 
 def others_table(found: Found) -> Table:
-    """Make a row for each of the next best choices."""
+    """Return a table with a row for each of the next best choices."""
     table = Table("the next best that fit", "needed", "a step takes")
     for choice, estimate in found.others:
         later = estimate.seconds - found.plan.seconds
@@ -132,7 +132,12 @@ def others_table(found: Found) -> Table:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw a stacked area for each category, and the limit as a line. Needs a plan with its timeline; PNG or SVG by the name."""
+    """Draw the memory of one step: a stacked area for each category, and the limit as a line.
+
+    Args:
+        plan: a plan with its timeline.
+        path: the file to write: PNG or SVG, by its name.
+    """
     from matplotlib.figure import Figure
 
     moments = plan.figures.timeline
@@ -164,7 +169,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _phases(plan: Plan, begin: float) -> list[tuple[float, str]]:
-    """Return the start of each phase in the plan."""
+    """Return the start of each phase of the plan, in milliseconds, with its name."""
     found: list[tuple[float, str]] = []
     for moment in plan.figures.timeline:
         if not found or found[-1][1] != moment.phase:

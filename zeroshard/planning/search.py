@@ -1,11 +1,11 @@
 """Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
 
-Every answer is a dry run. A deep model is first run at two small depths, which give the needs of a block. Chosen
-settings are run at full depth. Settings that cannot be the answer are not run: see [Note: pruning].
+Every result is a dry run. A deep model is first run at two small depths, which give the needs of a block. Promising
+settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
 A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best.
-The memory that grows with the micro-batch shows where to stop. Checkpointing, and states on the CPU, cost time and gain
+The memory that grows with the micro-batch shows where to stop. Checkpointing, and states on the CPU, cost time and save
 only memory. They are not tried if the same setting without them fits as large a micro-batch. If that setting then does
 not fit at full depth, the settings that were left out because of it are tried.
 """
@@ -35,45 +35,47 @@ T = TypeVar("T")
 _FORK = multiprocessing.get_context("fork")
 
 Told = Callable[[int, int], None]
-"""A function of the progress: the number of dry runs that are over, and of all."""
+"""A function that gets the progress: the number of dry runs that have ended, and of all."""
 
 _MOST_SAMPLES = 1 << 16
-"""The most samples that `largest_micro_batch` looks for."""
+"""The maximum number of samples that `largest_micro_batch` tries."""
 
 _SHALLOW = (3, 5)
 """The depths at which a deep model is run first."""
 
 _FINALISTS = 2
-"""Choices that are run at full depth at once."""
+"""The number of choices that are run at full depth at once."""
 
 _OTHERS = 3
-"""The most choices that are shown beside the best."""
+"""The maximum number of choices that are shown beside the best."""
 
 _ALIKE = 0.02
-"""Steps whose times differ by at most this share count as equal: then the lower stage is chosen."""
+"""Steps whose times differ by at most this share count as equal, and the lowest stage among them is chosen."""
 
 _DOUBT = 0.03
-"""The largest error of an estimate, as a share of the memory: of a full depth from two shallow ones, or of a smaller
-micro-batch from a larger one."""
+"""The largest error of an estimate, as a share of the memory. Estimates are made for the full depth from two shallow
+runs, and for a smaller micro-batch from a larger one."""
 
 
 BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 """The settings that all choices of a search share, unless the caller passes others."""
 
 
-# ---------------------------------------------------------------------- dry runs in processes of their own
+# ---------------------------------------------------------------------- dry runs in separate processes
 
 
 def in_processes(
     jobs: Iterable[Callable[[], T]], *, first_here: bool = False
 ) -> Iterator[tuple[int, T | ZeroshardError]]:
-    """Run jobs in separate processes. Yield (number, result) of each as it ends; an error of zeroshard is a result.
+    """Run jobs in separate processes. Yield (number, result) of each as it ends; a `ZeroshardError` is a result.
 
-    Processes are forked, so a job may be any callable. Where torch was built for accelerators, a backward in this process
-    keeps forked ones from running any: jobs then run here, one after the other.
+    Processes are forked, so a job may be any callable. If torch was built for accelerators, and this process has run a
+    backward, forked processes cannot run one. Jobs then run here, one after the other.
 
     Args:
-        first_here: run the first in this process, so that the others share its imports, unless that keeps them from running.
+        jobs: functions without arguments.
+        first_here: whether to run the first job in this process, so that the others share its imports. It is ignored if
+            that would keep the others from running.
 
     Raises:
         UsageError: a process died.
@@ -94,7 +96,7 @@ def in_processes(
 
 
 def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
-    """Run one job as `in_processes` does, and return its result, or raise its error."""
+    """Run one job as `in_processes` does. Return its result, or raise its error."""
     [(_, result)] = in_processes([job], first_here=first_here)
     if isinstance(result, ZeroshardError):
         raise result
@@ -102,7 +104,7 @@ def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
 
 
 def _forks_run_backwards() -> bool:
-    """Return whether a forked process can run a backward. Where torch was built for accelerators, one tries."""
+    """Return whether a forked process can run a backward. If torch was built for accelerators, a process tries it."""
     if torch.accelerator.current_accelerator() is None:
         return True
     process = _FORK.Process(target=_run_backward)
@@ -128,7 +130,7 @@ def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
     except EOFError:
         process.join()
         raise UsageError(
-            f"a dry run in a separate process died (exit {process.exitcode}). Make memory free, or plan a smaller model."
+            f"a dry run in a separate process died (exit code {process.exitcode}). Free memory, or plan a smaller model."
         ) from None
     process.join()
     return result
@@ -193,7 +195,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
-    """Run each single change, and sort them by gain. Those that the engine refuses are left out."""
+    """Run each single change, and sort the changes by gain. Changes that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
     for done, (number, figures) in enumerate(
@@ -238,7 +240,7 @@ def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
     while exceeds - fits > 1:
         if halves:
             between = fits + (exceeds - fits) // 2
-        else:  # where memory grows, it grows evenly
+        else:  # where memory grows, it grows linearly
             between = fits + (exceeds - fits) * (limit - need(fits)) // (need(exceeds) - need(fits))
         halves = not (halves and fits)
         between = min(max(between, fits + 1), exceeds - 1)
@@ -254,7 +256,7 @@ def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """A point of the search."""
+    """The settings of one point of the search."""
 
     stage: int
     micro: int
@@ -264,7 +266,7 @@ class Choice:
     within: int | None = None
 
     def config(self, base: Mapping[str, Any], accumulation: int) -> dict[str, Any]:
-        """Return the base config with the choice."""
+        """Return the base config with these settings."""
         zero: dict[str, Any] = {"stage": self.stage}
         if self.optimizer_on_cpu:
             zero["offload_optimizer"] = {"device": "cpu"}
@@ -290,12 +292,13 @@ class Choice:
 
     @property
     def on_cpu(self) -> tuple[bool, bool]:
-        """Whether the optimizer and the parameters are on the CPU. With parameters there, the update sends less back."""
+        """Whether the optimizer and the parameters are on the CPU. With parameters there, an update copies less back."""
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
     def is_dearer_than(self, other: Choice) -> bool:
-        """Return whether it differs from another choice only by settings that cost time and save memory, with no larger
-        micro-batch.
+        """Return whether this choice differs from another only by settings that cost time and save memory.
+
+        Its micro-batch is not larger than the other's.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
@@ -303,14 +306,16 @@ class Choice:
 
 
 def micros(per_rank: int) -> list[int]:
-    """List the micro-batches for a number of samples of a step on each rank, the largest first: powers of two that
-    divide it.
+    """List the micro-batches to try, the largest first: powers of two that divide `per_rank`.
+
+    Args:
+        per_rank: the samples of a step on each rank.
     """
     return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
 
 
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
-    """List all settings at one micro-batch: first those that cost no time."""
+    """Yield all settings at one micro-batch, in groups. Groups whose settings cost no time come first."""
     offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
     per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
@@ -331,10 +336,10 @@ def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The figures of a choice at the whole depth.
+    """The figures of a choice at full depth.
 
     Attributes:
-        needed, host, seconds: as those of a plan.
+        needed, host, seconds: as in a plan.
         growing: the part of the needed bytes that grows with the micro-batch.
     """
 
@@ -346,7 +351,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the fastest plan that fits, or, if none does, the closest.
+    """The result of a search: the fastest plan that fits, or, if none does, the one that lacks least.
 
     Attributes:
         others: the next best choices that fit, with their figures, the fastest first.
@@ -365,8 +370,8 @@ class Search:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
         limit, host_limit: bytes of an accelerator, and of a host.
-        depth, shallow: the model's depth, and the same model with fewer blocks.
-        told: called with the progress.
+        depth, shallow: the model's depth, and a function that makes it with fewer blocks.
+        told: a function that is called with the progress.
     """
 
     job: Job
@@ -384,7 +389,7 @@ class Search:
     _done: int = field(default=0, init=False)
 
     def run(self) -> Found:
-        """Run promising choices, by their estimates from shallow models, at full depth.
+        """Estimate choices with shallow models, run the promising ones at full depth, and return the best.
 
         Raises:
             UsageError: the engine refuses the first choices.
@@ -398,7 +403,7 @@ class Search:
         return self._best()
 
     def _explore(self, sizes: Sequence[int]) -> None:
-        """Estimate choices that may be the answer and are not estimated yet."""
+        """Estimate choices that may be the result and have no estimate yet."""
         for wave in settings(self.job, sizes[0]):
             waiting = wave
             while waiting:
@@ -411,8 +416,10 @@ class Search:
                 waiting = [one for one in smaller if one is not None]
 
     def _run_promising(self) -> bool:
-        """Run the fastest choices that may fit, a few at a time, until one fits. Return whether some surely fitted by
-        estimate but do not; their plans then replace the estimates.
+        """Run the fastest choices that may fit, a few at a time, until one fits.
+
+        Returns:
+            Whether some choices do not fit although their estimates did. Their plans then replace the estimates.
         """
         may_fit = {one: each.seconds for one, each in self._known.items() if self._over(each) <= self._doubt}
         order = _lower_stages_first(may_fit)
@@ -426,7 +433,7 @@ class Search:
         return bool(mistaken)
 
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
-        """Add the choice that is closest to fitting: of the smallest micro-batches, or of the largest, which keep no sums."""
+        """Run the choices closest to fitting, with the smallest micro-batches or the largest, which keep no sums."""
         extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
         found = self._known | self._estimates(extremes)
         if self._is_shallow:
@@ -467,7 +474,7 @@ class Search:
         return max(estimate.needed - self.limit, estimate.host - self.host_limit)
 
     def _estimates(self, choices: Iterable[Choice]) -> dict[Choice, Estimate]:
-        """Return the figures of choices that have none yet: from two shallow runs, or from one at full depth."""
+        """Estimate the choices that have no estimate yet, from two shallow runs or from one at full depth."""
         new = [one for one in choices if one not in self._known]
         if not self._is_shallow:
             self._run_at_full_depth(new)
@@ -484,7 +491,7 @@ class Search:
         self._plans |= {choice: plan for choice, _, plan in self._dry_runs(runs)}
 
     def _dry_runs(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan]]:
-        """Yield the plan of each run of a choice and a depth as it ends, unless the engine refuses, and report progress."""
+        """Run choices at given depths. Yield the plan of each as it ends, unless the engine refuses it."""
         work = [self._work(choice, layers) for choice, layers in runs]
         expected = self._done + len(runs) + _FINALISTS * self._is_shallow
         for number, figures in in_processes(work, first_here=not self._done):
@@ -523,17 +530,17 @@ class Search:
 
 
 def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
-    """Sort choices by their time; those as good as the fastest come first, by their stage."""
+    """Sort choices by time. Choices as good as the fastest come first, sorted by stage."""
     order = sorted(seconds, key=lambda one: seconds[one])
     alike = [one for one in order if seconds[one] <= (1 + _ALIKE) * seconds[order[0]]]
     return sorted(alike, key=lambda one: one.stage) + order[len(alike) :]
 
 
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
-    """Extrapolate from two depths: their difference is the need of a block. Each figure is extrapolated separately,
-    since the largest one changes with the depth.
+    """Extrapolate the figures of two depths to a third.
 
-    Communication buffers do not grow: a bounded number of them is in flight at any depth.
+    Each figure is extrapolated separately, since another one may be the largest at another depth. Communication buffers
+    do not grow: a bounded number of them is in flight at any depth.
     """
 
     def at_depth(one: float, other: float) -> float:
@@ -559,7 +566,7 @@ def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
 
 
 def _exact(plan: Plan) -> Estimate:
-    """Estimate a plan at the model's own depth."""
+    """Return the figures of a plan at the model's own depth."""
     growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
     with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
     return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, with_gaps)

@@ -1,9 +1,8 @@
-"""Owns the memory that an accelerator's allocator takes for the tensors of a dry run: blocks, and the segments of
-these.
+"""Owns the blocks and segments that an accelerator's allocator takes for the tensors of a dry run.
 
-The rules are those of torch's caching allocator as it is by default, on one stream (torch 2.11 to 2.13: constants in
+The rules are those of torch's caching allocator with default settings, on one stream (torch 2.11 to 2.13: constants in
 c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never returned to the driver:
-torch does that when memory runs out, and then allocates once more.
+torch does that only when memory runs out, and then allocates once more.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most this many bytes have separate segments. Of others no rest is split off that is not larger."""
+"""Blocks of at most this size have separate segments. From a larger block, only a rest above this size is split off."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20
-"""A smaller block, if not small, gets a segment of LARGE_SEGMENT_NBYTES; another gets a segment of its own."""
+"""Blocks from SMALL_NBYTES to this size share segments of LARGE_SEGMENT_NBYTES. Larger ones have separate segments."""
 ROUND_NBYTES = 2 << 20
-"""Segments of one block are multiples of this."""
+"""Segments for a single block are multiples of this."""
 
 
 class Block(NamedTuple):
-    """Memory of one tensor, or free memory, from `start` on."""
+    """A range of memory from `start` on: of one tensor, or free."""
 
     start: int
     nbytes: int
@@ -47,7 +46,7 @@ class Segments:
         self._by_end: dict[int, Block] = {}
 
     def take(self, nbytes: int) -> Block:
-        """Return a block for `nbytes` bytes, which is at least as large."""
+        """Return a block of at least `nbytes` bytes."""
         size = _in_multiples(nbytes, BLOCK_NBYTES)
         is_small = size <= SMALL_NBYTES
         free = self._free[is_small]
@@ -64,7 +63,7 @@ class Segments:
         return whole
 
     def give_back(self, block: Block) -> None:
-        """Make a block free, as one with the free blocks beside it."""
+        """Free a block, and merge it with the free blocks beside it."""
         for other in (self._by_end.get(block.start), self._by_start.get(block.start + block.nbytes)):
             if other is not None:
                 self._remove(other)

@@ -1,9 +1,9 @@
-"""Owns the other ranks, the hosts and the storages of a dry run, which count and move no data.
+"""Owns the simulated ranks, hosts and storages of a dry run, which count bytes and move no data.
 
 [Note: ranks and shards]
 If every rank updates all parameters (an unsharded optimizer), the engine makes a view for each rank's shard of each
-parameter. A plan for 1,024 ranks would take 1,024 times as long, for the same answer: one rank holds the whole. So the
-engine then gets one shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with
+parameter. A plan for 1,024 ranks would take 1,024 times as long, for the same result: one rank holds everything. So the
+engine gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with
 their padding.)
 """
 
@@ -38,12 +38,12 @@ from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
 INSIDE, ACROSS = "link", "network"
-"""Lines: between ranks of a host, and between hosts."""
+"""The names of two lines: between ranks of a host, and between hosts."""
 T = TypeVar("T")
 
 
 _FEW = 4
-"""The most ranks that are always simulated one by one. See [Note: ranks and shards]."""
+"""The maximum number of ranks that are always simulated exactly. See [Note: ranks and shards]."""
 
 # ---------------------------------------------------------------------- ranks
 
@@ -58,7 +58,7 @@ class _Arriving(Work):
 
 
 class _Sum(Reduction):
-    """The result of a backend that sums, such as NCCL: one row arrives. With a divisor of 1 it is the mean already."""
+    """The result of a backend that sums, such as NCCL: one row. With a divisor of 1, the row is already the mean."""
 
     def __init__(self, arriving: Work, total: Tensor, divisor: float) -> None:
         self._arriving = arriving
@@ -79,16 +79,18 @@ class _Sum(Reduction):
 
 
 class SimulatedRanks(Collectives):
-    """Rank 0 of `ranks`; the others are simulated, and send as much as this one.
+    """Rank 0 of `ranks` ranks. The others are simulated, and send as much as this one.
 
     Args:
-        shards: the number of ranks for the engine; see [Note: ranks and shards].
-        sums: whether the backend sums (native), or sends every rank's row (gloo). Native ones round each sum, and
-            launch several as one.
+        ranks: the number of ranks.
+        shards: the number of ranks that the engine sees; see [Note: ranks and shards].
+        ledger: the ledger that counts buffers.
         link: the link to the other ranks.
+        sums: whether the backend sums (native), or delivers every rank's row (gloo). A native backend rounds each sum,
+            and launches several collectives as one.
 
     Attributes:
-        calls: how often each collective was called.
+        calls: the number of calls of each collective.
     """
 
     def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
@@ -112,7 +114,7 @@ class SimulatedRanks(Collectives):
             return torch.zeros(numel, dtype=dtype)
 
     def _send(self, kind: str, nbytes: int) -> _Arriving:
-        """Send this rank's part to every other."""
+        """Send `nbytes` bytes to the other ranks."""
         if self.ranks == 1:
             return _Arriving(())
         self.sent[kind] += nbytes
@@ -120,7 +122,7 @@ class SimulatedRanks(Collectives):
         return _Arriving((self._link.send(nbytes),))
 
     def _to_others(self, rows: Tensor) -> int:
-        """Return the bytes of a rank's row, for each of the others."""
+        """Return the bytes that a rank sends if each other rank gets its row."""
         return rows.nbytes * (self.ranks - 1) // self.ranks
 
     def all_gather(
@@ -162,15 +164,15 @@ class SimulatedRanks(Collectives):
 
 
 class SimulatedTwoLevel(TwoLevel):
-    """`TwoLevel` itself, over ranks that exist on paper: rows, scratch and crossings are those of a real run.
+    """`TwoLevel` over simulated ranks: rows, scratch and crossings are those of a real run.
 
     Attributes:
-        calls: how often each collective was called.
+        calls: the number of calls of each collective.
     """
 
     def __init__(self, ranks: int, within: int, make: Callable[..., SimulatedRanks]) -> None:
         store = HashStore()
-        group: Any = store  # used only for its members
+        group: Any = store  # the group is used only for its members
         members = Members(tuple(range(ranks)), 0, ranks, timedelta(), "simulated", weakref.ref(group), store, store)
         watch = Watch(store, members.ranks, 0, inf)
         watch.close()  # nothing waits
@@ -183,7 +185,7 @@ class SimulatedTwoLevel(TwoLevel):
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks on hosts, in their order: their links, and the number of levels.
+    """The hosts over which the simulated ranks are spread, in order, with their links.
 
     Attributes:
         shards_optimizer: whether ranks have shards of the optimizer; see [Note: ranks and shards].
@@ -197,7 +199,7 @@ class Hosts:
     shards_optimizer: bool
 
     def collectives(self, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
-        """Stand in for `create_collectives`.
+        """Make simulated collectives, as `create_collectives` makes real ones.
 
         Raises:
             UsageError: the hosts have different numbers of ranks.
@@ -209,8 +211,8 @@ class Hosts:
             size, rest = divmod(self.ranks, self.hosts)
             if rest:
                 raise UsageError(
-                    f'within="host" needs the same number of ranks on each host: {self.ranks} ranks over {self.hosts} '
-                    "hosts are not. Choose a multiple of the hosts."
+                    f'within="host" needs the same number of ranks on each host, and {self.ranks} ranks cannot be '
+                    f"divided evenly over {self.hosts} hosts. Choose a multiple of the number of hosts."
                 )
         try:
             return SimulatedTwoLevel(self.ranks, size, self._level(size))
@@ -218,13 +220,13 @@ class Hosts:
             return self._flat()
 
     def neighbours_line(self, size: int) -> Line:
-        """Return the line of messages among `size` neighbours that hold one sequence, or one model."""
+        """Return the line for messages among `size` neighbours that share one sequence or one model."""
         if self._are_together(size):
             return self._line(INSIDE, self.machine.inside)
         return self._line(ACROSS, self.machine.between)
 
     def _are_together(self, size: int) -> bool:
-        """Return whether `size` neighbours are on one host. A policy's host may be a part of a machine, or several."""
+        """Return whether `size` neighbours are on one machine. A policy's host may be part of a machine, or several."""
         return self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
     def _flat(self) -> SimulatedRanks:
@@ -252,7 +254,7 @@ class Hosts:
         return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
 
     def _level(self, size: int) -> Callable[[Members, torch.device, Watch], SimulatedRanks]:
-        """Return the maker of one level's collectives, if `size` neighbours are one host of the policy."""
+        """Return a function that makes one level's collectives, where `size` neighbours are one host of the policy."""
         near = self._line(INSIDE, self.machine.inside)
         far = self._line(ACROSS, self.machine.between)
         is_together = self._are_together(size)
@@ -279,7 +281,7 @@ class Hosts:
 
 @final
 class _CountedBuffer(FlatBuffer):
-    """A buffer of torch's memory, whose size the ledger follows."""
+    """A buffer in torch's memory, whose size the ledger tracks."""
 
     def __init__(self, label: str, tensor: Tensor, ledger: Ledger) -> None:
         super().__init__(label, tensor)
@@ -318,7 +320,7 @@ class _Counted(MemoryStorage):
 
 @final
 class _Device(_Counted, DeviceStorage):
-    """The memory of the device that computes, `memory` bytes of it."""
+    """The memory of the device that computes, of `memory` bytes."""
 
     def __init__(self, ledger: Ledger, copies: Copies, memory: int) -> None:
         super().__init__(ledger, copies)
@@ -363,7 +365,7 @@ class _Host(_Counted):
 
 
 class _Copies(Copies):
-    """Copies between the device and CPU memory, in each direction on a line of its own."""
+    """Copies between the device and CPU memory, on a separate line for each direction."""
 
     def __init__(self, ledger: Ledger, to_host: Line, from_host: Line) -> None:
         super().__init__(CPU)
@@ -382,7 +384,7 @@ class _Copies(Copies):
 
 
 class SimulatedHostCopies(HostCopies):
-    """`HostCopies` itself, with memory that the ledger counts."""
+    """`HostCopies` with memory that the ledger counts."""
 
     def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
         super().__init__(slots, copies)
@@ -437,7 +439,7 @@ class SimulatedStorages(Storages):
     """The storages of one dry run.
 
     Args:
-        sharers: ranks of this host, which share its disk.
+        sharers: the number of ranks of this host, which share its disk.
     """
 
     def __init__(
@@ -451,7 +453,7 @@ class SimulatedStorages(Storages):
         super().__init__(policy, device, param_itemsize, collectives)
 
     def host_copies(self, slots: Slots | None) -> SimulatedHostCopies:
-        """Make the keeper of inputs of checkpoints in CPU memory."""
+        """Make the object that keeps checkpoints' inputs in CPU memory."""
         return SimulatedHostCopies(slots, self._ledger, self._copies)
 
     def _make_copies(self, device: torch.device) -> Copies:

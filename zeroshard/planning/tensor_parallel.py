@@ -1,6 +1,6 @@
 """Owns the tensor parallelism of a dry run: each divided module has its local matrix, and its messages are counted.
 
-A real run has DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part, an ordinary
+A real run uses DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part as an ordinary
 parameter, and makes the same activations as torch's styles. A sum over ranks is a new tensor, and so is the result of a
 gather.
 """
@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from zeroshard.construction.tensor_parallel import COLWISE, EMBEDDING, GATHERED, NORM, SPLIT, plan_of
 
 Send = Callable[[str, int], None]
-"""A function of the name of a collective and the bytes that a rank sends in it."""
+"""A function that gets the name of a collective, and the bytes that a rank sends in it."""
 
 
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
-    """Give each module that the model's plan divides the part of the first of `ranks` ranks, in place.
+    """Replace the parameters of each module in the model's plan by the part of the first of `ranks` ranks, in place.
 
     Raises:
         UsageError: the model has no plan, or one that this number of ranks cannot use.
     """
-    parts: dict[nn.Parameter, nn.Parameter] = {}  # tied ones share a part
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters share a part
 
     def keep(module: nn.Module, name: str, dim: int) -> None:
         whole = getattr(module, name)
@@ -79,17 +79,17 @@ def _sum(partial_sum: Tensor, ranks: int, send: Send) -> Tensor:
 
 
 Change = Callable[[Tensor], Tensor]
-"""Makes the activation or the gradient of one side of a message from that of the other."""
+"""A function from the activation or the gradient on one side of a message to that on the other."""
 
 
 def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:
-    """Make the sum, and send the bytes of a ring."""
+    """Return a new tensor for the sum, and count the bytes that a ring sends."""
     send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
     return values.clone()
 
 
 def _all_gather(size: int, send: Send, part: Tensor) -> Tensor:
-    """Gather the parts of the last dimension: first one after another, then side by side."""
+    """Gather the parts of the last dimension: first one after another, then side by side. Count the bytes."""
     send("tensor_parallel_all_gather", part.nbytes * (size // part.shape[-1] - 1))
     return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
 
@@ -103,7 +103,7 @@ def _same(values: Tensor) -> Tensor:
 
 
 def _message(values: Tensor, there: Change, back: Change) -> Tensor:
-    """Make a change in the forward, and another of the gradient in the backward."""
+    """Apply one function to the activation in the forward, and another to the gradient in the backward."""
     changed: Tensor = _Message.apply(values, there, back)  # type: ignore[no-untyped-call]
     return changed
 

@@ -14,9 +14,9 @@ from torch import nn
 from zeroshard.errors import UsageError
 
 _DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
-"""The names of configurations for the number of blocks."""
+"""The names that configs use for the number of blocks."""
 _HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
-"""The ends of names of models with a loss."""
+"""The endings of the names of models that compute a loss."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Subject:
 
     Attributes:
         factory: a function that builds the model.
-        batch: a function of a number of samples, which returns the arguments of one call.
-        depth: the number of its blocks, if it is known.
-        shallow: a function of a number of blocks, which returns the same model with these.
-        takes_sequences: whether its batches have the caller's number of tokens.
+        batch: a function from a number of samples to the arguments of one call.
+        depth: the number of the model's blocks, if it is known.
+        shallow: a function from a number of blocks to a factory of the same model with that many blocks.
+        takes_sequences: whether the batches have the caller's number of tokens.
     """
 
     name: str
@@ -40,8 +40,9 @@ class Subject:
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
-    """Return a model of transformers, by its `config.json` or the folder of it. It reads no weights, and uses no
-    network.
+    """Return the model of a transformers `config.json`, given as the file or its folder.
+
+    It reads no weights and uses no network.
 
     Raises:
         UsageError: there is no such file, it describes no model, or transformers has no such architecture.
@@ -84,7 +85,7 @@ def _config(file: Path, values: dict[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError as error:
         raise UsageError(
-            "a config.json is read by transformers, which is not installed: pip install transformers."
+            "reading a config.json needs transformers, which is not installed: pip install transformers."
         ) from error
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
@@ -95,7 +96,7 @@ def _config(file: Path, values: dict[str, Any]) -> Any:
     try:
         config: Any = AutoConfig.for_model(**values)
     except Exception as error:
-        raise UsageError(f"{file} is refused by transformers: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"transformers refuses {file}: {str(error).splitlines()[0]}") from error
     config.use_cache = False
     return config
 

@@ -3,9 +3,8 @@
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=1e-3)
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
 
-The step runs on a separate thread, one for each hook: it waits for a bucket of DDP, and must not block autograd's
-thread. DDP's backward ends when all parameters are current. The first step updates already (torch's class waits two or
-three).
+Each hook steps on a separate thread, since waiting for DDP's buckets must not block autograd's thread. DDP's backward
+ends when all parameters are current. Updates begin with the first step (with torch's class, after two or three).
 """
 
 from __future__ import annotations
@@ -32,13 +31,16 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """Make a DDP hook that runs `hook` on each bucket, and one step when the last bucket of the backward is reduced.
+    """Make a DDP hook that runs `hook` on each bucket, and steps when the last bucket of the backward is reduced.
 
     Args:
         hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
         ddp: the wrapped model.
         zero: the optimizer, made with `overlap_with_ddp=True`.
         shard_buckets: accepted for compatibility with torch; shards are always even.
+
+    Raises:
+        UsageError: the optimizer was made without `overlap_with_ddp=True`.
     """
     return _StepInBackward(hook, zero, interleaved=False).on_bucket
 
@@ -89,7 +91,7 @@ class _StepInBackward:
         self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
         done: torch.futures.Future[Tensor],
     ) -> None:  # fmt: skip
-        """Run the step's thread: one bucket of DDP after the other, in the order that all ranks share."""
+        """Wait for one of DDP's buckets, and step. The hook's thread takes buckets in an order that all ranks share."""
         try:
             value = reduced.wait()
             if value.data_ptr() != buffer.data_ptr():

@@ -1,7 +1,7 @@
-"""Owns the drop-in for torch.distributed.optim.ZeroRedundancyOptimizer: any optimizer beside DDP, its state sharded over ranks.
+"""Owns the replacement for torch.distributed.optim.ZeroRedundancyOptimizer, which shards any optimizer's state.
 
-The parameters are divided into buckets, and each bucket into one shard a rank. A rank's optimizer steps on views of its
-own shards, in the parameters' own storage. Then one all-gather for each bucket unshards the parameters.
+The parameters are divided into buckets, and each bucket into one shard per rank. A rank's optimizer steps on views of
+its own shards, in the parameters' own storage. Then one all-gather for each bucket unshards the parameters.
 """
 
 from __future__ import annotations
@@ -34,33 +34,32 @@ from zeroshard.zero_redundancy.parameter_bucket import (
 )
 
 _IN_FLIGHT = 4
-"""The most all-gathers through scratch that are under way at once."""
+"""The maximum number of all-gathers through scratch that are in flight."""
 
 _GRADIENT = attrgetter("grad")
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
-    """An optimizer that shards the state of any torch optimizer over a process group, for use with
-    DistributedDataParallel.
+    """An optimizer that shards the state of any torch optimizer over a process group, beside DistributedDataParallel.
 
-    Elementwise optimizers get even shards, so that every rank holds equally much. Others (Muon, Adafactor, unknown
-    classes) get whole parameters, balanced by size. Its `repr` shows which.
+    Elementwise optimizers get even shards. Others (Muon, Adafactor, unknown classes) get whole parameters, balanced by
+    size. `repr` shows which.
 
     Args:
         params: parameters, or param groups.
         optimizer_class: the class of the local optimizer.
         process_group: default: all ranks.
-        parameters_as_bucket_view: make the parameters views of flat buffers, which the all-gather then writes directly.
-            (`p.data = x` breaks that.) Otherwise they keep their own storages, and small ones pass through scratch.
-        overlap_with_ddp: the step runs inside DDP's backward, by `hook_with_zero_step` or `hook_with_zero_step_interleaved`;
-            `step()` then does nothing, with a warning.
+        parameters_as_bucket_view: whether to make the parameters views of flat buffers, into which the all-gather
+            writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
+        overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
+            `hook_with_zero_step_interleaved`. `step()` then only warns.
         elementwise: whether the optimizer updates each element only from its own history; default: True for listed
             classes.
         defaults: arguments of the local optimizer.
 
     Raises:
-        TypeError, ValueError: as torch's.
-        UsageError: the class needs all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
+        TypeError, ValueError: as in torch's class.
+        UsageError: the optimizer class needs all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             elementwise = looks_at_whole_parameters(optimizer_class) is False
         self._whole = not elementwise
         self._piece_numel: int | None = None
-        # A loop over elements passes over them several times: in pieces that fit into a cache, it reads memory once.
+        # torch's loop passes over the elements several times. In pieces that fit into a cache, it reads memory once.
         if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
             self._piece_numel = CACHE_NUMEL
         self._buckets: list[ParameterBucket] = []
@@ -137,9 +136,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return [{**group, "params": [view for p in group["params"] for view in own.get(id(p), [])]} for group in groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch's optimizer does: the shards of earlier parameters stay where they are."""
+        """Add a param group. The shards of earlier parameters do not change.
+
+        Raises:
+            RuntimeError: `overlap_with_ddp` is set.
+        """
         if self._optim is not None and self.overlap_with_ddp:
-            raise RuntimeError("a param group cannot be added with overlap_with_ddp=True: DDP's buckets are laid out.")
+            raise RuntimeError(
+                "a param group cannot be added with overlap_with_ddp=True, since DDP's buckets are laid out. Pass all "
+                "groups to the constructor."
+            )
         super().add_param_group(param_group)
         if self._optim is not None:
             group = self.param_groups[-1]
@@ -178,7 +184,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._lend(self._buckets, _GRADIENT)
             return value
 
-        if closure is not None:  # it may not be called: until it is, the present gradients count
+        if closure is not None:  # the optimizer may not call it: until then, the present gradients are used
             kwargs["closure"] = reduced
         loss = self._local_step(self._buckets, _GRADIENT, **kwargs)
         self.start_gather(self._buckets)()
@@ -229,7 +235,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 view.lend(gradient_of(view.parameter))
 
     def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
-        """Start to gather the parameters of buckets, and return a function that waits for it. Frozen ones stay as they are."""
+        """Start to gather the trained parameters of buckets, and return a function that waits for it."""
         in_place: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
         if self.world_size == 1:
@@ -256,8 +262,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return a hook that steps along while other ranks still have inputs.
 
-        A rank without inputs takes the gradients of its shards from a rank that has some. (With torch's class it steps
-        on those of its own last backward, unless the user sets them.)
+        A rank without inputs receives the gradients of its shards from a rank that has some. (With torch's class, it
+        steps with the gradients of its own last backward, unless the user sets others.)
         """
         return _StepAlong(self)
 
@@ -267,12 +273,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._step_and_gather(None)
 
     def _share_gradients(self, *, joined: bool) -> None:
-        """Send the reduced gradients of their shards to ranks that have run out of inputs. Every rank must call it.
+        """Send ranks that have run out of inputs the reduced gradients of their shards. Every rank must call it.
 
-        In DDP such a rank takes part in all-reduces, and drops the result; every other rank has it.
+        In DDP, such a rank takes part in all-reduces and drops the results, which every other rank has.
 
         Args:
-            joined: this rank has no inputs left; its gradients are overwritten.
+            joined: whether this rank has no inputs left. Its gradients are then overwritten.
         """
         collectives = self._collectives
         parameters = self._all_parameters
@@ -319,11 +325,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a plain optimizer's state dict on the rank of the last consolidation, if no step came after it;
-        otherwise the shards.
+        """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
-        Runs no collective and never raises. Shards are described under the key "zeroshard": a list `pieces` with one
-        [parameter index, start, stop] for each entry of "state", in elements of the flattened parameter.
+        A consolidated state is returned until the next step. The call runs no collective and never raises. The key
+        "zeroshard" describes shards: its list `pieces` has one [parameter index, start, stop] for each number in "state",
+        in elements of the flattened parameter.
         """
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
@@ -352,8 +358,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class; whole ones from
-        any number of ranks.
+        """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
+
+        A whole state may come from any number of ranks.
 
         Args:
             state_dict: the state dict, which is not changed.
@@ -391,17 +398,17 @@ def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, A
 
 
 def _verify(params: Any) -> list[Any]:
-    """Raise the errors of torch's class."""
+    """Return `params` as a list, or raise the errors of torch's class."""
     if isinstance(params, Tensor):
-        raise TypeError(f"`params` is an iterable of tensors, not one ({torch.typename(params)}).")
+        raise TypeError(f"`params` must be an iterable of tensors, not a tensor ({torch.typename(params)}).")
     try:
         given = list(params)
     except TypeError:
-        raise TypeError(f"`params` is an iterable of tensors or dicts, not {torch.typename(params)}.") from None
+        raise TypeError(f"`params` must be an iterable of tensors or dicts, not {torch.typename(params)}.") from None
     if not given:
         raise ValueError("ZeroRedundancyOptimizer got an empty parameter list.")
     if not all(isinstance(item, Tensor) for item in given) and not all(isinstance(item, dict) for item in given):
-        raise TypeError("`params` is an iterable of tensors, or of dicts, and not of both.")
+        raise TypeError("`params` must be an iterable of tensors or of dicts, not of both.")
     for item in given:
         if isinstance(item, dict) and "params" not in item:
             raise ValueError("each param group needs a 'params' key with its parameters.")

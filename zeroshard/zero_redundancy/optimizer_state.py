@@ -14,14 +14,19 @@ from zeroshard.layout.layout import Span
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 
 _AT_ONCE = 64
-"""The number of tensors that are gathered in one launch, if the backend has that. On a CPU they are received in place."""
+"""The number of tensors that are gathered in one launch, if the backend supports that."""
 
 State = dict[str, Any]
 
 
 class _Transfer(NamedTuple):
-    """A transfer of a tensor from rank `source`: `own` is there, `target` on the other rank, and both are None on all
-    others.
+    """A transfer of one tensor to the rank that consolidates.
+
+    Attributes:
+        own: the tensor, on the rank that has it.
+        target: the place of the tensor, on the rank that consolidates.
+        source: the rank that has the tensor.
+        device: the device of its parameter.
     """
 
     own: Tensor | None
@@ -37,8 +42,7 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """Gather the full state by parameter index, in CPU memory, on rank `to`; return None on others. Every rank must
-    call it.
+    """Gather the whole state by parameter index, in CPU memory on rank `to`; None on others. Every rank must call it.
 
     All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
     """
@@ -99,7 +103,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Return the place of a piece in the whole state, which is made at its first piece."""
+    """Return the place of a piece in the whole state, whose memory is allocated for its first piece."""
     if kind == "along":
         if name not in state:
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
@@ -111,7 +115,7 @@ def _home(
 
 
 def _bring(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
-    """Transfer all at once. Every rank must call it, with the same number."""
+    """Transfer all pieces at once. Every rank must call it, with the same number of pieces."""
     label = "optimizer state on its way to one rank"
     arriving: list[tuple[Tensor, Tensor, Work]] = []
     sending: list[Work] = []
@@ -145,8 +149,8 @@ def load(
     saved = state_dict["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
-            f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and "
-            f"this optimizer of {[len(group['params']) for group in groups]}."
+            f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and this "
+            f"optimizer has groups of {[len(group['params']) for group in groups]}. Build it with the saved groups."
         )
     names = [name for group in saved for name in group["params"]]  # a parameter's key in the saved state, by our index
     if "zeroshard" in state_dict:
@@ -214,7 +218,7 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
         if found_numel != view.stop - view.start:
             raise UsageError(
                 f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank "
-                "needs others: call consolidate_state_dict before you save, and load what state_dict() then gives."
+                "needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
             )
         found: State = {}
         for name, value in needed[0][1].items():

@@ -20,15 +20,16 @@ from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
 from zeroshard.storage.buffers import BufferPool
 
 BUCKET_NUMEL = 1 << 23
-"""The elements of the largest bucket: 32 MiB of fp32, so that a transfer's fixed cost is small."""
+"""The maximum number of elements of a bucket: 32 MiB of fp32, so that a transfer's fixed cost is small."""
 
 SOLO_NUMEL = 1 << 16
-"""From this number of elements, a parameter with its own storage is gathered there, without a copy through scratch."""
+"""A parameter with its own storage and at least this many elements is gathered in place, without scratch."""
 
 CACHE_NUMEL = 1 << 17
-"""The elements of the largest view for optimizers that loop over their arithmetic. Parameter, gradient and two states
-in fp32 are 2 MiB, which fit into a core's cache. Adam's loop over 25 M elements on each of two ranks took 43 ms, and 60
-to 80 ms in whole parameters."""
+"""The maximum number of elements of a view, for optimizers that pass over their elements several times.
+
+Parameter, gradient and two states in fp32 then take 2 MiB, which fit into a core's cache. Adam's loop over 25 M
+elements on each of two ranks took 43 ms, instead of 60 to 80 ms with whole parameters."""
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class OwnView:
         """Give the local optimizer its part of the gradient, or None."""
         if gradient is not None and gradient.layout is not torch.strided:
             raise UsageError(
-                f"a gradient is sparse ({gradient.layout}); zeroshard shards dense parameters: use sparse=False embeddings."
+                f"a gradient is sparse ({gradient.layout}), and zeroshard needs dense ones: use sparse=False embeddings."
             )
         if gradient is not None:
             gradient = self.part(gradient)
@@ -101,7 +102,7 @@ class ParameterBucket(ABC):
     """A set of parameters, or ranges of them, that are gathered together. Three final classes implement it.
 
     Attributes:
-        parameters: those that the layout's pieces count.
+        parameters: the parameters that the layout's pieces index.
         views: the parts that this rank updates.
     """
 
@@ -113,12 +114,12 @@ class ParameterBucket(ABC):
 
     @property
     def members(self) -> list[Tensor]:
-        """The parameters that have elements here."""
+        """The parameters that have elements in this bucket."""
         return [self.parameters[index] for index in dict.fromkeys(piece.index for piece in self.layout.pieces)]
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any of them requires a gradient."""
+        """Whether any member requires a gradient."""
         return any(parameter.requires_grad for parameter in self.members)
 
     @abstractmethod
@@ -126,7 +127,7 @@ class ParameterBucket(ABC):
         """Start to gather every rank's shard, and return a function that waits for it."""
 
     def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
-        """Return a rank's ranges, in the parameters' storages and in its shard."""
+        """Yield a rank's ranges in the parameters' storages, each with its piece of the rank's shard."""
         for piece in self.layout.shard_pieces(rank):
             flat = in_storage_order(self.parameters[piece.index])
             yield flat[piece.parameter_start : piece.parameter_start + piece.numel], piece
@@ -210,12 +211,15 @@ def lay_out_parameters(
     parameters: Sequence[Tensor], first_number: int, rank: int, world_size: int, *,
     whole: bool, flat: bool, piece_numel: int | None,
 ) -> tuple[list[ParameterBucket], list[Home]]:  # fmt: skip
-    """Divide parameters into buckets; those of one dtype on one device share them.
+    """Divide parameters into buckets. Parameters of one dtype on one device share buckets.
 
     Args:
-        whole: do not divide parameters.
-        flat: make the parameters views of one flat buffer for each dtype and device.
-        piece_numel: the most elements of one view; None is no limit.
+        parameters: dense parameters.
+        first_number: the number of the first bucket.
+        rank, world_size: this rank, and the number of ranks.
+        whole: whether to leave parameters undivided.
+        flat: whether to make the parameters views of one flat buffer for each dtype and device.
+        piece_numel: the maximum number of elements of one view; None for no limit.
 
     Returns:
         The buckets, and, with `flat`, the places in the flat buffers.
@@ -255,7 +259,7 @@ def _alike(parameters: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.layout is not torch.strided:
-            raise ValueError(f"a parameter is sparse ({parameter.layout}): dense parameters are sharded.")
+            raise ValueError(f"a parameter is sparse ({parameter.layout}). Convert it: only dense ones can be sharded.")
         if not is_dense(parameter):
             parameter.data = parameter.data.contiguous()
         alike[parameter.dtype, parameter.device].append(parameter)
@@ -263,7 +267,7 @@ def _alike(parameters: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device
 
 
 def _own_views(parameter: Tensor, piece: Piece, most: int, whole: bool) -> Iterator[OwnView]:
-    """Make views of at most `piece_numel` elements of a piece."""
+    """Yield views of a piece, of at most `most` elements each."""
     stop = piece.parameter_start + piece.numel
     for start in range(piece.parameter_start, stop, most):
         end = min(start + most, stop)

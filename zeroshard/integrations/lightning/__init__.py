@@ -1,8 +1,10 @@
-"""Lightning on zeroshard: `ZeroStrategy` for the Trainer, `FabricZeroStrategy` for Fabric. Importing it registers their names.
+"""Lightning on zeroshard: `ZeroStrategy` for the Trainer, and `FabricZeroStrategy` for Fabric.
 
-import zeroshard.integrations.lightning
+Importing this package registers their names:
 
-lightning.Trainer(strategy="zeroshard_stage_3", devices=2)
+    import zeroshard.integrations.lightning
+
+    lightning.Trainer(strategy="zeroshard_stage_3", devices=2)
 """
 
 from zeroshard.integrations.lightning.fabric import FabricZeroStrategy

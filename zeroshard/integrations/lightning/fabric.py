@@ -22,20 +22,20 @@ _DDPStrategy: Any = fabric_class("strategies", "DDPStrategy")
 
 
 class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
-    """A strategy that trains each model and its optimizers with ZeRO, on any number of processes, on CPUs and
-    accelerators.
+    """A strategy that trains models with ZeRO, on any number of processes, on CPUs and accelerators.
 
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
-    without an optimizer is for evaluation. Modules that are built inside `fabric.init_module()` are sharded as they are
-    built, if the policy shards parameters.
+    It is also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
+    without an optimizer is for evaluation. If the policy shards parameters, modules that are built inside
+    `fabric.init_module()` are sharded as they are built.
 
-    `fabric.save(path, {"model": model, "optimizer": optimizer, ...})` writes a folder, each rank its part; `fabric.load`
-    reads it at any number of processes and any stage. One file of weights: `write_single_file(path, out)` afterwards.
+    `fabric.save(path, {"model": model, "optimizer": optimizer, ...})` writes a folder, to which each rank writes its
+    part. `fabric.load` reads it with any number of processes and at any stage. `write_single_file(path, out)` converts
+    it to one file of weights.
 
-    Its arguments are those of `ZeroStrategy`.
+    The arguments are those of `ZeroStrategy`.
     """
 
     _precision_argument = "precision"
@@ -62,14 +62,14 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         )
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Return the context of `fabric.no_backward_sync`, which asks `_backward_sync_control` for it."""
+        """Return the context of `fabric.no_backward_sync`. Fabric calls this method of its `_backward_sync_control`."""
         return self.sharded(module).accumulate(enabled)
 
     # ------------------------------------------------------------------ set up
 
     def _shard(self, module: nn.Module, optimizers: list[Any]) -> Sharded:
         one = self._sharding.shard(module, optimizers, Facts(str(self.precision.precision)))
-        self._models = [other for other in self._models if other.model is not module]  # it may be removed already
+        self._models = [other for other in self._models if other.model is not module]  # its sharding may have ended
         self._models.append(one)
         return one
 
@@ -105,12 +105,13 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
         Args:
             path: the folder's name.
-            state: one model, optionally its optimizer, and other values, which are rank 0's.
-            storage_options, filter: not offered.
+            state: one model, optionally its optimizer, and other values, of which rank 0's are saved.
+            storage_options, filter: not supported.
         """
         if storage_options is not None or filter is not None:
             raise UsageError(
-                "storage_options and filter are not offered by FabricZeroStrategy: leave keys out of the state."
+                "FabricZeroStrategy does not support storage_options and filter. Leave them out; to save less, leave "
+                "keys out of the state."
             )
         sharded, rest = self._the_model(state)
         if sharded is None:
@@ -124,7 +125,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a folder into `state`, or a file of other strategies except its optimizer. Every rank must call it."""
+        """Load a folder into `state`, or the weights of another strategy's file. Every rank must call it."""
         path = self.broadcast(path)
         if not folders.is_sharded(path):
             folders.refuse_what_is_none(path)
@@ -141,7 +142,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             state = {"model": state}
         sharded, rest = self._the_model(state or {})
         if sharded is None:
-            raise UsageError(f'{path} is a sharded checkpoint: give fabric.load the model, {{"model": model, ...}}.')
+            raise UsageError(f'{path} is a sharded checkpoint: pass the model to fabric.load, {{"model": model, ...}}.')
         takes_states = any(isinstance(value, torch.optim.Optimizer) for value in state.values())
         remainder = folders.load_sharded(
             sharded, path, weights_only, strict=strict, optimizer_states=takes_states, random=takes_states
@@ -163,7 +164,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         models = [self.sharded(value) for value in state.values() if isinstance(value, nn.Module)]
         optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
         if len(models) > 1:
-            raise UsageError(f"a checkpoint holds one model, not {len(models)}: save each to a path of its own.")
+            raise UsageError(f"a checkpoint holds one model, not {len(models)}: save each to a separate path.")
         known = optimizers_of(models[0].optimizer) if models else []
         if any(all(one is not other for other in known) for one in optimizers):
             raise UsageError("the state holds an optimizer without its model: save and load them together.")

@@ -30,7 +30,7 @@ _KEY = "lightning"
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint is a folder of zeroshard's."""
+    """Return whether a path is a sharded checkpoint, and not a single file."""
     return (Path(path) / _TAG / MANIFEST).is_file()
 
 
@@ -50,11 +50,13 @@ def save_sharded(
 def load_sharded(
     sharded: Sharded, path: str | os.PathLike[str], weights_only: bool | None = None, **wanted: bool
 ) -> dict[str, Any]:
-    """Load a folder, saved at any world size and stage, into a model, and return the other saved values.
+    """Load a folder, saved at any world size and stage, into a model. Return the other saved values.
 
     Args:
+        sharded: the model.
+        path: the folder.
         weights_only: torch.load's argument, for the other values.
-        wanted: as `Sharded.load`: strict, optimizer_states, random.
+        wanted: arguments of `Sharded.load`: strict, optimizer_states, random.
     """
     return _rest(sharded.load(path, _TAG, **wanted).values, path, weights_only)
 
@@ -68,19 +70,19 @@ def _rest(values: dict[str, Any], path: str | os.PathLike[str], weights_only: bo
     except pickle.UnpicklingError as error:
         found = re.sub(r".*?GLOBAL (\S+).*", r"\1", str(error), flags=re.DOTALL).splitlines()[0]
         raise CheckpointError(
-            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not make: "
+            f"{path}: Lightning's part (hyperparameters, callbacks) names a class that torch.load does not construct: "
             f"{found}. Allow it with torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         ) from None
     return rest
 
 
 def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
-    """Raise if a path is neither a file nor a folder of zeroshard's."""
+    """Raise if a path is neither a file nor a sharded checkpoint."""
     _refuse_remote(path)
     if Path(path).is_dir():
         raise CheckpointError(
-            f"{path} is a folder, and no sharded checkpoint of zeroshard's: it has no {_TAG}/{MANIFEST}. Name the "
-            "folder that Lightning saved to."
+            f"{path} is a folder, but not a sharded checkpoint: it has no {_TAG}/{MANIFEST}. Name the folder that "
+            "Lightning saved to."
         )
     if not Path(path).exists():
         raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
@@ -92,14 +94,13 @@ def _refuse_remote(path: str | os.PathLike[str]) -> None:
 
 
 def clear_for_file(path: str | os.PathLike[str]) -> None:
-    """Remove a folder of zeroshard's before a file of the same name is written. Rank 0 calls it."""
+    """Remove a sharded checkpoint before a file of the same name is written. Only rank 0 calls it."""
     if is_sharded(path):
         shutil.rmtree(path)
 
 
 def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the module's whole state dict in rank 0's CPU memory; an empty dict on other ranks. Every rank must call
-    it.
+    """Return the module's whole state dict on rank 0, in CPU memory, and {} on other ranks. Every rank must call it.
 
     One unit is unsharded at a time.
     """
@@ -112,15 +113,14 @@ def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
 def write_single_file(
     path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool | None = None
 ) -> None:
-    """Convert a sharded Lightning checkpoint to one ordinary file: weights, from the master weights, and
-    hyperparameters.
+    """Convert a sharded Lightning checkpoint to one ordinary file, with the master weights and the hyperparameters.
 
     `Module.load_from_checkpoint(out)` and `torch.load(out)["state_dict"]` read it. Call it in one process, with memory
     for all weights.
 
     Args:
         path: the folder that Lightning saved.
-        out: the file; it is replaced.
+        out: the file to write; an existing file is replaced.
         weights_only: torch.load's argument, for Lightning's own part; False may run code from the folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Owns the part that both strategies share: Lightning's classes, their arguments, a DeepSpeed config, and fp16's loss scale."""
+"""Owns the parts that both strategies share: Lightning's classes, the strategies' arguments, and a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fabric_class(module: str, name: str) -> Any:
 
 
 class Registered:
-    """A strategy that has names in a registry of Lightning's."""
+    """A strategy with names in one of Lightning's registries."""
 
     _precision_argument = ""
 
@@ -88,9 +88,9 @@ class Facts:
     """The settings of the Trainer, or of Fabric.
 
     Attributes:
-        precision: Lightning's name of it: "32-true", "bf16-mixed".
-        accumulation, clipping: microbatches a step; the largest norm of the gradients (0: none). None: the user's loop
-            decides.
+        precision: Lightning's name of the precision: "32-true", "bf16-mixed".
+        accumulation: microbatches per step; None if the user's loop decides.
+        clipping: the maximum norm of the gradients, 0 for none; None if the user's loop decides.
         steps: optimizer steps of the whole run, for the config's scheduler; infinite if unknown.
     """
 
@@ -101,7 +101,7 @@ class Facts:
 
 
 class Sharding:
-    """The arguments about sharding of both strategies; see `ZeroStrategy`."""
+    """The arguments of both strategies that concern sharding; see `ZeroStrategy`."""
 
     def __init__(
         self, stage: int | None, config: str | os.PathLike[str] | Mapping[str, Any] | None, policy: Policy | None,
@@ -110,7 +110,7 @@ class Sharding:
         if config is not None and (stage is not None or policy is not None or units is not None):
             raise UsageError("a config sets the stage, the policy and the units: leave the other arguments out.")
         if stage is not None and policy is not None:
-            raise UsageError("a policy sets the stage, too: pass one of them.")
+            raise UsageError("a policy also sets the stage: pass only one of them.")
         if isinstance(stage, str | os.PathLike | Mapping):
             raise UsageError(f"a stage is 0, 1, 2 or 3, not {stage!r}. Pass one of these, or a config as config=...")
         if stage is None:
@@ -123,13 +123,13 @@ class Sharding:
         self.has_config = config is not None
 
     def policy(self, facts: Facts) -> Policy:
-        """The residencies of model states: the stage and the places."""
+        """Return the residencies of model states."""
         if self._config is None:
             return self._policy
         return self._resolve(None, None, facts).policy
 
     def shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: Facts) -> Sharded:
-        """Shard a model; without optimizers only for evaluation. Every rank must call it."""
+        """Shard a model; without optimizers, for evaluation only. Every rank must call it."""
         if self._config is None:
             return shard(model, optimizers or None, self._policy, units=self._units)
         config = self._resolve(model, optimizers[0] if optimizers else None, facts)
@@ -143,7 +143,7 @@ class Sharding:
             self._checkpointer = None
 
     def optimizer_of_config(self, model: nn.Module, facts: Facts) -> torch.optim.Optimizer | None:
-        """Make the config's optimizer, if it names one."""
+        """Make the config's optimizer, or return None if it names none."""
         if self._config is None:
             return None
         block = self._resolve(model, None, facts).schema.optimizer
@@ -153,7 +153,7 @@ class Sharding:
         return create_optimizer(block, trained, model)
 
     def scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
-        """Make the config's scheduler, if it names one; it steps with the optimizer."""
+        """Make the config's scheduler, which steps with the optimizer, or return None if it names none."""
         if self._config is None:
             return None
         schema = self._resolve(None, sharded.optimizer, facts).schema
@@ -180,7 +180,7 @@ class Sharding:
         config = load_config(self._config, world_size, model, known | self._auto)
         refuse_tensor_parallel(config, "Lightning's strategy")
         if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
-            # The Trainer's number; a loop may have several.
+            # The Trainer's number; a user's loop may have several.
             batch = dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
             config = dataclasses.replace(config, batch=batch)
         else:
@@ -204,32 +204,31 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
     for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):
         if getattr(schema, key).enabled:
             raise ConfigError(
-                f'{key}.enabled: under Lightning the precision is its own: leave {key} out, and set precision="{said}".'
+                f'{key}.enabled: Lightning sets the precision itself. Leave {key} out, and set precision="{said}".'
             )
     if schema.bf16.enabled and facts.precision != "bf16-true":
         raise ConfigError(
-            f'bf16.enabled is true, and Lightning\'s precision is "{facts.precision}": give it "bf16-true", or leave bf16 out.'
+            f'bf16.enabled is true, and Lightning\'s precision is "{facts.precision}". Set precision="bf16-true", or leave '
+            "bf16 out."
         )
     clipping = facts.clipping or 0.0
     if "gradient_clipping" in schema.model_fields_set and schema.gradient_clipping != clipping:
-        where = f"gradient_clip_val is {clipping}"
+        where = f"and gradient_clip_val is {clipping}: set both to the same value."
         if facts.clipping is None:
-            where = "the loop is yours: call fabric.clip_gradients"
-        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, and {where}: set both alike.")
+            where = "and Fabric's loop is yours: leave it out, and call fabric.clip_gradients."
+        raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, {where}")
 
 
 def _refuse_accumulation(config: Config, facts: Facts) -> None:
     if config.batch.accumulation != (facts.accumulation or 1):
-        where = "the loop is yours, with no_backward_sync"
+        where = "and Fabric's loop is yours: leave it out, and use no_backward_sync."
         if facts.accumulation is not None:
-            where = f"accumulate_grad_batches is {facts.accumulation}"
-        raise ConfigError(
-            f"gradient_accumulation_steps comes to {config.batch.accumulation}, and {where}: let them agree."
-        )
+            where = f"and accumulate_grad_batches is {facts.accumulation}: set both to the same value."
+        raise ConfigError(f"gradient_accumulation_steps comes to {config.batch.accumulation}, {where}")
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """Return the blocks of the config that have an effect only in an engine."""
+    """Yield the config's blocks and keys that have an effect only in an engine."""
     seen = dict.fromkeys(
         entry.path.partition(".")[0]
         for entry in config.entries()

@@ -1,7 +1,7 @@
 """Owns `ZeroStrategy`: zeroshard under `lightning.pytorch.Trainer`.
 
-The Trainer's precision is the run's. "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16.
-"-true" makes 16-bit parameters, whose master weights are in fp32 here.
+The Trainer sets the precision. "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16. "-true"
+means 16-bit parameters, with fp32 master weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
-    Also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". torchrun or another
-    launcher starts the processes, or Lightning does, as for DDP. While the Trainer fits, `trainer.strategy.sharded` is
-    the result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
+    It is also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". Lightning starts the
+    processes as for DDP, or torchrun or another launcher starts them. During `fit`, `trainer.strategy.sharded` is the
+    result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
 
-    A checkpoint is a folder with the name of the `.ckpt`, to which each rank writes its part. It resumes (`ckpt_path=`)
-    at any number of processes and any stage. `ModelCheckpoint(save_weights_only=True)`, or `write_single_file(folder,
-    out)` afterwards, writes one ordinary file of weights for `load_from_checkpoint`. Files of other strategies load
-    too, except their optimizer's state.
+    A checkpoint is a folder with the name of the `.ckpt`, to which each rank writes its part. Training resumes from it
+    (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights, which
+    `load_from_checkpoint` reads, use `ModelCheckpoint(save_weights_only=True)` or `write_single_file(folder, out)`.
+    Files of other strategies load too, without their optimizer states.
 
     Args:
         stage: the ZeRO stage, 0 to 3; default 2.
@@ -45,10 +45,11 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         policy: the residencies of model states, instead of the stage.
         units: the parameters that are unsharded together, see `zeroshard.shard`.
         auto: values for keys that are "auto" in the config and cannot be derived.
-        ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and so on.
+        ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and
+            so on.
 
     Raises:
-        UsageError, ConfigError: a setting cannot be honoured; the message names it, and the remedy.
+        UsageError, ConfigError: a setting cannot be honoured. The message names it, and the remedy.
     """
 
     strategy_name = "zeroshard"
@@ -74,7 +75,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         clipping = float(trainer.gradient_clip_val or 0.0)
         return Facts(str(self.precision_plugin.precision), int(trainer.accumulate_grad_batches), clipping)
 
-    # ------------------------------------------------------------------ set up, and given back
+    # ------------------------------------------------------------------ set-up and tear-down
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -109,11 +110,11 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
                 self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record that other ranks may be elsewhere, so that nothing waits for them afterwards."""
+        """Record the exception: other ranks may be elsewhere, so nothing must wait for them afterwards."""
         self._broke_off = True
 
     def teardown(self) -> None:
-        """End the sharding: the module is whole again, or, after an exception, has the values that this rank holds."""
+        """End the sharding. The module is then whole, or, after an exception, has the values that this rank holds."""
         sharded = self.sharded
         self.sharded = None
         module = self._lightning_module
@@ -175,7 +176,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             self.sharded.finish_backward()
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Mark backwards inside as not the last of their step."""
+        """Mark backwards inside the context as not the last of their step."""
         if self.sharded is None:
             return nullcontext()
         return self.sharded.accumulate()
@@ -194,17 +195,17 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores the optimizer: no, a folder's optimizer states are loaded with the model's."""
+        """Whether Lightning restores the optimizer: only from a file. A folder's states are loaded with the model's."""
         return self._loads_file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict; an empty one while it is sharded, since each rank saves its own part."""
+        """Return the module's state dict; {} while it is sharded, since each rank then saves its own part."""
         if self.sharded is not None:
             return {}
         return dict(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return no optimizer state: a checkpoint of zeroshard holds it."""
+        """Return {}: the sharded checkpoint holds the optimizer's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -223,7 +224,8 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             checkpoint["state_dict"] = folders.whole_state_dict(self.lightning_module, self.global_rank)
         elif self._gave_states_up and checkpoint.pop("optimizer_states", None) is not None and self.is_global_zero:
             trainer_class("utilities.rank_zero", "rank_zero_warn")(
-                f"{filepath} holds weights and no optimizer state: fit is over. ModelCheckpoint(save_last=True) saves what resumes."
+                f"{filepath} holds weights and no optimizer state, since fit is over. To resume, save during fit, with "
+                "ModelCheckpoint(save_last=True)."
             )
         if self.is_global_zero:
             folders.clear_for_file(filepath)
@@ -238,7 +240,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             return loaded
         if self.sharded is None:
             raise UsageError(
-                f"{path} is a sharded checkpoint, and no model is set up: give it to fit, validate or test as ckpt_path."
+                f"{path} is a sharded checkpoint, and no model is set up: pass it to fit, validate or test as ckpt_path."
             )
         fits = bool(self.optimizers)
         strict = self.lightning_module.strict_loading
@@ -251,7 +253,6 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if any(checkpoint["optimizer_states"]):
             raise UsageError(
-                "the checkpoint is one file, whose optimizer states another strategy saved whole: ZeroStrategy "
-                "resumes from folders of its own. To use only the weights, load them in the module and fit "
-                "without ckpt_path."
+                "the checkpoint is one file with another strategy's optimizer states, and ZeroStrategy resumes only "
+                "from its own folders. To use only the weights, load them in the module and fit without ckpt_path."
             )

@@ -495,7 +495,7 @@ def flash() -> nn.Module:
         (linear_attention, "linear_attention"),
         (dynamic_rope, "changes its frequencies"),
         (router_loss, "output_router_logits=False"),
-        (llama4, "layers.1.self_attn of Llama4TextModel scales queries by positions"),
+        (llama4, "layers.1.self_attn of Llama4TextModel scales queries by its own count of positions"),
         (flash, "flash_attention_2, whose kernels transformers loads by that name"),
         (lambda: nn.Linear(2, 2), "not a model of transformers"),
     ],

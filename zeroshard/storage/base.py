@@ -8,6 +8,9 @@ A storage is a place where flat tensors rest, read and written asynchronously:
     slot.memory_in(storage)                the content itself, where it is memory of that storage
 
 Only `Storages` distinguishes the storages.
+
+Pinned slots are cut from slabs, since torch rounds pinned memory up to a power of two. Neither a pool nor a ring can lend them: a
+slot keeps its memory until the storage goes.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from zeroshard.storage.pages import Arena, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes, in_pages
 
 SMALL_NBYTES = 64 << 10
-"""Memory that comes and goes and is smaller than this is torch's: malloc keeps such blocks, and a page would be mostly empty."""
+"""torch allocates smaller memory that comes and goes: malloc keeps such blocks, and a page would be mostly empty."""
 
 FREE_SHARE = 1 / 16
 """The share of an accelerator's memory that optional uses of memory leave free, for a longer sequence."""
 
 SLAB_NBYTES = 256 << 20
-"""Slots in pinned memory are cut from slabs of at least this size: torch rounds pinned memory up to a power of two."""
+"""The least size of a slab of pinned memory."""
 _LEFT = 1 / 16
 """The share of a slab, cut into slots of one size, that may be left over for smaller ones."""
 
@@ -61,7 +64,10 @@ class Slot(ABC):
 
     @abstractmethod
     def read(self, out: Tensor) -> Transfer:
-        """Start to copy the content into `out` [numel], of the slot's dtype, on any device. Memory is rounded to other dtypes."""
+        """Start to copy the content into `out` [numel], of the slot's dtype, on any device.
+
+        Slots in memory also round to other dtypes.
+        """
 
     @abstractmethod
     def write(self, source: Tensor) -> Transfer:
@@ -332,10 +338,7 @@ class AcceleratorStorage(DeviceStorage):
 
 @final
 class CpuStorage(MemoryStorage):
-    """CPU memory that is allocated once and kept; pinned if `pin` is True.
-
-    Pinned slots are cut from slabs. No pool or ring can lend them: a slot keeps its memory until the storage goes.
-    """
+    """CPU memory that is allocated once and kept; pinned if `pin` is True."""
 
     def __init__(self, copies: Copies, *, pin: bool) -> None:
         super().__init__(CPU, copies)
@@ -366,7 +369,7 @@ class CpuStorage(MemoryStorage):
 def slab_nbytes(nbytes: int, taken: int) -> int:
     """Return the size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
 
-    A power of two, of which little is left over. The next slots may never come: no more than was taken is laid by for them.
+    It is a power of two of which little is left over. A size that only suits more slots is at most `taken`: they may never come.
     """
     sizes = [max(SLAB_NBYTES, 1 << (nbytes - 1).bit_length())]
     while sizes[-1] * 2 <= taken:

@@ -200,7 +200,7 @@ class BufferPool:
         self._device = device
         self._buffer = buffer
         self._free: list[tuple[Tensor, Transfer]] = []
-        """Those that came back first stand first."""
+        """In the order in which they came back."""
         self._out: dict[int, Tensor] = {}
         self.spare_nbytes = 0
 
@@ -229,7 +229,7 @@ class BufferPool:
         return scratch
 
     def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
-        """Return the fitting buffers without a copy in flight. If all have one: none while a new one fits, otherwise the oldest."""
+        """Return fitting buffers without a copy in flight; if there are none, the oldest, unless a new one fits."""
         idle = [entry for entry in fitting if entry[1] is LANDED]
         if idle:
             return idle

@@ -117,7 +117,7 @@ class DirectFile:
         )
 
     def _go_direct(self) -> bool:
-        """Go around the page cache, where the file system allows it."""
+        """Bypass the page cache, where the file system allows it."""
         flag = getattr(os, "O_DIRECT", 0)
         before = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
@@ -139,7 +139,7 @@ class DirectFile:
         return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
 
     def allocate(self, nbytes: int, label: str) -> int:
-        """Take space on the disk now, so that a step does not run out of it. Returns the offset where it begins, in bytes."""
+        """Take space on the disk now, so that a step does not run out of it. Return its offset in bytes."""
         start = self._nbytes
         nbytes = in_pages(nbytes)
         if self._released.get(nbytes):
@@ -197,9 +197,7 @@ class DirectFile:
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
-        """(its start, a part of `data`, pages for it): the part itself if direct I/O takes it, otherwise this thread's
-        pages.
-        """
+        """Yield (its start, a part of `data`, pages for it): the part itself if direct I/O takes it, otherwise a buffer."""
         whole = len(data)
         if self.is_direct:
             whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES
@@ -283,7 +281,7 @@ class DiskSlot(Slot):
         self._start = storage.file.allocate(self.nbytes, label)
         self._writing: list[Transfer] = []
         self._reading: list[Transfer] = []
-        """Read into memory of a caller that waits later: a write in between would mix old and new values."""
+        """Reads into memory of a caller that waits later: a write in between would mix old and new values."""
         weakref.finalize(self, _release, storage.file, self._start, self.nbytes, self._writing)
         self._is_written = False
 
@@ -354,7 +352,7 @@ class DiskSlot(Slot):
         return copying
 
     def _parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts that fit into a buffer each: their start in the file, and their first and last elements' numbers."""
+        """Yield (start in the file, first element, end) of parts that fit into a buffer each."""
         step = self._storage.staging.buffer_nbytes // self.dtype.itemsize
         for low in range(0, self.numel, step):
             yield self._start + low * self.dtype.itemsize, low, min(low + step, self.numel)

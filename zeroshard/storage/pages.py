@@ -6,7 +6,7 @@ resharded unit are moved aside (0.1 ms), and then to the addresses of the next u
 never more than units held at once before, nor than `limit_nbytes`; further pages go to the kernel.
 
 `BufferPool` cannot do this: it lends other addresses each time, while autograd and the optimizer keep views of units and gradients.
-An accelerator needs none of it, since torch's allocator gives memory under such views back and out in the order of its streams.
+An accelerator needs none of this: torch's allocator frees and allocates memory under such views, in the order of its streams.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KernelMemory:
         """Map zeros there. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
         self._map(address, nbytes, _READ_WRITE)
         if nbytes == CHUNK_NBYTES:
-            self._libc.madvise(address, nbytes, _HUGE_PAGES)  # a wish
+            self._libc.madvise(address, nbytes, _HUGE_PAGES)  # only a hint
 
     def hide(self, address: int, nbytes: int) -> None:
         """Hide the range, as `reserve` left it: memory that was there goes back to the kernel."""
@@ -106,7 +106,7 @@ class KernelMemory:
 
 
 def kernel_memory() -> KernelMemory | None:
-    """Return None where the kernel cannot move pages and keep the addresses (Linux before 5.7, a filter of system calls)."""
+    """Return the kernel's functions; None where it cannot move pages and keep addresses (Linux before 5.7, filtered calls)."""
     try:
         kernel = KernelMemory()
         one = kernel.reserve(mmap.PAGESIZE)
@@ -141,7 +141,7 @@ class Pages:
         self._freed = defaultdict[int, list[int]](list)
         """Addresses of pages that wait, by size."""
         self._empty = defaultdict[int, list[int]](list)
-        """Addresses where pages have waited, by size."""
+        """Addresses where pages waited before, by size."""
         self._all: dict[int, int] = {}
         """Every address that was reserved, and its bytes."""
         weakref.finalize(self, _unmap_all, kernel, self._all).atexit = False
@@ -152,7 +152,7 @@ class Pages:
         return sum(size * len(addresses) for size, addresses in self._freed.items())
 
     def hold(self, nbytes: int) -> None:
-        """Count the bytes that a unit holds from now on; a negative number: no longer."""
+        """Count bytes that a unit holds from now on, or no longer holds if the number is negative."""
         self._held += nbytes
         self._most_held = max(self._most_held, self._held)
 
@@ -235,7 +235,7 @@ class Range:
             self._users[piece] += 1
 
     def empty(self, pieces: range) -> None:
-        """Use pieces no longer. The memory of those that no part uses returns to the pool or the kernel."""
+        """Stop using pieces. The memory of those that no part uses returns to the pool or the kernel."""
         start = end = 0
         for piece in pieces:
             self._users[piece] -= 1

@@ -25,7 +25,7 @@ class Transfer(ABC):
     """A read or a write that was started."""
 
     has_raised: bool = False
-    """Whether a caller of `wait` has been given its error already."""
+    """Whether a caller of `wait` already got its error."""
 
     @abstractmethod
     def wait(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class _Lane:
     """The stream of one direction's copies, and the copies whose memory the allocator must not give out again yet.
 
     Freed memory is used again in the order of the computing stream. So each copy keeps its tensors until that stream waits for it,
-    or the host has seen it over. `record_stream` would keep freed memory until the host sees the copy over, which is late: the host
+    or the host has seen that it is over. `record_stream` would keep freed memory until the host sees that, which is late: the host
     runs ahead of the device by a whole forward, and each unit would take memory of its own.
     """
 
@@ -128,7 +128,7 @@ class Staging:
     that runs ahead of all buffers waits. Buffers are made when they are first needed, and kept.
 
     Args:
-        make: makes a buffer of so many bytes, pinned where copies to or from an accelerator shall not stop the host.
+        make: makes a buffer of so many bytes, pinned where copies to or from an accelerator must not block the host.
     """
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -149,28 +150,25 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by their full names. Return the modules, and the names without a module."""
-    known = dict(model.named_modules())
-    return _mark(
-        model, [[name] if name in known else [] for name in module_names], module_names, flag, raise_if_not_found
-    )
+    return _mark(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by the endings of their full names. Return the modules, and the endings without a module."""
-    names = [name for name, _ in model.named_modules()]
-    found = [[name for name in names if name.endswith(suffix)] for suffix in module_name_suffixes]
-    return _mark(model, found, module_name_suffixes, flag, raise_if_not_found)
+    return _mark(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def _mark(
-    model: nn.Module, found: Sequence[Sequence[str]], asked: Sequence[str], flag: bool, raise_if_not_found: bool
+    model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    missing_names = [one for one, names in zip(asked, found, strict=True) if not names]
+    known = dict(model.named_modules())
+    found = [[module for name, module in known.items() if fits(name, one)] for one in asked]
+    missing_names = [one for one, modules in zip(asked, found, strict=True) if not modules]
     if missing_names and raise_if_not_found:
         raise ValueError(f"No modules named {missing_names} found in model {type(model).__name__}.")
-    modules = list(dict.fromkeys(model.get_submodule(name) for names in found for name in names))
+    modules = list(dict.fromkeys(chain.from_iterable(found)))
     for module in modules:
         set_z3_leaf_module(module, flag)
     return modules, missing_names

@@ -306,7 +306,7 @@ class Schema(BaseModel):
     checkpoint: Annotated[CheckpointBlock, works("how checkpoints are written and read.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "accept an optimizer whose class zeroshard does not know, and cut no parameter. false: such a class raises an error.")] = False
+        "accept optimizers of a class that is unknown to zeroshard, and cut no parameter. false: such a class raises an error.")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False

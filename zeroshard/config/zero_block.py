@@ -14,7 +14,7 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 class OffloadParamBlock(Block):
     """`offload_param`: where parameters are stored while they are not in use.
 
-    At stage 3, their shards are stored there. At lower stages, whole parameters are stored there between steps.
+    At stage 3 the block applies to their shards, and at lower stages to whole parameters between steps.
     """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(

@@ -82,7 +82,7 @@ _ROWS = {
     ".comm.comm": Row(
         "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group "
         "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
-        {"log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'},
+        {"log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints the bytes sent, with the line of each step.'},
         otherwise="torch.distributed"),
     ".git_version_info": Row(values={
         "version": "0.19.8", "git_hash": "zeroshard", "git_branch": "zeroshard", "installed_ops": {}, "compatible_ops": {},
@@ -210,7 +210,7 @@ _ROWS = {
         {"instrument_w_nvtx": "Use torch.profiler."}),
     ".utils.comms_logging": Row(instead={
         "CommsLogger calc_bw_log convert_size get_caller_func":
-            'The config\'s {"comms_logger": {"enabled": true}} prints what was sent, with each line of a step.'}),
+            'The config\'s {"comms_logger": {"enabled": true}} prints the bytes sent, with the line of each step.'}),
     ".utils.groups": Row(
         f"._ranks: sequence_groups {_GROUPS}", {
         "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":

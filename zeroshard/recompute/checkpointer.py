@@ -252,7 +252,8 @@ def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int
     alive = reference()
     if alive is not None and version_of(alive) != version:
         raise RuntimeError(
-            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be recomputed."
+            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be "
+            "recomputed. Change a copy instead."
         )
     return recall()
 

@@ -212,7 +212,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         model = llama()
         divide_layers(model, meshed(2, 1)["tp"])
         four = copy.deepcopy(settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4}))
-        assert "autotp_size is 4, and the model is divided over 2 ranks already" in refusal(
+        assert "autotp_size is 4, but the model is already divided over 2 ranks" in refusal(
             lambda: zeroshard.initialize(model=model, config=four)
         )
         with zeroshard.sharded_init():

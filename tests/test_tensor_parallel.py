@@ -880,7 +880,7 @@ def test_meshes_and_placements_that_are_not_taken() -> None:
             take_whole = partial(zeroshard.shard, model, whole_matrices, 1, group=mesh["dp"])
             assert "needs whole parameters" in refusal(take_whole)
         bf16 = zeroshard.Precision(torch.bfloat16)
-        assert "convert the model first, model.to(torch.bfloat16)" in refusal(
+        assert "convert the model with model.to(torch.bfloat16)" in refusal(
             partial(take, group=mesh["dp"], precision=bf16)
         )
 

@@ -152,7 +152,7 @@ class Waiting:
         self._limit = limit
         self._numel = 0
         self.backward: Callable[[], object] = lambda: None
-        """Gradients may join until this returns None: then the backward can no longer end."""
+        """Gradients may join until this returns None: the backward can no longer end then."""
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
@@ -167,7 +167,7 @@ class Waiting:
         """Return a hook for parameter `index` that adds its gradient to the waiting ones, if no other code must handle it.
 
         Args:
-            otherwise: the hook that handles other gradients: the first of several, the unit's last, one that makes enough, a
+            otherwise: the hook that handles other gradients: the first of several, the unit's last, one that reaches the limit, a
                 second one of a parameter, or one that is refused.
             ordinary: the class of parameters whose values are here.
         """

@@ -51,7 +51,7 @@ def _sum_on_cpu(flat: Tensor) -> Tensor:
 
 
 def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by device and dtype, since one kernel takes those of one kind."""
+    """Group tensors by device and dtype, since a kernel takes tensors of one kind."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for flat in flats:
         found.setdefault((flat.device, flat.dtype), []).append(flat)

@@ -63,7 +63,7 @@ class Reductions:
         self._keeps_sums: bool | None = None
         """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not checked."""
         self._kept_sums = False
-        """The last step's."""
+        """The same of the last step."""
         self._limit = limit_numel
         self._overlap = overlap
         self._in_turn = in_turn
@@ -176,7 +176,7 @@ class Reductions:
     # ------------------------------------------------------------------ one step
 
     def land(self) -> None:
-        """Block until the reductions that were started have ended. Needs no message of its own, so a backward may call it."""
+        """Block until the reductions that were started have ended. It sends no messages of its own, so a backward may call it."""
         while self._in_flight:
             self._land()
 

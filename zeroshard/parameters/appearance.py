@@ -52,11 +52,11 @@ class Appearance:
         named: the unit's parameters.
         views: views of the flat buffer, one for each parameter, in its shape.
         owner: their unit, called for reads, and for gradients that the user sets.
-        whole: the class of parameters whose values are here; of DTensors another than of others.
+        whole: the class of parameters whose values are here. DTensors have another than other parameters.
 
     Attributes:
         placeholders: the data of parameters without values, one NaN for each; None if their values never leave.
-        hides: the number of times that the values left: these version counts are no writes.
+        hides: the number of times that the values left. Version counters count these, too.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Appearance:
         self._versions = self.versions()
 
     def hide(self) -> None:
-        """Hide the values, so that every read calls `before_read`."""
+        """Hide the values, so that every read calls the unit's `before_read`."""
         if not self._absent_views:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
@@ -124,9 +124,9 @@ class Appearance:
         self._become(self._away_class)
 
     def outdate_saved(self) -> None:
-        """Outdate parameters that autograd saved outside of our hooks, so that torch raises instead of a read of NaN.
+        """Outdate parameters that autograd saved outside of our hooks, so that torch raises an error instead of reading NaN.
 
-        Not while the user has views: torch would rebuild their gradient functions from the data that the parameter shows now.
+        This is wrong while the user has views: torch would rebuild their gradient functions from the present data.
         """
         for entry in self._named:
             torch.autograd.graph.increment_version(entry.parameter)
@@ -430,7 +430,7 @@ def classes_of(
         return Away, Taken
 
     class AwayDistributed(Away):
-        """A DTensor without values: its methods that are not torch operations, and read the local tensor, are intercepted."""
+        """A DTensor without values. Its methods that read the local tensor, without a torch operation, are intercepted."""
 
         def to_local(self, **kwargs: Any) -> Tensor:
             return self._read("to_local", **kwargs)
@@ -450,7 +450,7 @@ def classes_of(
 
 
 def _attribute_of(func: Callable[..., Any]) -> str:
-    """Return the name of the attribute that torch's getter or setter `func` is of; "" for other operations."""
+    """Return the name of the attribute that `func`, a getter or setter of torch, reads or sets; "" for other operations."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 

@@ -81,7 +81,7 @@ class BucketSpec:
     """The description of a bucket, from which both of its halves, parameters and gradients, are made.
 
     Attributes:
-        number: counts the model's buckets, the same on every rank.
+        number: the bucket's number in the model, the same on every rank.
         label: for errors and tables.
     """
 

@@ -115,8 +115,8 @@ class ParameterBucket:
         """Start to all-gather the parameters for their next use.
 
         Args:
-            make_room: gives the rows their storage when they need it, which may be as late as in `wait_unsharded`. Default: they
-                have it.
+            make_room: allocates the rows when they are needed, which may be as late as in `wait_unsharded`. Default: they have
+                memory.
         """
         if self.block is not None and self.gathering is None:
             self._bring("all-gather of", make_room)
@@ -227,10 +227,9 @@ class ParameterBucket:
         return found
 
     def broadcast_masters(self, replicas: Collectives | None) -> None:
-        """Take each master weight beside the parameters from the rank that owns it, where several ranks update it.
+        """Copy separate master weights from the ranks that own them to all ranks that update them.
 
-        Another rank may have taken a written row into its own masters already, and so have lost their digits. Every rank must
-        call it.
+        Another rank may have stored a written row in its master weights, which lost digits by that. Every rank must call it.
 
         Args:
             replicas: the ranks of other dimensions, where these hold the same parameters.

@@ -61,7 +61,7 @@ from zeroshard.torch_private import (
 )
 
 Take = Callable[[Unit, int, Tensor], None]
-"""Gets this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
+"""A function that receives this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
 
 
 class Hooks:
@@ -70,13 +70,13 @@ class Hooks:
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule = schedule
         self._take: Take | None = None
-        """Gets the gradients of a backward inside `probe`, which belongs to no step."""
+        """It receives the gradients of backwards inside `probe`, which belong to no step."""
         self._aside: list[Unit] | None = None
-        """The units that are closed in a backward that has not reached any parameter: it belongs to no step until it does."""
+        """The closed units of a backward that has reached no parameter yet, and so belongs to no step."""
         self._backward_is_open = False
         """A backward has begun, and its end was not reported."""
         self._ending: Callable[[], object] = lambda: None
-        """The callback that autograd runs when this backward ends, as long as that may come."""
+        """Returns the callback for the end of this backward, or None after autograd has dropped it."""
         self._leaves_graph = False
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
         self._open_calls: Counter[nn.Module] = Counter()
@@ -158,7 +158,7 @@ class Hooks:
             self._take = before
 
     def _keep_places(self) -> None:
-        """Move our hooks outside of the user's on modules, and behind them on gradients, including hooks registered later."""
+        """Move our hooks on modules around the user's, and those on gradients behind the user's, including later ones."""
         for module, first, last in self._outermost:
             make_outermost(module, first, last)
         with past_torch_function():  # a parameter whose values are elsewhere has hooks, too
@@ -168,7 +168,7 @@ class Hooks:
     # ------------------------------------------------------------------ forward
 
     def _forget_what_broke_off(self) -> None:
-        """End a backward that never reached its end, when a forward outside of backwards or another backward begins."""
+        """Clean up after a backward that never reached its end, when another one or a forward outside of backwards begins."""
         if self._backward_is_open:
             if self._close_backward():
                 self._schedule.break_off()
@@ -238,7 +238,7 @@ class Hooks:
             self._saved.push(caller, unseen=self._in_compiled_code)
 
     def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> None:
-        """Call a method, `(*args, gradient)`, when the gradient of one of the tensors is known."""
+        """Call `method(*args, gradient)` when the gradient of one of the tensors is known."""
         for tensor in tensors:
             handle = tensor.register_hook(self._hook_of(method, *args))
             if tensor.is_leaf:
@@ -304,15 +304,15 @@ class Hooks:
             at_end_of_backward(ending)
 
     def _end_use_of_broken(self, _: object) -> None:
-        """Show earlier gradients again after autograd has dropped the callback for the end of a backward without a call.
+        """Show earlier gradients again when autograd drops the callback for a backward's end without calling it.
 
-        Other traces of it are removed later, and not in the middle of an exception.
+        Other traces of that backward are removed later, and not in the middle of an exception.
         """
         if self._backward_is_open:
             _end_use(self._schedule.units)
 
     def _reaches_parameters(self) -> bool:
-        """Return whether this backward computes a gradient of any parameter. One of torch.autograd.grad for inputs does not."""
+        """Return whether this backward computes a gradient of any parameter. torch.autograd.grad for inputs does not."""
         trainable = (entry.parameter for unit in self._schedule.units if unit.trainable for entry in unit.named)
         try:
             # Checked each time, since kept nodes would keep the parameters alive. The first answer is nearly always yes.
@@ -321,7 +321,7 @@ class Hooks:
             return False  # autograd.grad with respect to parameters, or torch.func's: they get no .grad
 
     def _before_saved_read(self, unit: Unit) -> None:
-        """Prepare the read of a saved parameter, by an operation of a backward or by a look at the graph."""
+        """Prepare a read of a saved parameter by an operation of a backward, or by code that inspects the graph."""
         if not in_backward():
             unit.unshard()
             return
@@ -408,7 +408,7 @@ class Hooks:
                 self._schedule.give_back(leaves_graph=leaves_graph)
 
     def _close_backward(self) -> bool:
-        """Forget what this backward left here. Return whether it belongs to a step."""
+        """Forget the state of this backward. Return whether it belongs to a step."""
         is_of_step = self._take is None and self._aside is None
         self._aside = None
         self._backward_is_open = False
@@ -464,7 +464,7 @@ class OneThread:
         """Record that a forward begins on this thread; raise if another thread's runs.
 
         Args:
-            is_outermost: it is the whole model's. One that this thread began before, and did not end, broke off.
+            is_outermost: it is the whole model's. An earlier forward of this thread that did not end broke off.
         """
         if not self._is_asked:
             return

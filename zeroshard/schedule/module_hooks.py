@@ -31,7 +31,7 @@ BORDER = (
     "zeroshard gathers a unit's parameters here, which no graph may contain. For fullgraph=True compile the "
     "units one by one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
 )
-"""The reason that torch logs where a graph ends at a border, and raises where none may end (fullgraph)."""
+"""torch logs this reason if a graph ends at a border, and raises it if no graph may end there (fullgraph)."""
 
 _CUDA_GRAPHS = (
     "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one "
@@ -97,7 +97,7 @@ class Part:
     """A module inside a unit, which may be called by itself.
 
     Attributes:
-        units: of its own parameters, those sharded at rest.
+        units: the units of its own parameters that are sharded at rest.
         whole_class: the class of parameters whose values are here.
         gathered: the units that a call has gathered, and that its end reshards.
         is_open: whether there are such units. Compiled code reads it: torch guards on such an attribute.
@@ -170,7 +170,7 @@ class Call:
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
     """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
 
-    Only the stack shows it. Inside of our hooks `torch.compiler.is_compiling()` is False, and the interpreter's callback is off,
+    Only the stack shows it. Inside of our hooks `torch.compiler.is_compiling()` is False, and the callback of frames is off,
     since torch.compile does not look into them. A wrapper that the user calls, or a compiled step, leaves nothing on the module.
     And torch has no callback for new wrappers. The wrapper's frame also has the options, which may have to be refused.
 
@@ -209,7 +209,7 @@ def _refuse_cuda_graphs(config: Any, label: str) -> None:
 
 
 def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Raise if units have DTensors: torch.compile describes those by their local tensors, whose memory is a unit's.
+    """Raise if units have DTensors: torch.compile describes these by their local tensors, whose memory belongs to a unit.
 
     Args:
         module: the module that runs in compiled code.

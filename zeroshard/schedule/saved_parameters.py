@@ -51,7 +51,7 @@ class _View:
     stride: tuple[int, ...]
     offset: int
     is_itself: bool
-    """Whether the view is all of that parameter, in its shape, saved by a Python autograd function, which may ask for its class."""
+    """Whether the view is the whole parameter, in its shape, saved by a Python autograd function, which may check its class."""
     trained: bool
 
 
@@ -159,7 +159,7 @@ class SavedParameters:
             self._pop_last()
 
     def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
-        """Pack a tensor. Those that are not ours go to the `others`, the hooks `(pack, unpack)` that are active around these."""
+        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside of these."""
         if self._has_distributed and is_distributed(tensor):
             local = self._view_of(local_of(tensor), None)
             if local is not None:

@@ -93,7 +93,7 @@ MOVES: dict[StepState, dict[Move, StepState | str]] = {
 
 
 def after(state: StepState, move: Move) -> StepState:
-    """The state after a move.
+    """Return the state after a move.
 
     Raises:
         UsageError: the move is not legal in this state. The message names the remedy.
@@ -128,7 +128,7 @@ class _Order:
         return (self.runs[step] for step in steps)
 
     def numel_after(self, run: Run) -> float:
-        """Return the number of elements that are used after it; infinite if it is unknown."""
+        """Return the number of elements that are used after a run; infinite if its position is unknown."""
         position = self._position.get(run)
         return math.inf if position is None else self._numels[-1] - self._numels[position + 1]
 
@@ -174,7 +174,7 @@ class Schedule:
 
     Args:
         units: in the order of registration.
-        tree: the model's modules, as they were taken.
+        tree: the model's modules when it was sharded.
         overlap: collectives run behind the computation. If False, each blocks immediately, with the same bits.
     """
 
@@ -209,7 +209,7 @@ class Schedule:
         self._backward_ended = False
         self.backwards_ended = 0
         self.steps_ended = 0
-        """Both since the model was sharded."""
+        """Both are counted since the model was sharded."""
         self._last = _Order()
         self._present = _Order()
         self._keep_freed_memory()

@@ -73,7 +73,7 @@ class _KeptInMemory(OrderedDict[str, Any]):
     """A destination for `module.state_dict(destination=...)` that is filled while units come and go.
 
     Args:
-        keeps: copy what is set into CPU memory. Otherwise keep only a tensor's shape and dtype, on the meta device.
+        keeps: copy values into CPU memory. Otherwise keep only a tensor's shape and dtype, on the meta device.
     """
 
     def __init__(self, keeps: bool) -> None:

@@ -145,7 +145,7 @@ class Unit:
         self.appearance = Appearance(self.named, views, self, whole_class)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(self.flat.tensor)
-        """Tensors over the flat buffer, besides what parameters show and what an optimizer updates there."""
+        """The number of tensors over the flat buffer, without those that parameters show and an optimizer updates."""
         self.appearance.show_views()
         if self.sharded_at_rest:
             self._live.numel += self.layout.numel

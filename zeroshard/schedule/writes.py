@@ -23,7 +23,7 @@ from zeroshard.storage.buffers import FlatBuffer
 
 @dataclass(eq=False)
 class Writes:
-    """The writes to one unit's parameters. Its methods need unsharded parameters, unless their docstrings exclude that.
+    """The writes to one unit's parameters. Its methods need unsharded parameters, unless their docstrings say otherwise.
 
     Attributes:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
@@ -71,7 +71,7 @@ class Writes:
                 bucket.masters_from_rests()
 
     def write_back(self) -> None:
-        """Copy what the user may have written to where the parameters rest."""
+        """Copy values that the user may have written to the place where the parameters rest."""
         if self.context.policy.parameters.sharded:
             if self.appearance.collect_written():
                 self._save_rows()

@@ -170,9 +170,9 @@ class Call:
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
     """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
 
-    Only the stack shows it. Inside of our hooks `torch.compiler.is_compiling()` is False, and the callback of frames is off,
-    since torch.compile does not look into them. A wrapper that the user calls, or a compiled step, leaves nothing on the module.
-    And torch has no callback for new wrappers. The wrapper's frame also has the options, which may have to be refused.
+    Only the stack shows it. Inside our hooks `torch.compiler.is_compiling()` is False, and torch.compile's callback for frames is
+    off, since it must not trace them. A compiled step, or a wrapper that the user calls, leaves no mark on the module, and torch
+    does not report new wrappers. The wrapper's frame also has the options, some of which are refused.
 
     Args:
         module: the running module.

@@ -80,7 +80,7 @@ def test_keys_of_other_programs_are_let_through_by_name() -> None:
             {"type": "WarmupLR", "params": {"warmup_steps": 3}},
             "scheduler.params.warmup_steps: WarmupLR takes no such",
         ),
-        (None, {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR needs it"),
+        (None, {"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: WarmupDecayLR requires this"),
         (
             None,
             {"type": "WarmupLR", "params": {"warmup_max_lr": "1e-3"}},

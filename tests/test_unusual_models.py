@@ -139,7 +139,7 @@ def test_a_model_that_is_not_ready_is_refused(stage: int) -> None:
         def take(model: nn.Module) -> None:
             zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
 
-        with pytest.raises(zeroshard.UsageError, match=r"0\.weight is lazy.*run the model once"):
+        with pytest.raises(zeroshard.UsageError, match=r"0\.weight is lazy.*Run the model once"):
             take(nn.Sequential(nn.LazyLinear(4)))
         with torch.inference_mode():
             with pytest.raises(zeroshard.UsageError, match=r"inside torch\.inference_mode"):

@@ -33,6 +33,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def ranks(number: int) -> str:
+    """Format a number of ranks: 1 rank, 8 ranks."""
+    return f"{number} rank{'s' * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Format seconds: 1.85 s, 637 ms, 0.64 ms."""
     if abs(seconds) >= 1:
@@ -91,9 +96,10 @@ def _step(plan: Plan) -> Table:
     together = plan.job.sequences.ranks
     if plan.job.tensor_parallel > 1:
         table.add_row("tensor parallelism", f"{plan.job.tensor_parallel} ranks divide a model; figures are one rank's")
-    who = f"{plan.job.data_ranks} ranks"
+    who = ranks(plan.job.data_ranks)
     if together > 1:
-        who = f"{plan.job.ranks // together} groups of {together} ranks"
+        groups = plan.job.ranks // together
+        who = f"{groups} group{'s' * (groups != 1)} of {together} ranks"
     samples = f"{batch.micro} sample{'s' * (batch.micro != 1)}"
     microbatches = f"{batch.accumulation} microbatch{'es' * (batch.accumulation != 1)}"
     table.add_row("a step", f"{samples} x {microbatches} x {who} = {batch.train // together}")
@@ -159,7 +165,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_xlabel("ms of one step")
     axes.set_ylabel("GB of one accelerator")
     axes.set_title(
-        f"ZeRO-{plan.figures.config.stage}, {plan.job.ranks} ranks: {plan.figures.numel / 1e9:.3g} B parameters"
+        f"ZeRO-{plan.figures.config.stage}, {ranks(plan.job.ranks)}: {plan.figures.numel / 1e9:.3g} B parameters"
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0)

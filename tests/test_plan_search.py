@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,6 +15,7 @@ import torch
 from insides import FORKS_RUN_BACKWARDS, last_that_fits
 from torch import Tensor, nn
 
+from zeroshard.errors import UsageError
 from zeroshard.planning.dry_run import Figures
 from zeroshard.planning.machine import Machine, Unseen, machines
 from zeroshard.planning.planner import Plan, job_of
@@ -144,3 +148,26 @@ def test_dry_runs_are_here_where_forks_cannot_differentiate(
     processes = [process for _, process in in_processes([os.getpid, os.getpid])]
     assert (os.getpid() in processes) is not run_backwards
     assert len({*processes}) == (2 if run_backwards else 1)
+
+
+def test_one_thread_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """filelock, which most programs import, raises if two threads fork at once."""
+    threads = []
+    fork = os.fork
+
+    def noted() -> int:
+        threads.append(threading.get_ident())
+        return fork()
+
+    monkeypatch.setattr(os, "fork", noted)
+    found = dict(in_processes([os.getpid] * 5))
+    assert found.keys() == {*range(5)}
+    assert len({*found.values()}) == len(threads) == 5
+    assert {*threads} == {threading.get_ident()}
+
+
+def test_a_dry_run_that_dies_ends_the_others() -> None:
+    with pytest.raises(UsageError, match=r"died \(exit code 7\)"):
+        for _ in in_processes([lambda: os._exit(7), lambda: time.sleep(600)]):
+            pass
+    assert not multiprocessing.active_children()

@@ -16,9 +16,11 @@ import copy
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
 import torch
@@ -87,12 +89,35 @@ def in_processes(
     for number, job in waiting[:here]:
         yield number, _result_of(job)
     del waiting[:here]
-    with ThreadPoolExecutor(max(min(len(waiting), os.cpu_count() or 1), 1)) as pool:
-        running: dict[Future[Any], int] = {pool.submit(_in_fork, job): number for number, job in waiting}
-        while running:
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield running.pop(future), future.result()
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    try:
+        while waiting or running:
+            # This thread alone forks: libraries with hooks around a fork (filelock) refuse two at once.
+            while waiting and len(running) < (os.cpu_count() or 1):
+                number, job = waiting.pop(0)
+                receive, send = _FORK.Pipe(duplex=False)
+                process = _FORK.Process(target=_send_result, args=(send, job))
+                process.start()
+                send.close()
+                running[receive] = (number, process)
+            ended = connection.wait(running)
+            for receive in [one for one in running if one in ended]:
+                number, process = running[receive]
+                try:
+                    result = receive.recv()
+                except EOFError:
+                    process.join()
+                    raise UsageError(
+                        f"a dry run in a separate process died (exit code {process.exitcode}). Free memory, or plan a "
+                        "smaller model."
+                    ) from None
+                del running[receive]
+                process.join()
+                yield number, result
+    finally:
+        for _, process in running.values():
+            process.terminate()
+            process.join()
 
 
 def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
@@ -120,20 +145,8 @@ def _run_backward() -> None:
         os._exit(1)
 
 
-def _in_fork(job: Callable[[], T]) -> T | ZeroshardError:
-    receive, send = _FORK.Pipe(duplex=False)
-    process = _FORK.Process(target=lambda: send.send(_result_of(job)))
-    process.start()
-    send.close()
-    try:
-        result: T | ZeroshardError = receive.recv()
-    except EOFError:
-        process.join()
-        raise UsageError(
-            f"a dry run in a separate process died (exit code {process.exitcode}). Free memory, or plan a smaller model."
-        ) from None
-    process.join()
-    return result
+def _send_result(send: Connection, job: Callable[[], object]) -> None:
+    send.send(_result_of(job))
 
 
 def _result_of(job: Callable[[], T]) -> T | ZeroshardError:

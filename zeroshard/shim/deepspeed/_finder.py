@@ -37,9 +37,12 @@ def fill(module: ModuleType) -> None:
         # Like `from home import theirs`, which also imports modules.
         value = getattr(__import__(home, fromlist=[theirs]), theirs)
         if home.startswith("deepspeed._") and _is_of(value, home):
-            # Pickles refer to it by DeepSpeed's name.
+            # Pickles refer to it by DeepSpeed's name. Python 3.13 forgets the line of a class that gets another module.
+            line = vars(value).get("__firstlineno__")
             value.__module__ = module.__name__
             value.__qualname__ = name
+            if line is not None:
+                value.__firstlineno__ = line
         own[name] = value
         public.append(name)
     own["__all__"] = list(dict.fromkeys(public))

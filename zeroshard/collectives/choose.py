@@ -44,7 +44,8 @@ def create_collectives(
 
     Raises:
         CollectiveError: some ranks did not make the call; names them.
-        UsageError: `within` does not divide the ranks.
+        UsageError: the ranks cannot be divided by `within`, torch would split the communicator of all ranks for `group`, or
+            an environment variable has a value that cannot be used.
     """
     mark_use()
     parent = None
@@ -86,8 +87,8 @@ def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool
                     why_not,
                 )
         size = len(hosts[0]) if hosts else 1
-        ranks = range(len(members.ranks))
+        starts = range(0, len(members.ranks), size)
         # Hosts of one size, whose ranks follow one another.
-        if size > 1 and hosts == [list(ranks[start : start + size]) for start in ranks[::size]]:
+        if size > 1 and hosts == [list(range(start, start + size)) for start in starts]:
             return OverHosts(members, device, watch, hosts, _best)
     return PointToPoint(members, device, watch)

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twin import same, same_on_all_ranks, step, whole
 
 import zeroshard
-from zeroshard import Place, Policy, Precision, UsageError
+from zeroshard import Place, Policy, Precision, StorageError, UsageError
+from zeroshard.gradients.gradient_bucket import GradientBucket
 
 STAGES = pytest.mark.parametrize("stage", range(4))
 
@@ -128,6 +129,45 @@ def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str
 
         expected, found = run(False), run(True)
         assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
+
+    on_ranks(body, 2)
+
+
+def test_a_backward_that_fails_at_its_end_broke_off() -> None:
+    """A reduction of an earlier microbatch may fail when the gradients of a later one are taken."""
+
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            torch.manual_seed(0)
+            model = nn.Linear(8, 1)
+            model.unused = nn.Parameter(torch.ones(3))  # so that gradients wait for the end of the backward
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            sharded = zeroshard.shard(model, optimizer, 2)
+
+            def microbatch(number: int) -> None:
+                with sharded.accumulate():
+                    model(torch.full((4, 8), float(number))).sum().backward()
+
+            if disturbed:
+                microbatch(1)
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(GradientBucket, "finish_reduction", no_room)
+                    with pytest.raises(StorageError, match="no room"):
+                        microbatch(2)
+                for call in (lambda: microbatch(3), sharded.optimizer.step):
+                    with pytest.raises(UsageError, match=r"broke off.*zero_grad"):
+                        call()
+                sharded.optimizer.zero_grad()
+            for number in (1, 2, 3):
+                microbatch(number)
+            sharded.optimizer.step()
+            return whole(model)
+
+        expected, found = run(False), run(True)
+        assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
+
+    def no_room(bucket: GradientBucket) -> None:
+        raise StorageError("no room")
 
     on_ranks(body, 2)
 

@@ -359,10 +359,9 @@ class Schedule:
         """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
-        by_bucket = unit.take_gradients()
-        self.reductions.finish_up_to(by_bucket)  # other buckets may have reductions in flight
-        for bucket, gradients in by_bucket.items():
-            bucket.add_gradients(gradients)
+        # First, since it may fail, and other buckets may have reductions in flight.
+        self.reductions.finish_up_to(unit.buckets_of_waiting())
+        unit.take_gradients()
         self.gradients_taken += 1
         self.reductions.start_ready(unit.gradients)
 
@@ -379,9 +378,13 @@ class Schedule:
         """Reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
         if self.state is not StepState.UNWANTED:
-            for unit in reversed(self.units):
-                self._take_gradients(unit)
-            self.reductions.end_microbatch()
+            try:
+                for unit in reversed(self.units):
+                    self._take_gradients(unit)
+                self.reductions.end_microbatch()
+            except BaseException:
+                self.break_off()
+                raise
         self._move(Move.END_BACKWARD)
         self._backward_ended = True
         self.backwards_ended += 1
@@ -426,6 +429,7 @@ class Schedule:
                 assert gradient is not None
                 forget_grad(parameter)
                 self.add_gradient(unit, index, gradient)
+                del gradient  # its memory is free once it is in a bucket
             self.end_backward()
         if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros

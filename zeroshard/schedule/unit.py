@@ -521,8 +521,12 @@ class Unit:
 
     # ------------------------------------------------------------------ gradients
 
-    def take_gradients(self) -> dict[GradientBucket, list[tuple[Piece, Tensor]]]:
-        """Take the waiting gradients. Return them flattened, with their places, by bucket."""
+    def buckets_of_waiting(self) -> list[GradientBucket]:
+        """Return the buckets of the waiting gradients."""
+        return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
+
+    def take_gradients(self) -> None:
+        """Copy the waiting gradients into their buckets. Afterwards nothing here keeps their memory."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
         waiting = self.waiting.take()
         self.used.update(waiting)
@@ -530,7 +534,8 @@ class Unit:
             flat = (gradient.detach() if gradient.requires_grad else gradient).flatten()
             for bucket, piece in self._homes[index]:
                 by_bucket.setdefault(bucket, []).append((piece, flat))
-        return by_bucket
+        for bucket, gradients in by_bucket.items():
+            bucket.add_gradients(gradients)
 
     @property
     def has_all_gradients(self) -> bool:

@@ -18,7 +18,6 @@ torch.ones(1, requires_grad=True).sum().backward()
 
 from sampling import sample  # noqa: E402
 from simgpu import server  # noqa: E402
-from simgpu.build import why_not  # noqa: E402
 from simgpu.device import MODES  # noqa: E402
 
 LONG = (
@@ -50,11 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {id(item) for item in [*quick * runs_quick, *rest * runs_rest]}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = [item for item in items if id(item) in chosen]
-    reason = why_not()
-    if reason is not None:
-        for item in items:
-            if _is_pretended(item) or item.path.stem.startswith("test_simgpu"):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -19,7 +19,6 @@ from insides import throughput
 from models import Stack, tokens
 from ranks import on_ranks
 from simgpu import budgets, server
-from simgpu.build import why_not
 from typer.testing import CliRunner
 
 import zeroshard
@@ -421,7 +420,6 @@ def test_peaks_of_known_accelerators() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     found = server.call(budgets.watched_steps, mode="all late", folder=str(tmp_path))[0]
     assert sum(found["synchronisations"].values()) == 0, found

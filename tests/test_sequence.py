@@ -82,6 +82,10 @@ def test_every_stage_is_one_process(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*SMALLER, *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)], ids=str)
 def test_two_ranks_are_one_process(case: Case) -> None:
+    from transformers import masking_utils
+
+    if case.model == "chunks" and case.packed and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("one process of this transformers counts chunks from the first packed sequence, not from each")
     outcome = over_stages(case, 2, 2, (1, 3))
     expect_close(outcome, alone(case, 1))
     layers = 3

@@ -20,6 +20,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from simgpu.build import why_not
+
 TESTS = Path(__file__).parents[1]
 SECONDS = 120.0
 
@@ -93,7 +97,10 @@ _server: list[Server] = []
 
 
 def run(request: Request) -> list[Any]:
-    """On the one server of this process, which begins with the first request."""
+    """On the one server of this process, which begins with the first request. The test is skipped where no device can be built."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
     if not _server:
         _server.append(Server())
     return _server[0].run(request)

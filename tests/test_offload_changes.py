@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, two_groups
+from models import Stack, two_groups, workload
 from ranks import on_ranks
-from test_offload import BUCKETS, DISK, keep_places_apart, take_step
+from test_offload import BUCKETS, CPU, DISK, keep_places_apart, take_step
 from test_offload_states import build, policies, same
 from torch import Tensor, nn
 from twin import every_state
 
 import zeroshard
-from zeroshard import Offload, Policy, Sharded, StorageError, UsageError, ZeroshardError
+from zeroshard import Offload, Place, Policy, Sharded, StorageError, UsageError, ZeroshardError
 from zeroshard.step.travelling import Frame
 from zeroshard.storage.disk import Requests
 
@@ -123,6 +123,46 @@ def test_an_optimizer_that_counts_by_group_counts_steps(tmp_path: Path) -> None:
         assert [group["count"] for group in optimizer.param_groups] == [3, 3]
         results.append(every_state(sharded))
     assert all(same(result, results[0]) for result in results)
+
+
+class Raising(torch.optim.AdamW):
+    """Raises in one of the calls that update a part of the model each."""
+
+    calls, fails_in = 0, 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == self.fails_in:
+            raise ValueError("in the middle of a step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("place", [CPU, DISK])
+def test_after_an_optimizer_raised_in_a_later_sub_group_a_checkpoint_goes_on(place: Place, tmp_path: Path) -> None:
+    work = workload("frozen", param_groups=two_groups)
+    how = Offload(str(tmp_path), buffer_numel=6000, sub_group_numel=400, block_nbytes=4096)
+    for stage in (1, 2, 3):
+        policy = Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else None, offload=how)
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = Raising(model.parameters(), lr=0.01)
+        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS, elementwise=True)
+        take_step(sharded, work, 0)
+        optimizer.fails_in = max(optimizer.calls - 1, 2)  # in the middle of a step
+        assert optimizer.calls > 1
+        sharded.save(tmp_path / str(stage), "last")
+        optimizer.calls = optimizer.calls * 10
+        take_step(sharded, work, 1)
+        expected = every_state(sharded)
+        sharded.load(tmp_path / str(stage))
+        optimizer.calls = 0
+        with pytest.raises(ValueError, match="in the middle of a step"):
+            take_step(sharded, work, 1)
+        optimizer.calls = 10 * optimizer.fails_in
+        sharded.optimizer.zero_grad()
+        sharded.load(tmp_path / str(stage))
+        take_step(sharded, work, 1)
+        assert same(every_state(sharded), expected), stage
 
 
 @pytest.mark.full

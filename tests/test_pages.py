@@ -22,8 +22,8 @@ from zeroshard.errors import UsageError
 from zeroshard.storage import base
 from zeroshard.storage.base import AcceleratorStorage
 from zeroshard.storage.buffers import FlatBuffer, PagedBuffer
-from zeroshard.storage.pages import CHUNK_NBYTES, kernel_memory
-from zeroshard.storage.transfers import CPU, Copies
+from zeroshard.storage.pages import CHUNK_NBYTES, KernelMemory, Pages, Part, Range, kernel_memory
+from zeroshard.storage.transfers import CPU, STAGED_COUNT, Copies, Transfer
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -389,3 +389,76 @@ def test_parked_gradients_come_back_unless_forgotten(stage: int, forgets: bool, 
             assert all(torch.equal(found[fqn], value) for fqn, value in expected.items())
 
     run_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- the pool of pages
+
+
+def a_unit(pages: Pages) -> Part:
+    part = Part(Range(pages, CHUNK_NBYTES), 0, CHUNK_NBYTES, is_unit=True)
+    part.fill()
+    return part
+
+
+@moves
+def test_parts_that_are_emptied_at_once_go_to_different_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's calls let other threads run; here the other one is emptied inside the first one's call."""
+    kernel = kernel_memory()
+    assert kernel is not None
+    pages = Pages(kernel)
+    pages.limit_nbytes = 1 << 40
+    one, other = a_unit(pages), a_unit(pages)
+    move = KernelMemory.move
+    targets = []
+
+    def moving(self: KernelMemory, source: int, target: int, nbytes: int) -> None:
+        targets.append(target)
+        if len(targets) == 1:
+            other.empty()
+        move(self, source, target, nbytes)
+
+    monkeypatch.setattr(KernelMemory, "move", moving)
+    one.empty()
+    assert len({*targets}) == len(targets) == 2
+
+
+@moves
+def test_a_part_whose_range_was_collected_first_touches_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cycle of references the range may be given back before its parts: its addresses may then be another's."""
+    kernel = kernel_memory()
+    assert kernel is not None
+    calls = []
+    for name in ("unmap", "hide"):
+        call = getattr(KernelMemory, name)
+
+        def noted(self: KernelMemory, address: int, nbytes: int, name: str = name, call: Any = call) -> None:
+            calls.append((name, address))
+            call(self, address, nbytes)
+
+        monkeypatch.setattr(KernelMemory, name, noted)
+    of = Range(Pages(kernel), CHUNK_NBYTES)
+    address = of.address
+    cycle: dict[str, Any] = {"part": Part(of, 0, CHUNK_NBYTES)}
+    cycle["part"].fill()
+    cycle["itself"] = cycle
+    del cycle, of
+    gc.collect()
+    assert ("unmap", address) in calls
+    assert ("hide", address) not in calls[calls.index(("unmap", address)) :]
+
+
+def test_buffers_of_failed_copies_are_not_lost() -> None:
+    staging = Copies(CPU).staging
+    bytes_of_all = STAGED_COUNT * staging.buffer_nbytes
+    taken = [staging.take() for _ in range(STAGED_COUNT + 1)]  # one more than there are: none has come back
+    staging.release(taken[0], Busy())
+    for _ in range(5):
+        staging.release(staging.take(), Busy())
+    assert staging.nbytes <= bytes_of_all + staging.buffer_nbytes
+
+
+class Busy(Transfer):
+    is_done = False
+
+    def wait(self, device: torch.device) -> None:
+        pass

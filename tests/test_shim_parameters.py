@@ -177,6 +177,8 @@ def test_states_are_read_and_set_whole_and_in_parts(stage: int, bf16: bool, rank
                 mine = utils.safe_get_local_optimizer_state(parameter, state)
                 utils.safe_set_local_optimizer_state(parameter, mine + 1, state)
                 assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new + 1)
+            with pytest.raises(TypeError, match="optim_state_key"):
+                utils.safe_set_full_optimizer_state(parameter, new)
             utils.safe_set_full_fp32_param(parameter, new)
             assert torch.equal(utils.safe_get_full_fp32_param(parameter), new)
             mine = utils.safe_get_local_fp32_param(parameter)

@@ -263,12 +263,14 @@ class ShardedStep:
                 for key in group.keys() - options.keys() - {"params"}:
                     del group[key]
                 group.update(options)
-            for resident in residents:
-                self._lend_gradients(resident, steps)
-            self.step_inner(users.optimizer, *evaluated)
-            for resident in residents:
-                for view in resident.views:
-                    view.value.grad = None
+            try:
+                for resident in residents:
+                    self._lend_gradients(resident, steps)
+                self.step_inner(users.optimizer, *evaluated)
+            finally:
+                for resident in residents:
+                    for view in resident.views:
+                        view.value.grad = None
         self.schedule.end_step()
         return evaluated[0] if evaluated else None
 

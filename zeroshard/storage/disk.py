@@ -292,7 +292,8 @@ class DiskSlot(Slot):
         storage = self._storage
         staging = storage.staging
         is_arriving = not all(writing.is_done for writing in self._writing)
-        if self in storage.ahead or is_arriving or not self._is_written or self.nbytes > staging.buffer_nbytes:
+        fits = 0 < self.nbytes <= staging.buffer_nbytes
+        if self in storage.ahead or is_arriving or not self._is_written or not fits:
             return
         if staging.has_buffer:
             buffer = staging.take()

@@ -189,13 +189,19 @@ class Pages:
         """Park the memory at these addresses, if there is room. The caller hides the addresses next."""
         if nbytes > self._room:
             return
-        empty = self._empty[nbytes]
         with suppress(OSError):  # such as too many mappings
-            if not empty:
-                empty.append(self.kernel.reserve(nbytes))
-                self._all[empty[-1]] = nbytes
-            self.kernel.move(address, empty[-1], nbytes)
-            self._freed[nbytes].append(empty.pop())
+            # The target leaves the list first: during calls of the kernel another thread may take one.
+            if self._empty[nbytes]:
+                target = self._empty[nbytes].pop()
+            else:
+                target = self.kernel.reserve(nbytes)
+                self._all[target] = nbytes
+            try:
+                self.kernel.move(address, target, nbytes)
+            except OSError:
+                self._empty[nbytes].append(target)
+                raise
+            self._freed[nbytes].append(target)
 
 
 def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
@@ -216,7 +222,8 @@ class Range:
         self.pages = pages
         self.nbytes = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, in_pages(nbytes))
         self.address = pages.kernel.reserve(self.nbytes)
-        weakref.finalize(self, pages.kernel.unmap, self.address, self.nbytes).atexit = False
+        self._unmap = weakref.finalize(self, pages.kernel.unmap, self.address, self.nbytes)
+        self._unmap.atexit = False
         self._users = [0] * -(-self.nbytes // CHUNK_NBYTES)
 
     def fill(self, pieces: range) -> None:
@@ -236,6 +243,10 @@ class Range:
 
     def empty(self, pieces: range) -> None:
         """Stop using pieces. The memory of those that no part uses returns to the pool or the kernel."""
+        if (
+            not self._unmap.alive
+        ):  # of a cycle, whose range was collected before its parts: others may have the addresses
+            return
         start = end = 0
         for piece in pieces:
             self._users[piece] -= 1

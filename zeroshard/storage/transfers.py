@@ -142,11 +142,11 @@ class Staging:
     @property
     def has_buffer(self) -> bool:
         """Whether a buffer is left to take, now or once its transfer is over."""
-        return bool(self._free or self._left)
+        return bool(self._free) or self._left > 0
 
     def take(self) -> Tensor:
         """Take a buffer: one that is free, a new one, or the one whose transfer was started first."""
-        if self._free and (not self._left or self._free[0][1].is_done):
+        if self._free and (self._left <= 0 or self._free[0][1].is_done):
             buffer, after = self._free.popleft()
             with suppress(StorageError):  # which names the place of the values, and is raised there
                 after.wait(CPU)
@@ -209,10 +209,12 @@ class Copies:
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):
             buffer = self.staging.take()
-            part = target[low : low + step]
-            cast = buffer.view(target.dtype)[: part.numel()].copy_(source[low : low + step])
-            copying = self.copy(part, cast, after)
-            self.staging.release(buffer, copying)
+            try:
+                part = target[low : low + step]
+                cast = buffer.view(target.dtype)[: part.numel()].copy_(source[low : low + step])
+                copying = self.copy(part, cast, after)
+            finally:
+                self.staging.release(buffer, copying)
         return copying  # the last on its stream
 
 

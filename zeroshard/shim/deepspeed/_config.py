@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -150,7 +151,7 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark modules by their full names. Return the modules, and the names without a module."""
-    return _mark(model, module_names, str.__eq__, flag, raise_if_not_found)
+    return _mark(model, module_names, operator.eq, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(

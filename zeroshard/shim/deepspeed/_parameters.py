@@ -216,7 +216,7 @@ def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
     return states if states.is_trained else None
 
 
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     states = _trained(param)
     value = states.get(optim_state_key) if states is not None else None
     return value.float() if value is not None and value.is_floating_point() else value
@@ -234,7 +234,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return own.float() if own is not None else safe_get_full_optimizer_state(param, _GRADIENTS)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str = _MASTER_WEIGHTS) -> Tensor | None:
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     states = _trained(param)
     value = states.flat(optim_state_key) if states is not None else None
     return value.float() if value is not None else None
@@ -246,11 +246,11 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     return safe_get_local_optimizer_state(param, _GRADIENTS)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> None:
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     zeroshard.parameter_states(param).set(value, optim_state_key)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str = _MASTER_WEIGHTS) -> None:
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     zeroshard.parameter_states(param).set_flat(value, optim_state_key)
 
 
@@ -262,11 +262,20 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     safe_set_local_optimizer_state(param, value, _GRADIENTS)
 
 
-# Master weights are the state that is meant without a key.
-safe_get_full_fp32_param = safe_get_full_optimizer_state
-safe_get_local_fp32_param = safe_get_local_optimizer_state
-safe_set_full_fp32_param = safe_set_full_optimizer_state
-safe_set_local_fp32_param = safe_set_local_optimizer_state
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    return safe_get_full_optimizer_state(param, _MASTER_WEIGHTS)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    return safe_get_local_optimizer_state(param, _MASTER_WEIGHTS)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    safe_set_full_optimizer_state(param, value, _MASTER_WEIGHTS)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    safe_set_local_optimizer_state(param, value, _MASTER_WEIGHTS)
 
 
 def safe_update_full_grad_vectorized(

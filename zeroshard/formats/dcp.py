@@ -237,6 +237,12 @@ class DistributedState(Stateful):
             group["lr"] = rate
 
 
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a value of type {type(value).__name__}"
+
+
 def _refuse_another_type(key: str, before: Any, value: Any) -> None:
     """Raise if a value that was read cannot replace `before`: the optimizer's next step would fail."""
     numbers = (int, float)
@@ -245,6 +251,6 @@ def _refuse_another_type(key: str, before: Any, value: Any) -> None:
         fits = value.shape == before.shape
     if not fits:
         raise CheckpointError(
-            f"{key} is a {type(value).__name__} in the checkpoint, and a {type(before).__name__} in the optimizer: the "
-            "checkpoint is damaged, or from another optimizer. Load another one."
+            f"{key} is {_kind_of(value)} in the checkpoint, and {_kind_of(before)} in the optimizer: the checkpoint is "
+            "damaged, or from another optimizer. Load another one."
         )

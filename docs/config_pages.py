@@ -155,7 +155,8 @@ def _type(annotation: Any) -> str:
     if origin is Annotated:
         return _type(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_type(option) for option in get_args(annotation)))
+        *others, last = dict.fromkeys(", ".join(map(_type, get_args(annotation))).split(", "))
+        return " or ".join(filter(None, [", ".join(others), last]))
     if origin is Literal:
         return ", ".join(f"`{_json(option)}`" for option in get_args(annotation))
     names = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null", Any: "any"}

@@ -56,7 +56,7 @@ def _hidden_size(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for one key's "auto": a function of the facts and the partly resolved config, and its description."""
+    """A rule for one key's "auto": a function of the facts and the partly resolved config, with a description."""
 
     resolve: Callable[[Facts, Mapping[str, Any]], Any]
     text: str
@@ -222,7 +222,7 @@ def _supplied(supplied: Mapping[str, Any], path: str) -> Any:
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
-    """Raise for a misspelt name in `auto`, which is no config key. Names that this config itself sets are allowed."""
+    """Raise for a name in `auto` that is not a config key. Names that this config itself sets are allowed."""
     every = {*KEYS, *RULES, *paths}
     names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
     for name in supplied:

@@ -15,7 +15,7 @@ _MOST_LINES = 35
 
 
 def summary(config: Config, width: int) -> Text:
-    """List keys that the file or "auto" sets, and computed keys, in lines of at most `width` characters."""
+    """List the keys that the file or "auto" sets, and computed keys, in lines of at most `width` characters."""
     idle = []
     blocks: dict[str, list[Entry]] = {}
     for entry in config.entries():

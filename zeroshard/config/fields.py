@@ -66,7 +66,7 @@ def is_off(value: Any) -> bool:
 
 
 def _number_from_text(value: Any) -> Any:
-    """Convert a quoted number. JSON has no integer 5e8, so configs have "5e8" for 500000000."""
+    """Convert a quoted number. JSON has no integer 5e8, so configs contain "5e8" for 500000000."""
     if isinstance(value, bool):
         raise ValueError("a number was expected")
     if isinstance(value, str):

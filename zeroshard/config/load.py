@@ -120,7 +120,7 @@ class Config:
 
     @property
     def units(self) -> Units:
-        """The definition of units, which is the same at every stage. So results have the same bits."""
+        """The definition of units, the same at every stage, so that results are bit-identical."""
         zero = self.schema.zero_optimization
         leaves = zero.leaf_module or LeafModuleBlock()
         return Units(
@@ -347,7 +347,7 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
     DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
-    at the top level: `zero_optimization.reduce_bucket_size`. A path counts if its block does not have the key.
+    at the top level: `zero_optimization.reduce_bucket_size`. A path counts only if its block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")

@@ -52,9 +52,9 @@ class OptimizerBlock(Block):
     """`optimizer`: the optimizer and its arguments."""
 
     type: Annotated[str, works(
-        "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside blocks, "
-        "with AdamW for all other parameters), or any class of torch.optim. No parameter is cut if the "
-        "optimizer needs whole parameters.")]
+        "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the "
+        "model's blocks, with AdamW for all other parameters), or any class of torch.optim. If the optimizer "
+        "needs whole parameters, zeroshard divides no parameter between ranks.")]
     params: Annotated[dict[str, Any], works(
         "the optimizer's arguments. For Adam, AdamW, SGD and Adagrad, `fused` defaults to true.")] = {}
     torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
@@ -71,7 +71,7 @@ class SchedulerBlock(Block):
 
 
 class BF16Block(Block):
-    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. Another name is `bfloat16`."""
+    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The block may also be named `bfloat16`."""
 
     enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
     check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
@@ -119,14 +119,22 @@ class DataTypesBlock(Block):
 
 
 class MonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`, `json_monitor`: files of each step's metrics, written by rank 0."""
+    """`tensorboard`, `csv_monitor`: files of each step's metrics, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "write `Train/Samples/train_loss`, `lr`, `loss_scale` and `grad_norm` at each step, and the figures of "
-        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those are on. `json_monitor` writes all metrics to "
-        "`steps.jsonl`.")] = False
+        "write `train_loss`, `lr`, `loss_scale` and `grad_norm` at each step, under `Train/Samples/`, and the figures of "
+        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those are on.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
+
+
+class JsonMonitorBlock(MonitorBlock):
+    """`json_monitor`: a file with one JSON line per step, written by rank 0.
+
+    [Watching a run](../watching_a_run.md#a-log-of-every-step) lists the keys of a line.
+    """
+
+    enabled: Annotated[bool, works("write all figures of each step to one file, `steps.jsonl`.")] = False
 
 
 class WandbBlock(Block):
@@ -156,7 +164,7 @@ class CommsLoggerBlock(Block):
     """`comms_logger`: the bytes that ranks send."""
 
     enabled: Annotated[bool, works(
-        "add the bytes sent since the last line, by collective, to the line of `steps_per_print`.")] = False
+        "add the bytes sent since the last line, by collective, to the line that `steps_per_print` prints.")] = False
     verbose: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
     prof_all: Annotated[bool, no_meaning("all collectives are always counted.")] = True
     prof_ops: Annotated[list[Any], no_meaning("all collectives are always counted.")] = []
@@ -164,7 +172,7 @@ class CommsLoggerBlock(Block):
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: recomputation of activations in the backward, and storage of its inputs.
+    """`activation_checkpointing`: recomputation of activations in the backward, and storage of the saved inputs.
 
     The options apply to the modules that `checkpoint_units` names. They also apply to
     `zeroshard.checkpointing.checkpoint` after `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own
@@ -172,7 +180,7 @@ class ActivationCheckpointingBlock(Block):
     """
 
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(
-        'checkpoint these modules, without a change to the model. "auto": each block of a list of blocks. A list: full '
+        'checkpoint these modules, without a change to the model. "auto": each block in a list of blocks. A list: full '
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
         "shard saved inputs over the model-parallel group, whose ranks all have the same inputs. Without such a group, "
@@ -192,7 +200,7 @@ class CheckpointBlock(Block):
     """`checkpoint`: how checkpoints are written and read. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
-        "the effect of different tags on the ranks. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
+        "the effect if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
         "`Ignore`: rank 0's tag.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
@@ -275,11 +283,11 @@ class Schema(BaseModel):
     data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
     communication_data_type: Annotated[DType | None, works(
         "the dtype in which ranks send gradients. Default: the parameters' dtype, or fp32 if that dtype has 16 bits and the "
-        "backend rounds each sum (NCCL).")] = None
+        "backend rounds after each addition (NCCL).")] = None
     seq_parallel_communication_data_type: Annotated[Any, no_meaning(
         "heads and positions are exchanged in their own dtype.")] = "fp32"
     gradient_predivide_factor: Annotated[PositiveNumber, works(
-        "divide gradients by this factor before they are summed over ranks, and by ranks / factor afterwards.")] = 1.0
+        "divide gradients by this factor before they are summed over ranks, and by (number of ranks / factor) afterwards.")] = 1.0
     prescale_gradients: Annotated[bool, works(
         "divide gradients by the number of ranks before they are summed, not afterwards.")] = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _text(str.lower), works(
@@ -291,12 +299,12 @@ class Schema(BaseModel):
         "the number of steps between two lines that rank 0 prints, with step, loss, lr, loss scale, norm, samples/s and memory.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
-    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line of `steps_per_print`.")] = False
+    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line that `steps_per_print` prints.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
     csv_monitor: Annotated[MonitorBlock, works("one CSV file per metric.")] = MonitorBlock()
-    json_monitor: Annotated[MonitorBlock, works(
-        "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = MonitorBlock()
+    json_monitor: Annotated[JsonMonitorBlock, works(
+        "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = JsonMonitorBlock()
     wandb: Annotated[WandbBlock, works("logs to Weights & Biases. Requires the package `wandb`.")] = WandbBlock()
     comet: Annotated[CometBlock, works("logs to Comet. Requires the package `comet_ml`.")] = CometBlock()
     comms_logger: Annotated[CommsLoggerBlock, works("the bytes that ranks send.")] = CommsLoggerBlock()
@@ -306,13 +314,14 @@ class Schema(BaseModel):
     checkpoint: Annotated[CheckpointBlock, works("how checkpoints are written and read.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "accept optimizers of a class that is unknown to zeroshard, and cut no parameter. false: such a class raises an error.")] = False
+        "accept optimizer classes that zeroshard does not recognise, and divide no parameter between ranks. false: such a class "
+        "raises an error.")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed only warns if it is not a multiple of 8.")] = None
     log_level: Annotated[Any, no_meaning("zeroshard logs only the figures that the config enables.")] = None
-    timers: Annotated[dict[str, Any] | None, no_meaning("the line of `steps_per_print` includes the speed.")] = None
+    timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use `torch.utils.flop_counter.FlopCounterMode`.")] = None
@@ -368,7 +377,7 @@ def paths_of(block: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def walk(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, bool, Effect]]:
-    """Yield (path, value, whether it was set, effect) of every key below a block."""
+    """Yield the path of every key below a block, its value, whether it was set, and its effect."""
     for key in type(block).model_fields:
         value = getattr(block, key)
         path = f"{prefix}{key}"

@@ -21,12 +21,12 @@ class OffloadParamBlock(Block):
         "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "
         "has no effect.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "for `nvme`, an existing folder. Its files have no names, and disappear with the process.")] = None
+        "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5
     buffer_size: Annotated[Positive, works(
         "for `nvme`, elements per buffer. zeroshard limits the size of buckets so that each shard fits.")] = 100_000_000
     max_in_cpu: Annotated[Count, works(
-        "for `nvme`, the number of elements of each rank's shards that stay in CPU memory. The rest are on "
+        "for `nvme`, the maximum number of elements of each rank's shards that stay in CPU memory. The rest are on "
         "disk.")] = 1_000_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
 
@@ -35,20 +35,20 @@ class OffloadOptimizerBlock(Block):
     """`offload_optimizer`: where optimizer states, master weights and sharded gradients are stored."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
-        "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. With both, the CPU runs the optimizer step. For "
-        "stages 1 to 3.")] = "none"
+        "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. In both cases the CPU runs the optimizer step. "
+        "For stages 1 to 3.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "for `nvme`, an existing folder. Its files have no names, and disappear with the process.")] = None
+        "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
         "for `nvme`, the number of buffers in CPU memory for states in transfer or in use.")] = 4
     buffer_size: Annotated[Positive, works(
         "for `nvme`, fp32 elements per buffer. All buffers together hold at most `buffer_count` x `buffer_size` elements, "
-        "for a model of any size.")] = 100_000_000
+        "whatever the size of the model.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
     pipeline_read: Annotated[bool | None, works(
         "for `nvme`, prefetch sub-groups. Default: true. Results do not change.")] = None
     pipeline_write: Annotated[bool | None, works(
-        "for `nvme`, write each sub-group while the next one is updated. Default: true. Results do not change.")] = None
+        "for `nvme`, write each sub-group while the next one is being updated. Default: true. Results do not change.")] = None
     fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
         "the share of parameters whose optimizer states are offloaded, rounded to whole units.")] = 1.0
@@ -57,7 +57,7 @@ class OffloadOptimizerBlock(Block):
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that form one unit with all their submodules, such as mixtures of experts."""
+    """`leaf_module`: modules that each form one unit with all their submodules, such as mixtures of experts."""
 
     classes: Annotated[tuple[str, ...], works("class names, with or without the name of the Python module.")] = ()
     names: Annotated[tuple[str, ...], works("full module names; `*` matches anything.")] = ()
@@ -73,11 +73,12 @@ class ZeroBlock(Block):
     reduce_bucket_size: Annotated[Positive, works(
         "maximum elements per reduction. It limits the communication buffers.")] = 500_000_000
     allgather_bucket_size: Annotated[Positive, works(
-        "maximum elements per all-gather. Buckets have the smaller of this size and `reduce_bucket_size`.")] = 500_000_000
+        "maximum elements per all-gather. The bucket size is the smaller of this and `reduce_bucket_size`.")] = 500_000_000
     overlap_comm: Annotated[bool | None, works(
         "overlap collectives with computation. Default: true. Results do not change.")] = None
     reduce_scatter: Annotated[bool, no_meaning(
-        "gradients are always reduce-scattered; an all-reduce would move the same bytes.")] = True
+        "gradients are always reduce-scattered. With the all-gather of the updated parameters, that moves as many bytes as an "
+        "all-reduce.")] = True
     contiguous_gradients: Annotated[bool, no_meaning(
         "gradients are packed as they are computed, or sent directly from their memory.")] = True
     allgather_partitions: Annotated[bool, no_meaning("parameters are always all-gathered.")] = True
@@ -97,22 +98,22 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states. Values above 4 Mi count as 4 Mi, and 0 means "
-        "the minimum.")] = 1_000_000_000
+        "maximum elements per optimizer call for offloaded states. Values above 4 Mi count as 4 Mi, and 0 means one shard "
+        "per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "maximum elements to prefetch. 0 turns prefetching off. Default: the next unit, of any size.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
-        "parameters with fewer elements are not sharded. Default: all are sharded.")] = 0
+        "parameters with fewer elements than this are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
-        "maximum elements that `stage3_param_persistence_threshold` keeps unsharded, the smallest parameters first.")] = 2**63 - 1
+        "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded, the smallest parameters first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
-        "maximum unsharded elements. Prefetching and reuse never exceed this number.")] = 1_000_000_000
+        "units are not prefetched, or kept for reuse, beyond this number of unsharded elements.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
         "keep a unit unsharded after its forward if at most this many elements are used before its backward. "
         "Default: only the last unit.")] = 0
     stage3_module_granularity_threshold: Annotated[Count, works(
-        "a block with fewer elements is not a unit, but part of the module that contains it. Default, or 0: 10,000 in "
-        "models with more than 128 blocks.")] = 0
+        "a block with fewer elements than this is not a unit, but part of the module that contains it. Default, or 0: "
+        "10,000 in models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
         "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Adam then needs "
         "14 bytes per parameter instead of 16, with the same results. Parameters and optimizer states must be on the "
@@ -124,7 +125,7 @@ class ZeroBlock(Block):
         "the old name of `stage3_gather_16bit_weights_on_model_save`.")] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
     stage3_allgather_sequential: Annotated[bool, no_meaning("it selects a schedule of DeepSpeed.")] = False
-    leaf_module: Annotated[LeafModuleBlock | None, works("modules that form one unit with all their submodules.")] = None
+    leaf_module: Annotated[LeafModuleBlock | None, works("modules that each form one unit with all their submodules.")] = None
     offload_param: Annotated[OffloadParamBlock | None, works("where parameters are stored: on the accelerator, in CPU memory or on disk.")] = None
     offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states are stored: on the accelerator, in CPU memory or on disk.")] = None
     cpu_offload: Annotated[bool, works('the old name of `"offload_optimizer": {"device": "cpu"}`.')] = False
@@ -132,16 +133,17 @@ class ZeroBlock(Block):
     cpu_offload_use_pin_memory: Annotated[bool, no_meaning(
         "offload memory is pinned, unless a block sets `pin_memory` to false.")] = False
     zero_hpz_partition_size: Annotated[Count, works(
-        "ranks per host (ZeRO++ hpZ). At stage 3, parameters are sharded over the ranks of a host, gradients and optimizer "
-        "states over all ranks. Gradients are summed inside each host first. Parameters have no second copy. 0 or 1: "
-        "parameters are sharded over all ranks.")] = 1
+        "ranks per host (ZeRO++ hpZ). At stage 3, parameters are sharded over the ranks of a host, and gradients and "
+        "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard keeps no "
+        "second copy of the parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
         "the same as `zero_hpz_partition_size`, under the name of MiCS. Optimizer states are sharded over all ranks, while "
         "DeepSpeed's MiCS replicates them. -1 or 0: parameters are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
         "parameters are gathered only among `mics_shard_size` ranks.")] = False
     zero_quantized_weights: Annotated[bool, no_meaning(
-        "parameters are always sent exactly. `zero_hpz_partition_size` keeps them inside hosts.")] = False
+        "parameters are always sent exactly. `zero_hpz_partition_size` keeps the all-gathers of forward and backward inside "
+        "hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
         'send gradients between hosts as int8 (true) or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). Requires '
@@ -153,9 +155,9 @@ class AioBlock(Block):
     """`aio`: reads and writes of disk offload."""
 
     block_size: Annotated[Positive, works(
-        "bytes per request, each with a checksum; a multiple of 4096. Default: 4 MiB.")] = 4 << 20
-    queue_depth: Annotated[Positive, works("concurrent requests, multiplied by `intra_op_parallelism`.")] = 4
-    intra_op_parallelism: Annotated[Positive, works("the factor of `queue_depth`.")] = 1
+        "bytes per request, a multiple of 4096. Each request has one checksum. Default: 4 MiB.")] = 4 << 20
+    queue_depth: Annotated[Positive, works("the number of concurrent requests, before multiplication by `intra_op_parallelism`.")] = 4
+    intra_op_parallelism: Annotated[Positive, works("the factor by which `queue_depth` is multiplied.")] = 1
     thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None
     single_submit: Annotated[bool, no_meaning("each thread submits one request at a time.")] = False
     overlap_events: Annotated[bool, no_meaning("reads and writes always overlap.")] = True

@@ -3,9 +3,10 @@
 They look for launchers in this order:
 
 - torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR);
-- the mpirun of Open MPI, MPICH and Intel MPI: inside a Slurm job, Slurm's variables describe the batch script;
+- the mpirun of Open MPI, MPICH and Intel MPI (before srun, since inside a Slurm job Slurm's variables describe the
+  batch script);
 - Slurm's srun, with or without PMI;
-- others with PMI.
+- other launchers with PMI.
 
 A process without a launcher is one rank.
 """
@@ -215,7 +216,7 @@ def init_distributed(
             timeout.
         init_method, rank, world_size: the address, this rank's number and the number of ranks, instead of those in the
             launcher's environment.
-        required: False: the caller has joined the ranks already.
+        required: False means that the caller has already joined the ranks.
 
     Raises:
         UsageError: this process cannot join the other ranks.
@@ -238,7 +239,7 @@ def join_ranks(
 
     Args:
         device: the device of the model, now or later. Its type decides the default backend.
-        required: True: join even if the environment names one rank. False: the caller has joined the ranks already.
+        required: True: join even if the environment names one rank. False: the caller has already joined the ranks.
 
     Raises:
         UsageError: the environment names several ranks, and this process cannot join them.
@@ -287,7 +288,8 @@ def join_ranks(
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
     """Return a warning if torchrun may restart the ranks, and they share its own store.
 
-    Restarted ranks would find the addresses of the ended ranks in it, and wait for these (torch 2.13, over gloo).
+    In that store, restarted ranks would find the addresses of the ranks that ended, and would wait for those (torch
+    2.13, over gloo).
     """
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
@@ -327,7 +329,7 @@ def _meeting_point(launch: Launch) -> str:
 
 
 def unknown_address(launch: Launch) -> str | None:
-    """Return a warning if the name of rank 0's machine has no address; a cluster may add one some seconds later."""
+    """Return a warning if the name of rank 0's machine has no address; a cluster may add one a few seconds later."""
     if launch.address is None:
         return None
     try:
@@ -344,8 +346,8 @@ def unknown_address(launch: Launch) -> str | None:
 def leave_ranks() -> None:
     """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
 
-    Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended. The
-    backend waits for collectives that have begun, and holds Python's lock meanwhile.
+    Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
+    While the backend waits for collectives that have begun, it holds Python's lock.
     """
     if not dist.is_initialized():
         return

@@ -1,7 +1,7 @@
 """Owns `Policy`: for each model state, whether it is sharded, and its place.
 
 A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5), see `Policy.stage`.
-docs/design.md lists the policies that give the same bits ("What is promised").
+docs/design.md lists the policies whose results are bit-identical ("What is promised").
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Residency:
     """The place of one kind of model state between its uses, and whether it is sharded.
 
     Attributes:
-        sharded: whether each rank stores only its shard, or the whole.
-        per_host: for parameters: shard them over the ranks of each host (`Policy.within`), so that each host has the
-            whole.
+        sharded: whether each rank stores only its shard of the state. Otherwise, each rank stores all of it.
+        per_host: for parameters: shard them over the ranks of each host (`Policy.within`), so that each host has all
+            parameters.
     """
 
     sharded: bool
@@ -58,15 +58,15 @@ class Offload:
         path: for the disk: an existing folder for the file. The file has no name, so it leaves nothing behind.
         pin_memory: whether CPU memory that an accelerator reads and writes is pinned.
         buffer_count, buffer_numel: for the disk: states in transfer or in use take at most `buffer_count` buffers of
-            `buffer_numel` elements of CPU memory. For the optimizer, this counts elements of master weights, gradients
-            and states together.
-        max_in_cpu_numel: for parameters on disk: the number of elements of this rank's shards that stay in CPU memory.
+            `buffer_numel` elements of CPU memory. For the optimizer, elements of master weights, gradients and states
+            are counted together.
+        max_in_cpu_numel: for parameters on disk: up to this many elements of each rank's shards stay in CPU memory.
         ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. The
             accelerator updates the other parameters.
         sub_group_numel: for the optimizer: the most elements that one call of the torch optimizer updates.
         read_ahead, write_behind: for the optimizer on disk: whether sub-groups are read before their turn, and written
             during the next one's.
-        block_nbytes, requests: for the disk: the bytes of one request, and the number of concurrent requests.
+        block_nbytes, requests: for the disk: the size of a request in bytes, and the number of concurrent requests.
     """
 
     path: str | None = None
@@ -95,10 +95,11 @@ class Offload:
 
 
 def largest_shard_numel(offload: Offload) -> int:
-    """Return the largest size of an optimizer's shard on disk, in elements, of which several fit into the buffers.
+    """Return the largest number of elements of an optimizer's shard on disk of which several fit into the buffers.
 
-    At one time, one shard is read, one updated and one written. The buffers must hold four sub-groups (one to spare) of
-    master weights, gradient and two states in fp32. Half of the buffers stays free for other shapes.
+    At one time, one shard is being read, one updated and one written. The buffers must hold four sub-groups (one to
+    spare) of master weights, gradient and, as for Adam, two states in fp32. Half of the buffers stays free for other
+    shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
@@ -107,8 +108,8 @@ def largest_shard_numel(offload: Offload) -> int:
 class Wire:
     """The lossy communication between ranks; by default, none.
 
-    Only gradients are rounded. Values are sent in blocks of 256 with one scale each: the block's largest magnitude over
-    127 (int8) or 7 (int4). The error of a value is at most half a scale.
+    Only gradients are rounded. They are sent in blocks of 256 values, each with one scale: the block's largest
+    magnitude over 127 (int8) or 7 (int4). The error of a value is at most half a scale.
 
     Attributes:
         gradients: "int8" or "int4", for gradient sums sent between hosts (`Policy.within`). Sums are computed in fp32.
@@ -145,19 +146,20 @@ class Policy:
             more all-gather) or kept for the backward.
         prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 disables
             prefetching; None prefetches one unit.
-        max_live_numel: for sharded parameters: the most unsharded elements; beyond it, no unit is prefetched or kept.
-            The units in use (the root, and the block that runs) may exceed it.
+        max_live_numel: for sharded parameters: the number of unsharded elements beyond which no unit is prefetched or
+            kept. The units in use (the root, and the block that is running) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
             before its backward. With 0, only the last unit of the forward is kept.
         offload_parameters, offload_optimizer: the settings for transfers of these states, if they are on cpu or disk.
             Those of the optimizer also apply to gradients.
         within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
             Gradients are then summed inside each host first, and then over hosts. Results differ in rounding from
-            those without it, and are bit-identical for all policies with the same `within`.
+            those without `within`. With one microbatch per step, they are bit-identical for all policies with the same
+            `within`.
         wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
             results.
-        rests_as_masters: for sharded parameters with master weights of another dtype, both on the accelerator: store
-            only the master weights, and round them in each all-gather. 16-bit parameters then take 14 bytes each
+        rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
+            store only the master weights, and round them in each all-gather. 16-bit parameters then take 14 bytes each
             instead of 16, and results are bit-identical. It has no effect with `per_host` parameters.
     """
 
@@ -281,13 +283,14 @@ class Policy:
         self, *, optimizer: Place | None = None, parameters: Place | None = None, offload: Offload | None = None,
         path: str | None = None,
     ) -> Policy:  # fmt: skip
-        """Return this policy with states in other places, as in ZeRO-Offload and ZeRO-Infinity.
+        """Return this policy with some states offloaded, as in ZeRO-Offload and ZeRO-Infinity.
 
         Args:
             optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`
                 or its name.
-            parameters: the place of parameters: of their shards (stage 3), or of the whole between steps (stages 1, 2).
-            offload: the settings for their transfers; default: those of `Offload()`.
+            parameters: the place of the shards of parameters (stage 3), or of whole parameters between steps (stages 1
+                and 2).
+            offload: the settings for the transfers of these states; default: those of `Offload()`.
             path: the folder for states on disk. It replaces `offload.path`.
         """
         how = offload or Offload()
@@ -308,16 +311,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """A rule for the parameters that are unsharded together, instead of the default: each block of a list of blocks.
+    """A rule for the parameters that are unsharded together. By default, each block in a list of blocks is one unit.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that form one unit with everything inside. They are given by
-            class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare a
-            module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
-        min_numel: a block of fewer elements belongs to the unit that contains it. None means 0 for models of up to 128
-            blocks, and 10,000 for others.
-        persistent_numel: parameters of fewer elements are not sharded; their gradients and optimizer states are.
-        max_persistent_numel: the most elements, in all, of parameters that `persistent_numel` leaves unsharded.
+        leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with everything inside. They are given
+            by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare
+            a module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
+        min_numel: a block with fewer elements than this belongs to the unit that contains it. None means 0 for models
+            of up to 128 blocks, and 10,000 for others.
+        persistent_numel: parameters with fewer elements than this are not sharded. Their gradients and optimizer states
+            are.
+        max_persistent_numel: the maximum number of elements, in all, that `persistent_numel` leaves unsharded.
     """
 
     leaf_classes: tuple[str, ...] = ()
@@ -343,12 +347,12 @@ class Precision:
         reduce_dtype: dtype in which gradients are sent between ranks. None means the parameter's dtype, or fp32 if that
             has 16 bits and the backend rounds after each addition, as NCCL does.
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches. None means
-            `master_dtype`, since 16-bit sums over microbatches lose digits.
+            `master_dtype`, since 16-bit sums over microbatches lose precision.
         master_dtype: dtype of the weights that the optimizer updates.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: the divisor of gradients before they are sent. The sum over ranks is then divided by
-            world_size / predivide_factor, so that a backend that sums in 16 bits overflows later. (Sums over gloo are
-            always in fp32, and NCCL divides while it adds.)
+            world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow. (Sums over
+            gloo are always in fp32, and NCCL divides while it adds.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -376,7 +380,7 @@ class Precision:
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
-        # A double-precision parameter keeps its digits: a master weight is never narrower than the user's parameter.
+        # A double-precision parameter keeps its precision: a master weight is never narrower than the user's parameter.
         master = torch.promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
 

@@ -51,8 +51,8 @@ class Sharded:
 
     Attributes:
         model: the user's own model.
-        optimizer: the user's optimizer, whose `step` and `zero_grad` work on the shards. For evaluation only, it has
-            no parameters.
+        optimizer: the user's optimizer, whose `step` and `zero_grad` work on the shards. If the model is for
+            evaluation only, it has no parameters.
         policy: the residencies of the model states.
         checkpoints: the checkpoints, with `save`, `load` and `wait`.
         display: the progress lines on rank 0's terminal.
@@ -79,7 +79,7 @@ class Sharded:
         Args:
             max_norm: the largest norm; None: do not clip.
             loss_scale: the factor of the loss in the backward, see `DynamicLossScaler`. Gradients are first divided by
-                it. If the norm is not finite, they do not change: skip the step.
+                it. If the norm is not finite, they are left unchanged: skip the step.
 
         Returns:
             A number if the CPU computes the norm. If an accelerator does, a tensor of shape [] there, as torch's own
@@ -89,7 +89,7 @@ class Sharded:
 
     @contextmanager
     def accumulate(self, active: bool = True) -> Iterator[None]:
-        """Mark the backwards inside as not the last of their step.
+        """Declare that the backwards inside are not the last of their step.
 
         If gradients are not sharded, this rank only sums them, and sends nothing. With `active` False, the block has no
         effect: `with sharded.accumulate(i < n - 1): loss.backward()`.
@@ -171,7 +171,7 @@ class Sharded:
 
         Args:
             to: the rank that gets the weights. On other ranks, the loop yields nothing, and ends when that rank leaves
-                its own. None: every rank gets the weights.
+                its own loop. None: every rank gets the weights.
             merge_adapters: for a PEFT model, yield the weights that `merge_and_unload` returns, under their names. The
                 model does not change; one layer is copied at a time. Other models are not affected.
 
@@ -198,7 +198,7 @@ class Sharded:
         return ModelStates(self._schedule.units, self.sharded_step, self._context.collectives)
 
     def memory_report(self) -> dict[str, int]:
-        """Return the bytes of live storage on this rank, by kind.
+        """Return the memory that each kind of state takes on this rank, in bytes.
 
         The kinds are `parameters`, `gradients`, `optimizer` and `buffers` (communication scratch, and memory kept for
         the next unit). With offload, there are also `disk` and `cpu`, which includes buffers for transfers to the disk.
@@ -222,7 +222,7 @@ class Sharded:
         """Park model states off the accelerator between steps, so that other code may use its memory.
 
         A rank may call it without the others. Until `reload_states`, a forward, a step or a save raises an error. The
-        memory of parameters stays allocated if other code uses it, such as a kept `parameter.detach()`.
+        memory of parameters stays allocated while other code refers to it, such as a kept `parameter.detach()`.
 
         Args:
             states: some of "parameters", "gradients" and "optimizer" (optimizer states, and master weights that are
@@ -308,7 +308,7 @@ class Sharded:
                 The user's own `optimizer.add_param_group(param_group)` does the same.
 
         Raises:
-            UsageError: gradients wait for a step, or an unfrozen parameter is in no group of the optimizer.
+            UsageError: gradients are waiting for a step, or an unfrozen parameter is in no group of the optimizer.
         """
         self._freezing.update(param_group)
 
@@ -339,7 +339,7 @@ class Sharded:
             self._context.close()
 
     def abandon(self) -> None:
-        """End the sharding on this rank alone, after an error. Waits of other ranks for this one then raise an error.
+        """End the sharding on this rank alone, after an error. Other ranks that wait for this one then raise an error.
 
         Parameters that are sharded at rest stay placeholders, since no rank can gather them alone. Others are whole.
         """

@@ -115,7 +115,7 @@ def shard(
         elementwise: a fact about an optimizer of an unknown class. True: it updates each element only from that
             element's own history, so ranks may divide a parameter. False: it reads whole parameters, so each parameter
             stays whole on one rank.
-        units: the parameters that are unsharded together; default: those of each block of a list of blocks.
+        units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be
             DTensors over another dimension of the mesh (tensor parallelism): each rank then shards its own part of
@@ -169,7 +169,7 @@ def shard_on(
     whole = needs_whole_parameters(optimizer, elementwise)
     live = Live()
     if not policy.parameters.sharded:
-        # If whole parameters have master weights of another dtype, the next update would undo a write through `data`.
+        # If whole parameters have master weights of a different dtype, the next update would undo a write via `data`.
         attributes = notes_data(live) if _has_copies(optimizer, precision) else None
     device = parameters[0].device
     mesh = mesh_of(model)
@@ -242,7 +242,7 @@ def policy_of(policy: Policy | int | None) -> Policy:
     """Return the policy itself, or the preset for the number of a ZeRO stage; None means stage 2.
 
     Raises:
-        UsageError: the argument has another type.
+        UsageError: the argument has a wrong type.
     """
     if policy is None:
         return Policy.stage(2)
@@ -306,7 +306,7 @@ def _refuse_unready(model: nn.Module) -> None:
 
 
 def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
-    """Return whether any parameter has separate master weights of another dtype."""
+    """Return whether any parameter has separate master weights of a different dtype."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     dtypes = [precision.resolve(dtype) for dtype in {parameter.dtype for parameter in parameters}]
     return any(dtype.master != dtype.param for dtype in dtypes)
@@ -394,7 +394,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def _refuse_different_models(model: nn.Module, context: Context) -> None:
-    """Raise for the first difference of models or settings: ranks would exchange buffers of different sizes."""
+    """Raise for the first difference between ranks' models or settings: they would send buffers of different sizes."""
     collectives = context.everyone
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{placed(p)}"

@@ -1,8 +1,8 @@
 """Owns torch's private names: every name that zeroshard uses and torch may change without notice.
 
 Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
-are looked up at their first use. A name that is missing or behaves differently raises an error with the name. So an
-unsuitable torch fails when zeroshard is imported, and not in the middle of a training run.
+are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
+torch fails when zeroshard is imported, and not in the middle of a training run.
 
 Names on hot paths are torch's own objects under another name, or one plain call.
 """
@@ -200,7 +200,7 @@ def distributed_by(distribution: Any, local: Tensor) -> Tensor:
 
 
 def part_as(like: Any, gradient: Any) -> Tensor:
-    """Return this rank's part of a DTensor that is redistributed as another one. All ranks of the mesh must call it."""
+    """Return this rank's part of a DTensor, redistributed like another DTensor. All ranks of the mesh must call it."""
     if gradient.placements != like.placements:
         gradient = gradient.detach().redistribute(placements=like.placements)
     local = local_of(gradient)
@@ -280,10 +280,11 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """Run the step of an optimizer's class without hooks, even if it calls the step of its base class.
+    """Run the step of an optimizer's class without the optimizer's own hooks, even if it calls a base class's step.
 
-    torch wraps each class's method to run the hooks of the object and of all optimizers, without a public way around
-    them. `functools.wraps` stores the wrapped function in the wrapper.
+    torch wraps each class's `step` so that it runs the optimizer's own hooks and the global hooks, and has no public
+    way around them. `functools.wraps` stores the wrapped function in the wrapper. Global hooks still run if the step
+    calls a base class's `step` that torch has wrapped too.
     """
     step = type(optimizer).step
     if getattr(step, "hooked", False):
@@ -308,7 +309,7 @@ COMPILED_CALL = "compile_wrapper"
 
 
 def is_of_compiler(code: CodeType) -> bool:
-    """Return whether code is in the file of torch.compile's wrappers, of compiled functions or others."""
+    """Return whether code is in the file of torch.compile's wrappers, whether it wraps a compiled function or not."""
     return code.co_filename.endswith(COMPILER_FILE)
 
 
@@ -318,7 +319,7 @@ _graph_task = _find("torch._C._current_graph_task_id")
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward. torch's checkpointing and FSDP2 use the same private name."""
+    """Return whether this thread is running a backward. torch's checkpointing and FSDP2 use the same private name."""
     return bool(_graph_task() != -1)
 
 
@@ -326,10 +327,10 @@ _will_execute = _find("torch._C._will_engine_execute_node")
 
 
 def backward_reaches(node: Node) -> bool:
-    """Return whether the present backward will run a node. torch's checkpointing uses the same private name.
+    """Return whether the current backward will run a node. torch's checkpointing uses the same private name.
 
     Raises:
-        RuntimeError: no backward runs, or it is a `torch.autograd.grad` that ends in this node.
+        RuntimeError: no backward is running, or it is a `torch.autograd.grad` that ends in this node.
     """
     return bool(_will_execute(node))
 
@@ -339,7 +340,7 @@ _find("torch.autograd.Variable._execution_engine.queue_callback")
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Call a function when the present backward ends. DDP and FSDP2 use the same private name."""
+    """Call a function when the current backward ends. DDP and FSDP2 use the same private name."""
     _engine.queue_callback(callback)
 
 
@@ -379,7 +380,7 @@ _transform = _find("torch._C._functorch.peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func runs, inside which units cannot be gathered."""
+    """Return whether a transform of torch.func is running, inside which units cannot be gathered."""
     return _transform() is not None
 
 

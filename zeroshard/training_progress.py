@@ -174,13 +174,13 @@ class TrainingProgress:
         Args:
             loss: the step's loss on this rank. If it is a tensor, do not write to it afterwards.
             norm: the result of `clip_grad_norm_`.
-            samples: the samples of this step over all ranks, if steps differ.
+            samples: the samples of this step over all ranks, if the number differs from step to step.
             loss_scale: the factor of the loss.
             applied: whether the step updated the parameters.
 
         Raises:
-            UsageError: an engine reports its own steps, the call is outside of the `with` block, or `loss` or `norm` is
-                not a single number.
+            UsageError: the loop has an engine, which reports its own steps; the call is outside of the `with` block; or
+                `loss` or `norm` is not a single number.
         """
         if self._engine is not None:
             raise UsageError(

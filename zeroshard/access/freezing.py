@@ -1,4 +1,4 @@
-"""Owns changes of trained parameters: frozen ones lose their states, and unfrozen ones begin with new states."""
+"""Owns changes to the set of trained parameters: frozen ones lose their states, unfrozen ones begin with new states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class Freezing:
-    """The changes of one model's trained parameters."""
+    """The changes to the set of one model's trained parameters."""
 
     def __init__(self, schedule: Schedule, hooks: Hooks, context: Context, step: ShardedStep) -> None:
         self._schedule = schedule

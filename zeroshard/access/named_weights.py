@@ -225,7 +225,7 @@ def _merged_parts(live: LiveModel) -> list[_Part]:
 
 
 def _adapted(root: nn.Module) -> dict[str, nn.Module]:
-    """Find PEFT's layers that wrap modules of the model, as its `merge_and_unload` does, but none inside another."""
+    """Find PEFT's layers that wrap modules of the model, as `merge_and_unload` does, but no layer inside another."""
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         is_layer = hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, _BASE)

@@ -75,7 +75,7 @@ class ParameterStates:
         """Set a state from a complete tensor. Every rank must call it, with the same values.
 
         Raises:
-            UsageError: there is no such state, or it has another shape.
+            UsageError: there is no such state, or `value` has a different shape.
         """
         self._states.set(self.fqn, state, value)
 
@@ -88,9 +88,9 @@ class ParameterStates:
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:
-        """Return a copy of this rank's sum of gradients, if it is not reduced yet. It runs no collective.
+        """Return a copy of this rank's sum of gradients, if it has not been reduced yet. It runs no collective.
 
-        The result is None if there is no sum, or if it was reduced over ranks; `get("gradients")` then returns it.
+        The result is None if there is no sum, or if it has been reduced over ranks; `get("gradients")` then returns it.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
@@ -113,7 +113,7 @@ class ParameterStates:
         """Overwrite the elements that `flat` returns. Every rank must call it, with its own values.
 
         Raises:
-            UsageError: there is no such state, or it has another number of elements.
+            UsageError: there is no such state, or `value` has a different number of elements.
         """
         ranges = self.local(state)
         sizes = [part.tensor.numel() for part in ranges]

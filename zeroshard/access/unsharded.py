@@ -206,7 +206,7 @@ def _refuse_changes(unit: Unit) -> None:
 
 
 def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]:
-    """Name the operation, for errors of waits inside for other ranks."""
+    """Name the operation, for errors about waits for other ranks inside the block."""
     return units[0].collectives.operation(name) if units else nullcontext()
 
 

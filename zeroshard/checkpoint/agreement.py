@@ -27,7 +27,7 @@ def together(control: Collectives, what: str, failed: str = "") -> Iterator[None
     problem = None
     try:
         yield
-    except Exception as error:  # the other ranks wait for this rank's answer
+    except Exception as error:  # the other ranks are waiting for this rank's answer
         problem = str(error)
         if isinstance(error, OSError) and error.strerror is not None:
             problem = cannot_be_written(error.filename or "a file", error)

@@ -142,7 +142,7 @@ class Checkpoints:
         Raises:
             CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
                 message names the file and the cause. Earlier checkpoints do not change.
-            UsageError: a backward waits for its step, or `asynchronous` is set and model states are on disk.
+            UsageError: a backward is waiting for its step, or `asynchronous` is set and model states are on disk.
         """
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
@@ -227,7 +227,7 @@ class Checkpoints:
             strict: whether to raise an error for parameters that the checkpoint or the model lacks.
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
-            fall_back: whether to load the newest complete checkpoint if one is damaged.
+            fall_back: whether to load the newest complete checkpoint if the chosen one is missing or damaged.
             node_local: whether the folder is local to each host, see `save`. Each host first receives the files that it
                 lacks.
 
@@ -235,10 +235,10 @@ class Checkpoints:
             The checkpoint's path, tag, world size and `values`.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the checkpoint is of another model. Every rank raises it;
-                the message names the file and the cause. Some parameters may have been overwritten: load another
+            CheckpointError: a file is missing or damaged, or the checkpoint is of a different model. Every rank raises
+                it; the message names the file and the cause. Some parameters may have been overwritten: load another
                 checkpoint, or restart.
-            UsageError: a backward waits for its step.
+            UsageError: a backward is waiting for its step.
         """
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
@@ -340,7 +340,7 @@ class Checkpoints:
             try:
                 if state is not None:
                     set_random_state(state)
-            except Exception as error:  # torch, numpy and Python each refuse in their own way
+            except Exception as error:  # torch, numpy and Python each raise their own errors
                 raise CheckpointError(
                     f"{path} is damaged: its random state cannot be set ({error}). Load it without, by random=False."
                 ) from error

@@ -213,7 +213,7 @@ class Loader:
         self._buffers: dict[str, Tensor] = {}
 
     def prepare(self, *, strict: bool) -> None:
-        """Find the ranges to read, and refuse a checkpoint of another model or optimizer. Change nothing yet."""
+        """Find the ranges to read, and refuse a checkpoint of a different model or optimizer. Change nothing yet."""
         self._refuse_another_model(strict)
         if self.optimizer_states:
             self._refuse_another_optimizer()

@@ -100,7 +100,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
                     continue
                 chunk = torch.empty(count if control.rank in (move.source, move.target) else 0, dtype=torch.uint8)
                 if move.source == control.rank and move in opened:
-                    with _noting(problems):  # the other rank waits for the chunk, even after an error
+                    with _noting(problems):  # the other rank is waiting for the chunk, even after an error
                         if opened[move].readinto(memory_of(chunk)) != count:
                             raise OSError(f"{move.name} ends too soon")
                 label = f"{move.name} of a checkpoint"
@@ -237,7 +237,7 @@ class Holdings:
                 if host not in version.holders[name]:
                     moves.append(Move(source, hosts.member(host, number), name, nbytes))
         with together(self._control, "files from other hosts"):
-            with suppress(OSError):  # the others wait for this rank's data: let the error come from opening the file
+            with suppress(OSError):  # the others are waiting for this rank's data: opening the file raises the error
                 folder.mkdir(parents=True, exist_ok=True)
             carry(self._control, folder, moves)
         self._bring_manifest(folder, version)
@@ -290,7 +290,7 @@ def _list(folder: Path) -> dict[str, Any]:
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)
-    with suppress(OSError):  # a folder that cannot be read counts as empty: the others wait for this rank's answer
+    with suppress(OSError):  # a folder that cannot be read counts as empty: the others are waiting for this answer
         for path in folder.iterdir():
             if not path.is_dir():
                 continue

@@ -6,7 +6,7 @@ flattened tensor, so this file implements the format itself: 8 bytes with the he
 https://github.com/huggingface/safetensors#format
 
 A read covers all chunks of its range: it verifies each chunk, and then copies the requested elements. So it reads less
-than two chunks more than the range, and needs memory for one chunk.
+than two chunks beyond the range, and needs memory for one chunk.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
 
     Raises:
         CheckpointError: the file is missing, truncated, or not a safetensors file. The message has the path and the
-            reason.
+            cause.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -130,7 +130,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
             out: the memory to read into: contiguous, of any shape, dtype and device.
 
         Raises:
-            CheckpointError: the tensor has fewer elements, or the file cannot be read.
+            CheckpointError: the tensor has too few elements, or the file cannot be read.
         """
         entry = self.entries[name]
         if start < 0 or start + out.numel() > entry.numel:
@@ -312,7 +312,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
         advance: a function that is called with the number of requested bytes that were read.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, altered, or of another size.
+        CheckpointError: the file is missing, unreadable, altered, or of a different size.
     """
     path = folder / record.name
     by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)

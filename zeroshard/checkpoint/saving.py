@@ -155,8 +155,8 @@ def take_snapshot(
 
     Args:
         live: the model.
-        shared: values of which rank 0's are saved.
-        own: values of which each rank's are saved.
+        shared: values that are saved from rank 0 only.
+        own: values that are saved from every rank.
         exclude_frozen: whether to leave out frozen parameters.
 
     Returns:
@@ -366,7 +366,7 @@ def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequ
 
 
 def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
-    """Raise if a file of this host's ranks is missing or has another size: another program may have removed it."""
+    """Raise if a file of this host's ranks is missing or has the wrong size: another program may have removed it."""
     for record in [manifest.files[one] for one in to.hosts.ranks[to.hosts.host(rank)]]:
         if not record.has_its_size(to.path):
             raise CheckpointError(

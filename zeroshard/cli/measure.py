@@ -87,7 +87,7 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
     """Measure the fields of `Machine` on this machine.
 
-    Links to other hosts cannot be measured here. They are those of the known machine with the same accelerators, or
+    Links to other hosts cannot be measured here. They are taken from the known machine with the same accelerators, or
     with H100s.
 
     Args:
@@ -116,7 +116,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
 
 
 def known_machine(device: str) -> Machine:
-    """Return the known machine with accelerators of this name, or otherwise one with H100s under the name."""
+    """Return the known machine with accelerators of this name, or otherwise one with H100s under that name."""
     for machine in machines().values():
         if device in machine.devices:
             return machine

@@ -143,7 +143,7 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """Raise errors early for a missing config and for DeepSpeed turned off, which would show late or never."""
+    """Raise errors early for a missing config and for DeepSpeed turned off, which might never show otherwise."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
@@ -188,7 +188,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _let_ranks_start_anew(options: argparse.Namespace) -> None:
-    """Give restarted ranks a separate store. `launch.trap_of_restarts` has the reason."""
+    """Give restarted ranks a separate store. `launch.trap_of_restarts` explains why."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
         options.standalone = True

@@ -2,9 +2,9 @@
 
 `PointToPoint` is for gloo: each pair of ranks exchanges exactly the rows that the other one owns, straight from and into the
 bucket's storage. Each transfer has its own tag, so two ranks that diverge never mistake one for another. `SharedMemory` is for
-CPU ranks of one host. `Native` is for backends whose collectives are right as they are (NCCL and its kin). `Alone` is one rank.
-`composed` makes transports of two others, inside hosts and across.
+CPU ranks of one host. `Native` is for backends whose own collectives can be used (NCCL and similar ones). `Alone` is one rank.
+`composed` combines two transports: one inside hosts, and one across them.
 
-On CPUs all of them sum over ranks in rank order (with `within`: inside each host, then over hosts) and divide by the world size
-after, so a result does not depend on the policy. `Native` leaves the order of a sum to its backend.
+On CPUs all of them sum over ranks in rank order (with `within`: inside each host, then over hosts), and then divide by the world
+size, so a sum does not depend on the policy. `Native` leaves the order of a sum to its backend.
 """

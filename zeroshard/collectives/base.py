@@ -1,8 +1,8 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method has a default
-that is correct for all transports, and a transport overrides those that it can do better. No caller depends on the kind of
-transport.
+A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
+has a default that is correct for all transports, and a transport overrides those that it can do better. No caller depends on the
+kind of transport.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def nothing() -> None:
 
 
 class Sent:
-    """The memory lent to an operation. Other ranks may read it in place after the operation has ended on this rank."""
+    """The memory lent to an operation. Other ranks may still read it in place after the operation has ended on this rank."""
 
     def wait_released(self) -> None:
         """Block until the sent memory may be written again."""
@@ -48,7 +48,7 @@ class Work(Sent, ABC):
         """Block until the data may be used on this stream. Raises `CollectiveError` if it cannot arrive."""
 
     def push(self) -> None:
-        """Finish the operation now if it needs another call on this rank: no wait may follow soon."""
+        """Finish the operation now if it needs another call on this rank, since no wait may follow soon."""
 
     def abandon(self) -> None:
         """Block until the operation writes nothing more. Its data is no longer needed."""
@@ -68,7 +68,7 @@ class Reduction(Sent, ABC):
 
     @abstractmethod
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        """Wait, then set `out` [shard_numel] to the sum over ranks of this rank's row, divided; or add this to `out`."""
+        """Wait, then set `out` [shard_numel] to the divided sum over ranks of this rank's row, or add that sum to `out`."""
 
 
 class Collectives(ABC):
@@ -93,7 +93,7 @@ class Collectives(ABC):
 
         Args:
             own: [shard_numel], this rank's stored values. They stay as they are until `wait_released(own)`.
-            prepare: gives `rows` their memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
+            prepare: gives `rows` memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
         """
 
     @abstractmethod
@@ -126,7 +126,7 @@ class Collectives(ABC):
         return nullcontext()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
-        """Group operations that are ready at about the same time into launches, each of which starts when all of it is ready."""
+        """Group operations that are ready at about the same time into launches. Each starts when all of its own are ready."""
         return [(operation,) for operation in operations]
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
@@ -140,7 +140,7 @@ class Collectives(ABC):
         return 2 * units[min(1, len(units) - 1)]
 
     def wait_released(self, memory: Tensor | None = None) -> None:
-        """Block until no other rank reads `memory` (default: all memory at rest), which is about to change."""
+        """Block until no other rank is reading `memory` (default: all memory at rest), which is about to change."""
 
     def close(self) -> None:
         """Release sockets and threads."""
@@ -223,7 +223,7 @@ class Collectives(ABC):
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
-        If messages do not pass through the device, the host does not wait for the device: the values arrive in its order.
+        If messages do not pass through the device, the host does not wait for it: the values arrive in the device's order.
         Without a `value`, on any rank, they are zeros.
 
         Raises:
@@ -252,7 +252,7 @@ class Collectives(ABC):
         return [message[1:] for message in messages]
 
     def operation(self, name: str) -> AbstractContextManager[None]:
-        """Give the waits of this thread inside a name for reports of long or failed waits, such as `save "step_10"`.
+        """Name this thread's waits inside the block, such as `save "step_10"`, for reports of long or failed waits.
 
         The outermost name counts.
         """
@@ -274,7 +274,7 @@ class Collectives(ABC):
         self.measure = measure
 
     def tell_failure(self) -> None:
-        """Notify the ranks that wait for this one that one of its own waits failed."""
+        """Notify the ranks that are waiting for this one that one of its own waits failed."""
 
     def control(self) -> Collectives:
         """Return separate connections for small messages in CPU memory. Every rank must call it.
@@ -286,7 +286,7 @@ class Collectives(ABC):
 
 
 CHUNK_NUMEL = 1 << 16
-"""Elements that a CPU sums and divides at once: small enough that the second pass finds them in the cache."""
+"""Elements that a CPU sums and divides at once: few enough that the second pass finds them in the cache."""
 
 
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:

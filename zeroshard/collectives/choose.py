@@ -39,11 +39,11 @@ def create_collectives(
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
         lasting: False for a few operations, at a point where the user's own could run too. A backend with expensive communicators
             then uses those of the user's group, so there is nothing to make or to close.
-        within: the policy's `within`: sums are made host by host.
+        within: the policy's `within`: sums are computed host by host.
         wire: the policy's lossy communication. A single rank ignores it.
 
     Raises:
-        CollectiveError: some ranks did not make the call; names them.
+        CollectiveError: some ranks did not make the call; the message names them.
         UsageError: the ranks cannot be divided by `within`, torch would split the communicator of all ranks for `group`, or
             an environment variable has a value that cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Transports that are made of two others: inside hosts and across them, or over two dimensions of a mesh."""
+"""Transports that combine two others: one inside hosts and one across them, or one for each dimension of a mesh."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Composed(Grouped):
             one.count_in(sent, self._measure_of_both)
 
     def _measure_of_both(self, kind: str) -> AbstractContextManager[None]:
-        return self.measure(kind)  # another clock may be set later
+        return self.measure(kind)  # a different clock may be set later
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         self._near.wait_released(memory)
@@ -81,7 +81,7 @@ class ComposedGather(Work):
 
     Args:
         pass_on: starts to pass on the rows that have crossed.
-        started: the works that pass on other rows already.
+        started: the works that are already passing on other rows.
     """
 
     def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
@@ -99,16 +99,16 @@ class ComposedGather(Work):
             work.wait()
 
     def push(self) -> None:
-        # no test can miss this wait: it starts early what readers wait for themselves.
+        # no test can miss this wait: it only starts early the operation that readers wait for.
         self.wait()
 
 
 class OverHosts(Composed):
-    """A transport over several hosts: shared memory inside, gloo across.
+    """A transport over several hosts: shared memory inside them, gloo between them.
 
     Of H hosts with S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
     crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
-    to their owners directly: the sum has the order of all ranks, and so the bits that it has over gloo.
+    to their owners directly, so a sum is in the order of all ranks, and is bit-identical to the sum over gloo.
 
     Args:
         hosts: the members of each host, in the order of ranks. All hosts have the same number.
@@ -191,7 +191,7 @@ class TwoLevel(Composed):
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
         make: makes the collectives for some of the members. Each of these must call it.
-        bits: the number of bits of rounded gradients across hosts; None sends exact gradients.
+        bits: the number of bits of rounded gradients that are sent across hosts; None sends exact gradients.
 
     Raises:
         OneHost: all members are on one host.
@@ -221,7 +221,7 @@ class TwoLevel(Composed):
         far.count_in(CrossingCount(self.sent), self._measure_of_both)
         self._reducer = far if bits is None else QuantizedGradients(far, bits)
         self._latest: Callable[[], _Mean | None] = lambda: None
-        """The last reduction, as long as it is waited for."""
+        """The last reduction, until it has been waited for."""
 
     @property
     def inside(self) -> Collectives:
@@ -392,7 +392,7 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 class Everyone(Collectives):
     """The ranks of `data` and of `others`, which have this rank in common, in the order of torch's ranks.
 
-    They exchange small messages only. A message goes over one of the two, and what all of that have goes over the other.
+    They exchange small messages only. A message goes over one of the two, and all messages of those ranks go over the other.
 
     Args:
         data: the collectives of the data-parallel ranks.

@@ -24,14 +24,14 @@ from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
 T = TypeVar("T")
 
 TRANSFER_TAG = (1 << 30) + 1
-"""Transfers from one rank to another keep their order, so one tag does for all; no bucket has this number."""
+"""Transfers from one rank to another keep their order, so one tag serves all of them; no bucket has this number."""
 CLOSED = "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
 _PROBE = timedelta(milliseconds=1)
 _CLOSED_CONNECTION = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 Posted = tuple[dist.Work, int | None]
-"""One work of the backend's, and the member at its other end where there is one."""
+"""One work of the backend, and the member at its other end if there is one."""
 
 
 class Grouped(Collectives):
@@ -53,7 +53,7 @@ class Grouped(Collectives):
         self.end_watch: Callable[[], object] = nothing
         """Ends the watch, if this transport owns it."""
         self.warn_others: Callable[[], None] = nothing
-        """Warns the ranks that wait for this one over other connections that a wait failed."""
+        """Warns the ranks that are waiting for this one over other connections that a wait failed."""
 
     def close(self) -> None:
         self.end_watch()
@@ -98,7 +98,7 @@ class Grouped(Collectives):
         ranks = self.members.ranks
         gone = error.peers if isinstance(error, Lost) else frozenset[int]()
         closed = set(gone)
-        # A wait that times out closes all connections of gloo's, so the other parts of the operation end at once.
+        # A wait that times out closes all of gloo's connections, so the other parts of the operation end at once.
         for work, other in works:
             try:
                 work.wait(_PROBE)
@@ -133,7 +133,7 @@ class Transfer(Work):
 
     Attributes:
         works: None until the operation is launched.
-        _pairing: for connections that do not notice that ranks wait in vain.
+        _pairing: for connections that do not notice that ranks are waiting in vain.
     """
 
     _collectives: Grouped
@@ -145,7 +145,7 @@ class Transfer(Work):
     _failed: CollectiveError | None = None
 
     def wait(self) -> None:
-        if self._failed is not None:  # missing data has not arrived since
+        if self._failed is not None:  # the missing data has not arrived since then
             raise self._failed
         collectives = self._collectives
         assert self.works is not None, f"{self._label} was waited for before it was launched"
@@ -190,13 +190,13 @@ class PointToPoint(Grouped):
     ) -> None:
         super().__init__(members, device, watch)
         others = range(self.world_size) if peers is None else peers
-        # Each rank starts with its neighbour, so that not everybody sends to rank 0 first.
+        # Each rank starts with its neighbour, so that not all ranks send to rank 0 first.
         turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self.peers = [peer for peer in turned if peer in others]
         self._begun: dict[int, int] = {}
         """The last tag, by channel."""
-        # torch keeps a register of process groups, and names one by how many there are: ranks that made groups in different
-        # number would wait for each other under different names, and a subgroup's resources are never freed. The store
+        # torch keeps a register of process groups, and names a group by their number: ranks that made different numbers of
+        # groups would wait for each other under different names, and a subgroup's resources are never freed. The store
         # counts instead, for these members only, so any ranks may make groups in any order.
         self._name = members.counted_name("gloo")
         store = PrefixStore(self._name, members.store)
@@ -220,13 +220,13 @@ class PointToPoint(Grouped):
         channel = bucket * 3 + kind
         number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
         code = self.watch.operation_code
-        if name is not None and not code:  # gloo ends the process where two messages of unequal lengths meet
+        if name is not None and not code:  # gloo ends the process if two messages of unequal lengths meet
             code = code_of(name)
         self._begun[channel] = code << OPERATION_SHIFT | channel << SEQUENCE_BITS | number
         return self._begun[channel]
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
-        # The engine's own methods: dist.isend and irecv cost 20 times their microseconds in checks, 200 times a step.
+        # The engine's own methods: dist.isend and irecv run checks that take 20 times as long, 200 times a step.
         land = nothing
         if self._is_staged:
             # A tensor for several members is copied once.
@@ -322,7 +322,7 @@ class PointToPoint(Grouped):
         return [found[rank] for rank in range(self.world_size)]
 
     def exchange_with_peers(self, data: bytes, label: str) -> dict[int, bytes]:
-        """Return every peer's `data`, which has the same length."""
+        """Return every peer's `data`, which must have the same length on all peers."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = {peer: torch.empty_like(own) for peer in self.peers}
         self.sent["exchange"] += own.nbytes * len(self.peers)

@@ -120,7 +120,7 @@ def _grouped(host_of: list[str]) -> list[list[int]]:
 
 
 def refusal_here() -> str:
-    """Return why this process cannot share memory with others of its host; empty if it can. For `zeroshard doctor`."""
+    """Return the reason why this process cannot share memory with others of its host, or "". For `zeroshard doctor`."""
     why_not = _refusal()
     if why_not:
         return why_not
@@ -227,7 +227,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
     """Send every rank's descriptor to every other. Fill `windows`, by rank."""
     for one in sockets.values():
-        with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, which the loop below finds
+        with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, which the loop below detects
             socket.send_fds(one, [b"zeroshard"], [descriptor])
     for peer, one in sockets.items():
         try:

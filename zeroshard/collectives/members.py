@@ -46,8 +46,8 @@ class Members:
     Attributes:
         ranks: the members' global ranks, in the group's order.
         rank: this process's place among them.
-        world: how many ranks there are in all.
-        timeout: how long a rank waits, as the user chose it.
+        world: the number of ranks in all.
+        timeout: the time limit of a wait, as the user chose it.
         backend: the group's backend for one type of device.
         own_group: the user's own group, if it still exists. A strong reference would keep torch from destroying it.
         store: the group's store.
@@ -119,11 +119,11 @@ class Members:
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
 
     def counted_store(self, purpose: str) -> PrefixStore:
-        """Return a part of the store for these members and this purpose. Each call returns another part."""
+        """Return a part of the store for these members and this purpose. Each call returns a new part."""
         return PrefixStore(self.counted_name(purpose), self.store)
 
     def counted_name(self, purpose: str) -> str:
-        """Return a name for these members and this purpose, the same on each of them. Each call returns another name."""
+        """Return a name for these members and this purpose, the same on each of them. Each call returns a new name."""
         family = f"zeroshard/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{purpose}"
         number = self.store.add(f"{family}/count/{self.rank}", 1)
         return f"{family}/{number}"
@@ -159,7 +159,7 @@ def refuse_split(members: Members) -> None:
     if not members.is_subgroup or members.backend == "gloo" or world is None or world.bound_device_id is None:
         return
     backend = world._get_backend(world.bound_device_id)
-    if getattr(backend, "supports_splitting", False):  # as torch asks before it splits
+    if getattr(backend, "supports_splitting", False):  # as torch checks before it splits
         raise UsageError(
             f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: "
             "torch would split the communicator of all ranks, and wait for those that are not in the group. Leave "

@@ -1,4 +1,4 @@
-"""Owns the collectives of backends that are right as they are: NCCL and similar ones.
+"""Owns the transport for backends whose own collectives can be used: NCCL and similar ones.
 
 Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts over gloo, so a step does
 not wait for the device to receive them.
@@ -117,7 +117,7 @@ class Native(Grouped):
         self._is_open = True
         try:
             yield
-        finally:  # also after an error, since this rank and others wait for operations that have begun
+        finally:  # also after an error, since this rank and others may be waiting for operations that have begun
             self._is_open = False
             self._start("transfers between ranks")
 
@@ -238,7 +238,7 @@ class Native(Grouped):
 
 @dataclass(eq=False)
 class _NativeMean(Reduction):
-    """A reduce-scatter of the backend's, whose result is divided here if the backend did not divide it."""
+    """A reduce-scatter of the backend, whose result is divided here if the backend did not divide it."""
 
     _transfer: Transfer
     _total: Tensor

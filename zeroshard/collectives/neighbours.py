@@ -19,13 +19,13 @@ from contextlib import suppress
 _NUMBER = struct.Struct("<Q")
 """The format of tags and counts. A message begins with its tag."""
 LIMIT = 1 << 16
-"""The most bytes of one message."""
+"""The maximum size of a message in bytes."""
 READ = 1 << 63
 """The bit that turns the tag of an offer into the tag of the report that it was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
-"""The tags of messages of a rank about itself: it has finished; a wait failed; it waits for the receiver.
+"""The tags of messages of a rank about itself: it has finished; a wait failed; it is waiting for the receiver.
 
-A rank that waits adds the number of messages that it has received from the receiver.
+A waiting rank adds the number of messages that it has received from the receiver.
 """
 _STUCK_SECONDS = 1.0
 
@@ -61,7 +61,7 @@ class Neighbours:
         self._sent = dict.fromkeys(sockets, 0)
         self._heard = dict.fromkeys(sockets, 0)
         self._stuck: dict[int, tuple[int, str]] = {}
-        """By peer that waits for this rank: the number of our messages that it had received by then, and its operation."""
+        """By peer that is waiting for this rank: the number of our messages that it had received by then, and its operation."""
         self._finished: set[int] = set()
         self._dead: set[int] = set()
         self._failed: set[int] = set()
@@ -83,11 +83,11 @@ class Neighbours:
         self._peer_of[descriptor] = peer
 
     def send(self, peer: int, tag: int, data: bytes = b"") -> None:
-        """Send bytes under a tag: with the tag, LIMIT at most.
+        """Send bytes under a tag: at most LIMIT, including the tag.
 
         Raises:
             Lost: the peer no longer takes part, or a process of this host has ended.
-            RuntimeError: the timeout is over.
+            RuntimeError: the timeout has passed.
         """
         self._put(peer, tag, data)
         self._sent[peer] += 1
@@ -111,7 +111,7 @@ class Neighbours:
                 return
             except BlockingIOError:
                 deadline = deadline or time.monotonic() + self._timeout
-                self._take_in(0.001)  # the peer may wait for room here, too
+                self._take_in(0.001)  # the peer may be waiting for room here, too
                 self._refuse_absent(peer)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out: rank {peer} takes no messages") from None
@@ -127,7 +127,7 @@ class Neighbours:
 
         Raises:
             Lost: the peer no longer takes part, or a process of this host has ended.
-            RuntimeError: the timeout is over, or the two ranks wait for each other.
+            RuntimeError: the timeout has passed, or the two ranks are waiting for each other.
         """
         self.block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
         waiting = self._inbox[peer][tag]

@@ -20,13 +20,13 @@ from torch import Tensor
 from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Reduction, Work, sum_into
 
 BITS: dict[str | None, int | None] = {None: None, "int8": 8, "int4": 4}
-"""By the name of a lossy dtype, the number of bits of a code; None sends rows as they are."""
+"""The number of bits of a code, by the name of a lossy dtype; None sends rows as they are."""
 BLOCK_NUMEL = 256
 
 
 @dataclass(eq=False)
 class QuantizedGradients:
-    """The reductions of a transport that sends codes of so many bits."""
+    """The reductions of a transport that sends gradients as codes of `_bits` bits."""
 
     _inner: Collectives
     _bits: int

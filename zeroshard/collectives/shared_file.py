@@ -52,7 +52,7 @@ class SharedFile:
         self._free: list[tuple[int, int]] = []
         """The freed ranges as (start, bytes), by start; adjacent ones are merged."""
         self._returned = deque[tuple[int, int]]()
-        """The ranges that were freed since then, by any thread."""
+        """The ranges that any thread has freed, and that are not yet in the list above."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them.
@@ -110,13 +110,13 @@ class SharedFile:
         self._returned.append((start, nbytes))
 
     def hand_over(self) -> None:
-        """Close the descriptor, after every rank received it."""
+        """Close the descriptor, once every rank has received it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def close(self) -> None:
-        """Stop giving memory. Rows that others still read stay until they are done."""
+        """Stop handing out memory. Rows that others are still reading stay until those have read them."""
         self.hand_over()
         self._is_closed = True
 

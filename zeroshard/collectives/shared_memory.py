@@ -4,7 +4,7 @@ An operation takes two messages between each pair of ranks: the place of the dat
 rank offers must be in its file (`buffer`); other data is copied there first. It must not change before the others have read it.
 So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to: rows of
 a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`, `wait_released`). Sums
-are made in the order of ranks, and have the same bits as over gloo.
+are computed in the order of ranks, so they are bit-identical to those over gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lent(NamedTuple):
         readers: the ranks that have not read it.
         tensor: the memory, which stays until all have read it.
         offset: the place of its first element in this rank's file.
-        room: the buffer with the copy, if the tensor is a copy; it will be used again.
+        room: the buffer with the copy, if the tensor is a copy; it will be reused.
     """
 
     tag: int
@@ -132,7 +132,7 @@ class SharedMemory(Grouped):
     """A transport through shared memory, see the module's docstring.
 
     Raises:
-        NotShared: these ranks cannot.
+        NotShared: these ranks cannot share memory.
     """
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
@@ -172,7 +172,7 @@ class SharedMemory(Grouped):
     sends_in_place = is_lent_by_system
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
-        return super().numel_in_flight(units) // 2  # nothing goes on behind the computation
+        return super().numel_in_flight(units) // 2  # nothing progresses behind the computation
 
     def control(self) -> Collectives:
         # Existing connections report a dead rank at once; for new ones there is only the timeout.
@@ -231,7 +231,7 @@ class SharedMemory(Grouped):
                 self._here.neighbours.block(peer, partial(lent.was_read_by, peer), label)
 
     def wait_released(self, memory: Tensor | None = None) -> None:
-        # Other ranks may wait in the same way for this rank to read their data.
+        # Other ranks may be waiting in the same way for this rank to read their data.
         for gather, own in [*self._unread.items()]:
             if memory is None or _overlap(own, memory):
                 gather.read_early()
@@ -242,7 +242,7 @@ class SharedMemory(Grouped):
                 self.wait_read(lent)
 
     def lent_by(self, peer: int, tag: int, numel: int, dtype: torch.dtype, label: str) -> Tensor:
-        """Wait until a rank lends so many elements, and return them. They must be read, and not written, before `release`."""
+        """Wait until a rank lends this many elements, and return them. They must be read, and not written, before `release`."""
         expected = numel * dtype.itemsize
         with self.guarded(label, peer):
             offset, nbytes = _OFFER.unpack(self._here.neighbours.receive(peer, tag, label))
@@ -364,7 +364,7 @@ class SharedGather(Work):
         self._left = list(self._collectives.near)
 
     def wait(self) -> None:
-        if self._failed is not None:  # missing data has not arrived since
+        if self._failed is not None:  # the missing data has not arrived since then
             raise self._failed
         try:
             prepare = self._prepare

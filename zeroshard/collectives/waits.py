@@ -18,14 +18,14 @@ OPERATION_SHIFT = 26
 
 @dataclass(eq=False)
 class Pairing:
-    """The place of an operation among those of other ranks, over connections that do not notice that ranks wait in vain.
+    """The place of an operation among those of other ranks, over connections that do not notice that ranks are waiting in vain.
 
     Attributes:
         _connections: a name for them, the same on every rank.
         _ranks: the others that must begin the operation, by their numbers among all ranks.
         _begun: by channel, the last tag that this rank has begun; kept up to date.
         _close: closes the connections, so that waits fail on all ranks. Any thread may call it.
-        awaited: the rank among all ranks that is waited for now.
+        awaited: the rank, among all ranks, that this rank is waiting for.
         why_interrupted: the reason, after `interrupt`.
     """
 
@@ -43,11 +43,11 @@ class Pairing:
         self._close()
 
     def report(self) -> list[Any]:
-        """Return what another rank needs for `is_in_vain`."""
+        """Return the data that another rank needs for `is_in_vain`."""
         return [self._connections, self._tag, self._ranks, [*self._begun.values()]]
 
     def is_in_vain(self, own: int, reported: Sequence[Any]) -> bool:
-        """Return whether this rank and the awaited one wait for each other, and neither has begun what the other waits for.
+        """Return whether this rank and the awaited one are each waiting for an operation that the other has not begun.
 
         Neither continues before the other does.
 
@@ -136,7 +136,7 @@ class Waits:
     def follow(self, label: str, is_over: Callable[[], bool]) -> None:
         """Record that the device waits for `label` while this thread continues, until `is_over` returns True.
 
-        A backend that gives up may end the process, so the wait must be reported before.
+        A backend that gives up may end the process, so the wait must be reported beforehand.
         """
         wait = Wait(self._of_thread.operation, label, time.monotonic())
         with self._behind_lock:

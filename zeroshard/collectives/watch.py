@@ -1,4 +1,4 @@
-"""Owns the watch over waits: it logs long ones, reports failed ones, and shares through the store what each rank waits for.
+"""Owns the watch over waits: it logs long ones, reports failed ones, and shares through the store each rank's present wait.
 
 Each watch has one thread beside the training. Only this thread uses the store, over its own connection, so a store that does not
 answer never blocks a rank.
@@ -37,10 +37,10 @@ REPORT_SECONDS = 5.0
 """The seconds that a rank whose wait failed waits for the others' messages."""
 
 GONE_SECONDS = 0.4
-"""The same if the dead rank is known."""
+"""The same, if the dead rank is known."""
 
 _LOOKS = 6
-"""Looks at the waits in the time to the first notice."""
+"""The number of looks at the waits before the first notice."""
 _CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -59,7 +59,7 @@ def notice_seconds() -> float:
 
 
 def place_of(thread: int) -> str:
-    """Return the innermost line of the user's program that a thread runs, as `train.py:12`; "" if there is none."""
+    """Return the innermost line of the user's program that a thread is running, as `train.py:12`; "" if there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -69,7 +69,7 @@ def place_of(thread: int) -> str:
 
 
 def make_current(device: torch.device | None) -> None:
-    """Make an accelerator the current one of this thread.
+    """Make an accelerator this thread's current one.
 
     A new thread begins with the first accelerator of the host, and would allocate memory there when it uses an event.
     """
@@ -81,7 +81,7 @@ def make_current(device: torch.device | None) -> None:
 
 
 class Told(NamedTuple):
-    """A rank's message about the operation that it waits for, or waited for in vain.
+    """A rank's message about the operation that it is waiting for, or waited for in vain.
 
     Attributes:
         operation: the user's call that this belongs to, such as `save "step_10"`; None for a forward, a backward or a step.
@@ -114,7 +114,7 @@ def describe_failure(
     own: int, ranks: Sequence[int], mine: Told, others: Mapping[int, Told], gone: Iterable[int],
     timeout: timedelta, error: BaseException, *, awaited: int | None = None, reaches_store: bool = True,
 ) -> str:  # fmt: skip
-    """Return the message of a wait that failed: the operation that each rank waited for, if it is known. Ranks are global.
+    """Return the message about a failed wait: the operation that each rank waited for, if it is known. Ranks are global.
 
     Args:
         mine: this rank's message.
@@ -164,7 +164,7 @@ def _advice(waiting: Mapping[int, Told]) -> str:
         "same number of batches."
     )
     texts = {told.text for told in waiting.values()}
-    # Forwards that wait for different units.
+    # Forwards that are waiting for different units.
     if len(texts) > 1 and all(text.startswith("all-gather") for text in texts):
         advice += (
             " A module that runs a part of itself, by its input, is declared a leaf: Units(leaf_classes=...), or "
@@ -214,7 +214,7 @@ class Watch(Waits):
         self._posts = 0
         """The number of messages about waits that have a pairing."""
         self._seen: tuple[Pairing, int, int] | None = None
-        """A wait of this rank, the rank that it waits for, and the number of that rank's last message."""
+        """A wait of this rank, the rank that it is waiting for, and the number of that rank's last message."""
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
@@ -313,7 +313,7 @@ class Watch(Waits):
             self._log(overdue[0], now - overdue[0].since)
 
     def _interrupt_in_vain(self, pairing: Pairing) -> None:
-        """End a wait for a rank that waits for this one meanwhile."""
+        """End a wait for a rank that is itself waiting for this one."""
         rank = pairing.awaited
         text = self._read(self._key(rank))
         other = Told(*json.loads(text)) if text else None
@@ -381,7 +381,7 @@ class Watch(Waits):
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _read_others(self, known: Sequence[int] = ()) -> dict[int, Told]:
-        """Return the other members' messages, except of `known` ranks."""
+        """Return the other members' messages, except those of `known` ranks."""
         found = {}
         for rank in self.ranks:
             if rank != self._own and rank not in known:

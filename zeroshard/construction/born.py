@@ -92,7 +92,7 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Divide the shards again whose parameters have no views any more."""
+        """Divide again the shards whose parameters no longer have views."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 
@@ -137,13 +137,13 @@ class Shard:
         return start, min(start + self.numel, self._shape.numel())
 
     def converted(self, own: Tensor) -> Shard:
-        """Return the shard in another dtype, or on another device."""
+        """Return the shard with its elements in the dtype of `own`, on its device."""
         twin = copy.copy(self)
         twin.own = own
         return twin
 
     def take(self, whole: Tensor) -> None:
-        """Store this rank's part of new values, of the source rank if there is one. Every rank must call it."""
+        """Store this rank's part of new values, from the source rank if there is one. Every rank must call it."""
         if self.shows and whole is self._whole:
             return  # a write through another name of the parameter: `keep` or `hide` handles it
         if self.births.source is not None:
@@ -160,7 +160,7 @@ class Shard:
         own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
 
     def whole(self) -> Tensor:
-        """Return the whole parameter. Every rank must call it, even with views of it, which other ranks may lack."""
+        """Return the whole parameter. Every rank must call it, even if it has views, which other ranks may lack."""
         if self.shows and self._whole is not None:
             return self._whole
         collectives = self.births.collectives(self.own.device)

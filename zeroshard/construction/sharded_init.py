@@ -39,8 +39,8 @@ def sharded_init(
     """Shard modules while they are built in this context. Every rank must enter it.
 
     Each rank keeps only its part of the parameters. At any time, only the parameters of one module under construction
-    (without its children) are whole, and one parameter for an operation. The parameters of the outermost modules are
-    divided at the end of the context. `shard` and `initialize` accept such a model like any other.
+    (without its children) are whole, and one more during an operation on it. The parameters of the outermost modules
+    are divided at the end of the context. `shard` and `initialize` accept such a model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.

@@ -171,7 +171,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie new parameters again that replace one old parameter. Return the new parameters by the old ones.
+    """Tie again the new parameters that replace one old parameter. Return the new parameters by the old ones.
 
     Args:
         model: the divided model.

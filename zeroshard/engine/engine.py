@@ -292,7 +292,7 @@ class Engine(Saving, nn.Module):
         self._microbatches.expect_backward(bool(is_boundary))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Sum the gradients of backwards inside on this rank only.
+        """Sum the gradients of backwards inside the block on this rank only.
 
         `parameter.grad` is the sum. Sharded gradients are reduced as usual, since no rank has room for whole ones.
         """

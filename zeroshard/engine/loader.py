@@ -44,8 +44,9 @@ class ShardedSampler(Sampler[int]):
 class StatefulLoader(DataLoader[Any]):
     """A DataLoader over this rank's part of a dataset, which shuffles each epoch and resumes from a saved position.
 
-    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`, counted in samples over all
-    ranks. The first iteration after a load continues at that position. Any other starts the epoch from its beginning.
+    Its state follows torchdata's convention: `state_dict()` and `load_state_dict(state)`. The position is counted in
+    samples over all ranks. The first iteration after a load continues at that position. Any other iteration starts the
+    epoch from its beginning.
 
     Raises:
         UsageError: the data cannot be divided over ranks.

@@ -75,7 +75,7 @@ class Readers:
         lambda self: [group.get("momentum", group.get("betas")) for group in self.optimizer.param_groups])
     # bytes
     memory_report = _returns(
-        "Return the bytes of live storage on this rank: `parameters`, `gradients`, `optimizer`, `buffers` (communication scratch).",
+        "Return the memory that each kind of state takes on this rank, in bytes, see `Sharded.memory_report`.",
         lambda self: self._sharded.memory_report())
     memory_formula = _returns(
         "Return each rank's bytes at rest, by the ZeRO paper's formulas for this model under Adam.",

@@ -189,7 +189,7 @@ class DistributedState(Stateful):
         """Update the model after DCP has read into the memory of `state_dict`. Every rank must call it.
 
         Raises:
-            CheckpointError: a value that the optimizer keeps beside its states has another type. The model has not
+            CheckpointError: a value that the optimizer keeps beside its states has a different type. The model has not
                 changed.
         """
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})

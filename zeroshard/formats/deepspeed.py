@@ -312,7 +312,7 @@ def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
 
 
 def _read_optimizer(path: Path, world_size: int | None = None) -> _OptimizerFile:
-    """Read one rank's file. If `world_size` is given, raise if another number of ranks wrote the file."""
+    """Read one rank's file. If `world_size` is given, raise if a different number of ranks wrote the file."""
     content = _load(path)
     with _understood(path):
         content = content["optimizer_state_dict"]

@@ -56,7 +56,7 @@ def load_pretrained(
         The names that the files lack, and the names that the model lacks.
 
     Raises:
-        CheckpointError: a file is damaged or of another model. The message names the file and the parameter.
+        CheckpointError: a file is damaged or of a different model. The message names the file and the parameter.
     """
     refuse_distributed(model.named_parameters(), "load_pretrained()")
     births = Births(group, torch.device(device or torch.get_default_device()), folder)

@@ -25,7 +25,7 @@ from zeroshard.storage.transfers import Transfer
 from zeroshard.torch_private import GRAD, foreach_copy_, never_compiled
 
 TAKEN_AT_ONCE = 1 << 16
-"""The most elements that wait: these are still in a core's cache when they are copied."""
+"""The most elements that may wait: few enough that they are still in a core's cache when they are copied."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Shard:
         step: the storage in which the optimizer steps.
         home: the storage of its states.
         is_shown: whether the user reads and may write the master weights directly.
-        squares: the sum of squares of the gradient, if that left the accelerator and was not changed since.
+        squares: the sum of squares of the gradient, if that left the accelerator and has not changed since.
     """
 
     number: int
@@ -86,8 +86,8 @@ class Microbatch:
     """This rank's contribution in one microbatch.
 
     Attributes:
-        missing: the parameters whose gradient has not come.
-        is_closed: no more will come, and missing ones count as zeros.
+        missing: the parameters whose gradient has not arrived.
+        is_closed: no more will arrive, and missing ones count as zeros.
         whole: [n] in scratch; or a part of the tensor that autograd made, which must not be written to.
         is_scratch: `whole` is scratch.
     """
@@ -103,7 +103,7 @@ class _Flight:
     """A reduction in flight. Its scratch is busy until it lands.
 
     Attributes:
-        stays: its sum stays on the accelerator: another microbatch comes.
+        stays: its sum stays on the accelerator, since another microbatch follows.
         before: scratch for the earlier sum, to which it is added, and the transfer that fills it.
     """
 
@@ -130,16 +130,16 @@ class _Release(Transfer):
 class Waiting:
     """The waiting gradients of a unit by parameter, and the parameters that have one. Their buckets take them together.
 
-    To pass one gradient through hooks, schedule, unit and bucket takes a CPU as long as the copy of some 10,000 elements. So
+    Passing one gradient through hooks, schedule, unit and bucket takes a CPU as long as copying some 10,000 elements. So
     small gradients are passed together. The first one passes through all but the bucket. Later ones join it by a short path,
-    which only keeps them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
+    which only stores them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
     `zero_grad`) find them here.
 
     A parameter's hook refers to this object, so it holds no parameters, buckets or units, which own the parameter.
 
     Args:
-        count: parameters that the unit has.
-        limit: elements that may wait.
+        count: the number of the unit's parameters.
+        limit: the number of elements that may wait.
     """
 
     __slots__ = ("_count", "_limit", "_numel", "backward", "gradients", "received")
@@ -225,14 +225,14 @@ class GradientBucket:
         self._accelerator = context.storages.accelerator
         self._shape = parameters.rows.shape
         self._rows: Tensor | None = None
-        """[W, S], where gradients are not sharded."""
+        """[W, S], if gradients are not sharded."""
         if not self._policy.gradients.sharded and parameters.rows.device.type == "cpu":
             self._rows = self._collectives.buffer(self._shape.numel(), spec.dtypes.accumulate).view(self._shape)
         elif not self._policy.gradients.sharded:
             self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
         storages = context.storages
         self.shards: list[Shard] = []
-        """Those that this rank updates: its own, or all if the optimizer is unsharded."""
+        """The shards that this rank updates: its own, or all if the optimizer is unsharded."""
         for number, master in parameters.masters.items():
             label = f"gradients of {self.label}"
             if self._rows is None:
@@ -270,7 +270,7 @@ class GradientBucket:
     def add_gradients(self, gradients: Sequence[tuple[Piece, Tensor]]) -> None:
         """Add this rank's gradients of several parameters, each flattened and with its place, in this microbatch.
 
-        No reduction of the bucket is in flight: its scratch would be busy.
+        No reduction of the bucket may be in flight: its scratch would be busy.
         """
         indices = {piece.index for piece, _ in gradients}
         now = self.microbatch
@@ -325,7 +325,7 @@ class GradientBucket:
             now.is_scratch = True
             for start, stop in self.layout.padding:
                 now.whole[start:stop].zero_()
-        elif not now.is_scratch:  # a second gradient of one microbatch: autograd's own tensor is not ours to add to
+        elif not now.is_scratch:  # a second gradient of one microbatch: autograd's own tensor must not be written to
             now.whole = self._borrow(self.layout.numel).copy_(now.whole)
             now.is_scratch = True
         return now.whole
@@ -346,7 +346,7 @@ class GradientBucket:
     def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool) -> bool:
         """Start the reduction of the microbatch's gradients. Missing ones count as zeros.
 
-        Returns whether one was started: unsharded gradients wait for the last microbatch. None is in flight.
+        It returns whether one was started: unsharded gradients wait for the last microbatch. None may be in flight before.
 
         Args:
             keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
@@ -390,7 +390,7 @@ class GradientBucket:
         """Block until the mean over ranks, if one is in flight, is in this rank's shard, and return scratch to the pool."""
         if self.flight is None:
             return
-        self.wait_gather()  # it still reads the shard that is about to change, and another will follow
+        self.wait_gather()  # it is still reading the shard that is about to change, and another will follow
         flight = self.flight
         slot = self._own.gradient
         adds = self.holds is Holds.ADDING
@@ -402,7 +402,7 @@ class GradientBucket:
             flight.reduction.finish(self._sum, accumulate=adds)
         elif flight.before is not None:
             own, reading = flight.before
-            flight.before = None  # where the write fails, the landing is tried again, and reads again
+            flight.before = None  # if the write fails, the landing is tried again, and reads again
             after: Transfer = reading
             try:
                 reading.wait(own.device)
@@ -452,13 +452,13 @@ class GradientBucket:
         """Block until what `start_gather` started has arrived."""
         if self._gathering is not None:
             self._wait_released()
-            self._gathering.wait()  # which raises again where it did before
+            self._gathering.wait()  # which raises again if it raised before
             self._gathering = None
 
     def forget(self) -> None:
         """Drop all gradients, since a new step begins or this one broke off."""
         self.wait_gather()  # it would write into the next step's sums
-        if self.flight is not None:  # its transfers still write to the scratch
+        if self.flight is not None:  # its transfers are still writing to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)
             self.flight.reduction.finish(scratch, accumulate=False)
             self._end_flight(self.flight)

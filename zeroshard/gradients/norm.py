@@ -1,7 +1,7 @@
 """Owns the arithmetic of the global gradient norm and of clipping.
 
-The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64: so the
-norm, and with it a clipped step, has the same bits whichever rank holds a shard.
+The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64. So
+the norm, and with it a clipped step, is bit-identical whichever rank holds a shard.
 
 Values that an accelerator computes stay there, as tensors of shape []: only reading them waits.
 """
@@ -75,7 +75,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
 
     Args:
         norm: the norm of the gradients without their scale.
-        max_norm: None leaves it as it is.
+        max_norm: the largest norm; None: do not clip.
     """
     if isinstance(norm, Tensor):
         clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)

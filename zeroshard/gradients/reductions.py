@@ -37,7 +37,7 @@ from zeroshard.storage.base import DeviceStorage
 from zeroshard.storage.buffers import BufferPool
 
 Group = tuple[GradientBucket, ...]
-"""Buckets that are reduced at once."""
+"""The buckets that are reduced at once."""
 
 
 class Reductions:
@@ -45,8 +45,8 @@ class Reductions:
 
     Args:
         units: the buckets of each trainable unit, in the order of registration.
-        limit_numel: maximum elements in flight while the next gradients are computed; one bucket is always allowed.
-            0: wait for each immediately.
+        limit_numel: the maximum number of elements in flight while the next gradients are computed; one bucket is
+            always allowed. 0: wait for each reduction immediately.
         overlap: gathers run behind the computation. If False, each blocks immediately.
         in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
         accelerator: the accelerator memory checked for free space, if gradients are stored elsewhere. See [Note: room].
@@ -63,7 +63,7 @@ class Reductions:
         self._keeps_sums: bool | None = None
         """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not checked."""
         self._kept_sums = False
-        """The same of the last step."""
+        """The same for the last step."""
         self._limit = limit_numel
         self._overlap = overlap
         self._in_turn = in_turn
@@ -147,7 +147,7 @@ class Reductions:
             left.difference_update(group)
 
     def _reduce(self, group: Group) -> None:
-        self.finish_up_to(group)  # of the microbatch before, where no gradient has come since
+        self.finish_up_to(group)  # of the previous microbatch, if no gradient has arrived since then
         if self._keeps_sums is None:
             self._look_for_room()
         keeps_sums = bool(self._keeps_sums)
@@ -163,7 +163,7 @@ class Reductions:
     def _land(self) -> None:
         group = self._in_flight[0]
         for bucket in group:
-            bucket.finish_reduction()  # which may fail where gradients rest on disk, and is then tried again
+            bucket.finish_reduction()  # which may fail if gradients rest on disk, and is then tried again
         self._in_flight_numel -= _numel(self._in_flight.popleft())
         with self._collectives.together():
             for bucket in group:

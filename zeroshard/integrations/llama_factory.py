@@ -47,7 +47,7 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
     """Wrap the model in DistributedDataParallel, if there are other ranks.
 
     Raises:
-        UsageError: `dist_config` names another stage than 1, or an unknown key.
+        UsageError: `dist_config` names a stage other than 1, or an unknown key.
     """
     stage = dist_config.get("stage", 1)
     if stage != 1:

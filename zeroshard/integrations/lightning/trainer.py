@@ -34,10 +34,10 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     processes as for DDP, or torchrun or another launcher starts them. During `fit`, `trainer.strategy.sharded` is the
     result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
 
-    A checkpoint is a folder with the name of the `.ckpt`, to which each rank writes its part. Training resumes from it
-    (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights, which
-    `load_from_checkpoint` reads, use `ModelCheckpoint(save_weights_only=True)` or `write_single_file(folder, out)`.
-    Files of other strategies load too, without their optimizer states.
+    A checkpoint is a folder with the name that the `.ckpt` file would have. Each rank writes its part to it. Training
+    resumes from it (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights,
+    which `load_from_checkpoint` reads, use `ModelCheckpoint(save_weights_only=True)` or `write_single_file(folder,
+    out)`. Files of other strategies load too, without their optimizer states.
 
     Args:
         stage: the ZeRO stage, 0 to 3; default 2.

@@ -43,9 +43,9 @@ class Group:
     trainable: bool
     dtype: torch.dtype
     persistent: bool
-    """The parameters are small enough not to be sharded at rest."""
+    """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
-    """How DTensors are divided; they are in separate groups."""
+    """How DTensors are divided; those that are divided differently are in separate groups."""
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
@@ -73,7 +73,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that were declared as one unit each. If a class is only that of the model, this is the model."""
+    """Return the modules that were declared as one unit each: for a class that only the model itself has, the model."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:

@@ -7,10 +7,10 @@ A unit's parameters follow one another in one flat buffer. The buffer is cut int
     buckets    |         bucket 0         |      bucket 1      |      bucket 2      |
     shards     |   rank 0   |   rank 1    |  rank 0  |  rank 1 |  rank 0  |  rank 1 |
 
-An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter, see `lay_out_whole`.
+An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter (see `lay_out_whole`).
 
 The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer gets the same 1-D views
-under every policy. Fused kernels, whose last bits depend on the borders of tensors, therefore give the same bits.
+under every policy. Results of fused kernels depend, in the last bits, on the borders of tensors, so they are bit-identical too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT = 16
-"""The start of every parameter and the size of every shard are padded to a multiple of this number of elements. In fp32 these are
-64 bytes, the size of a cache line and of a vector register. In 16 bits they are 32 bytes, and an accelerator's matrix products
+"""The start of every parameter and the size of every shard are padded to a multiple of this number of elements. In fp32 this is
+64 bytes, the size of a cache line and of a vector register. In 16 bits it is 32 bytes, and an accelerator's matrix products
 need 16."""
 
 SOLO_NUMEL = 1 << 20
@@ -147,7 +147,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
     Args:
         numels: the elements of each parameter; 0 is allowed.
         world_size: the number of shards in a bucket.
-        bucket_numel: the most elements of a bucket; a larger parameter spans several buckets.
+        bucket_numel: the maximum number of elements in a bucket; a larger parameter spans several buckets.
         solo_numel: see `SOLO_NUMEL`.
     """
     quantum = world_size * ALIGNMENT
@@ -191,8 +191,8 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
 def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
     """Place parameters of the given sizes so that each one lies in a single shard. The unit is one bucket.
 
-    The largest remaining parameter goes to the rank that holds least. Shards have one size, so an uneven division adds
-    padding: a unit with a single large matrix takes `world_size` times its size.
+    The largest remaining parameter goes to the rank that holds the fewest elements. All shards have the same size, so an uneven
+    division adds padding: a unit with a single large matrix takes `world_size` times its size.
     """
     loads = [0] * world_size
     homes = {}

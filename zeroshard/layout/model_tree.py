@@ -1,7 +1,7 @@
 """Finds changes in a model's tree of modules since zeroshard took the model.
 
-Steps, saves and exports use the parameters of that time. A module that is replaced or added later would not train, and
-its values would be missing in files.
+Steps, saves and exports use the parameters that the model had then. A module that is added later, or replaces another,
+would not train, and its values would be missing from files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelTree:
         Modules without parameters may be added and removed, and modules may be wrapped in others.
 
         Raises:
-            UsageError: names the parameter and the remedy.
+            UsageError: the model has changed; the message names the parameter and the remedy.
         """
         if self._is_unchanged:
             return
@@ -73,7 +73,7 @@ class ModelTree:
     def refuse_replaced_modules(self) -> None:
         """Raise if a module with parameters was replaced or removed: a forward would run without the parameters that train.
 
-        `torch.func.functional_call` replaces parameters by other tensors for one forward, which is allowed.
+        `torch.func.functional_call` replaces parameters with other tensors for one forward, which is allowed.
         """
         if self._is_unchanged:
             return

@@ -42,7 +42,7 @@ def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str)
 
 
 class Forwards:
-    """The forwards of modules that are replaced until `restore`."""
+    """Replacements for modules' forwards, until `restore`."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []

@@ -1,6 +1,6 @@
 """Owns the common view of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole.
 
-`torch.compile(module)` returns another module, which holds the first as `_orig_mod`. Names in checkpoints and exports omit that
+`torch.compile(module)` returns a new module, which holds the original as `_orig_mod`. Names in checkpoints and exports omit that
 part. So files load into compiled and plain models, and have the names that PEFT and transformers use.
 """
 

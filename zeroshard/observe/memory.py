@@ -26,7 +26,7 @@ def memory_report(
 
     Returns:
         parameters: unsharded and sharded parameters in the dtype of the forward; in fp32 these are the master weights
-            too. Master weights that are stored alone count here.
+            too. If a policy stores only master weights, they count here.
         gradients: gradients kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's states, and master weights that are separate tensors.
         buffers: scratch for communication, and freed memory that is kept for the next unit.

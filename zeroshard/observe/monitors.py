@@ -234,7 +234,7 @@ class CometMonitor:
         self._next = 0
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Log the figures, unless the last point is less than the interval ago."""
+        """Log the figures, if at least the interval in samples has passed since the last point."""
         if figures.samples >= self._next:
             self._next = figures.samples + self._interval
             self._experiment.log_metrics(dict(events), step=figures.samples)

@@ -1,4 +1,4 @@
-"""Owns figures that an accelerator still computes. They are copied in batches, and read when the copies are complete.
+"""Owns figures that an accelerator is still computing. They are copied in batches, and read when the copies are complete.
 
 The host does not wait for the device. A figure arrives about half a second after its step.
 """
@@ -28,7 +28,7 @@ class Readings(Generic[Key]):
         self._copies: dict[torch.device, Copies] = {}
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
-        """Add numbers to the next batch. An accelerator's tensors are copied only then, and must not change before."""
+        """Add numbers to the next batch. An accelerator's tensors are copied only with that batch, and must not change before."""
         kept: list[Number] = []
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 MAX_POINTS = 1500
-"""The most points of a line. A screen cannot show more."""
+"""The maximum number of points in a line. A screen cannot show more."""
 _LINES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -36,7 +36,7 @@ _GROUPS = {
     "sent": ("sent by rank 0 in a step by collective, MiB", MIB),
 }
 _FAR = 4
-"""The factor over the stack's height above which the peak is not drawn, since it would flatten the stack."""
+"""A peak of at least this many times the height of the stack is not drawn, since it would flatten the stack."""
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } p, dt { color: #555; } dd { margin: 0; font-size: 1.15rem; }

@@ -1,4 +1,4 @@
-"""Owns reading the log of a run: the JSON lines of `JsonLinesMonitor`.
+"""Owns the reading of a run's log: the JSON lines that `JsonLinesMonitor` wrote.
 
 A killed run leaves an incomplete line, which is skipped with a note. A run that resumed from a checkpoint repeats
 steps, of which the newer ones count.

@@ -45,7 +45,7 @@ class LossScaler(ABC):
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         vars(self).update(state)
 
 

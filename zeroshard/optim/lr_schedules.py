@@ -27,7 +27,7 @@ _SECOND_BETA = 0.99
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rate of each param group as a number, even if the group has a tensor."""
+    """Return the learning rate of each param group as a number, even if the group stores it as a tensor."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -72,7 +72,7 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         self.step(state["last_batch_iteration"])
 
     def _per_group(self, value: PerGroup, name: str, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -157,7 +157,7 @@ class WarmupLR(_WarmsUp):
 
 
 class WarmupDecayLR(WarmupLR):
-    """A schedule that warms up as `WarmupLR`, and then falls linearly to 0 at `total_num_steps`.
+    """A schedule that warms up like `WarmupLR`, and then falls linearly to 0 at `total_num_steps`.
 
     With T = total_num_steps: gamma = max(0, (T - i) / max(1, T - N)) for i >= N.
     """
@@ -325,7 +325,7 @@ class OneCycle(LRSchedule):
         moments = self.get_mom()
         if (
             moments is not None and self.last_batch_iteration < 0
-        ):  # in the first step they are the smallest, like the rate
+        ):  # in the first step the momenta are at their minimum, like the rate
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas

@@ -40,7 +40,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         own_options: dict[bool, dict[str, Any]] = {
             True: {},
             False: {"eps": eps},
-        }  # torch's Muon has another default of eps
+        }  # torch's Muon has a different default for eps
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for number, item in enumerate(params):
             if isinstance(item, Tensor):
@@ -50,7 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if isinstance(members, Tensor):
                 members = [members]
             if not options and len(members) == 1:
-                number = -1  # noqa: PLW2901  parameters that are not in a group share one
+                number = -1  # noqa: PLW2901  parameters that are not in a group share one group
             for parameter in members:
                 use_muon = bool(item.get("use_muon", parameter.ndim == 2))
                 start = {"params": [], "use_muon": use_muon, "lr": lr, **own_options[use_muon], **options}
@@ -74,7 +74,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             inner.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state of `state_dict`, as torch's optimizers do."""
+        """Restore a state that `state_dict` returned, as torch's optimizers do."""
         super().load_state_dict(state_dict)
         self._connect()
 

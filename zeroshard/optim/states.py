@@ -79,7 +79,7 @@ REFUSED = {
 
 
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise `UsageError` for an optimizer class that would compute other values on shards, or wait forever."""
+    """Raise `UsageError` for an optimizer class that would compute different values on shards, or wait forever."""
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(

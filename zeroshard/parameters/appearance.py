@@ -36,27 +36,27 @@ METADATA = {
     "_has_compatible_shallow_copy_type", "__hash__", "__len__", "is_signed", "__get__", "__set__", "get_device", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "grad", "backward",
 }  # fmt: skip
-"""Operations of torch that describe a tensor without its values; getters and setters of attributes among them."""
+"""Operations of torch that describe a tensor without its values, among them getters and setters of attributes."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
-"""Attributes that show values, where all others describe the tensor."""
+"""Attributes that show values. All other attributes describe the tensor."""
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
-"""Operations that return the tensor itself if it has the requested dtype and device already."""
+"""Operations that return the tensor itself if it already has the requested dtype and device."""
 DATA: Any = torch.Tensor.data
 """The slot of `data`, past the properties of subclasses."""
 
 
 class Appearance:
-    """The appearance of a unit's parameters to the user, see the module's docstring.
+    """The appearance of a unit's parameters to the user (see the module's docstring).
 
     Args:
         named: the unit's parameters.
         views: views of the flat buffer, one for each parameter, in its shape.
-        owner: their unit, called for reads, and for gradients that the user sets.
-        whole: the class of parameters whose values are here. DTensors have another than other parameters.
+        owner: their unit, which is called for reads, and for gradients that the user sets.
+        whole: the class of parameters that have their values; DTensors have a different one from other parameters.
 
     Attributes:
         placeholders: the data of parameters without values, one NaN for each; None if their values never leave.
-        hides: the number of times that the values left. Version counters count these, too.
+        hides: the number of times that the values were freed. Version counters count these, too.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Appearance:
         self._views = list(views)
         self._ordinary: type[nn.Parameter] = nn.Parameter
         if self._is_distributed:
-            # A DTensor holds the view itself, which counts the user's writes, and not those of all-gathers into the flat buffer.
+            # A DTensor holds the view itself, which counts the user's writes, but not those of all-gathers into the flat buffer.
             self._views = [view.data for view in views]
             kind = distributed_class()
             assert kind is not None
@@ -94,7 +94,7 @@ class Appearance:
         self.hides = 0
         self.expect_present_grads()
 
-    # ------------------------------------------------------------------ what they look at
+    # ------------------------------------------------------------------ the tensors that they show
 
     def show_views(self) -> None:
         """Show the values again, instead of placeholders or of tensors that the user assigned."""
@@ -126,7 +126,7 @@ class Appearance:
     def outdate_saved(self) -> None:
         """Outdate parameters that autograd saved outside of our hooks, so that torch raises an error instead of reading NaN.
 
-        This is wrong while the user has views: torch would rebuild their gradient functions from the present data.
+        Do not call it while the user has views: torch would rebuild their gradient functions from the present data.
         """
         for entry in self._named:
             torch.autograd.graph.increment_version(entry.parameter)
@@ -181,7 +181,7 @@ class Appearance:
         """Whether all parameters are of zeroshard's classes. Reads of a user's own class cannot be intercepted."""
         return all(map(self.is_own, self._named))
 
-    # ------------------------------------------------------------------ who writes
+    # ------------------------------------------------------------------ the user's writes
 
     def versions(self) -> list[int]:
         """Return the number of the user's in-place writes to each parameter."""
@@ -196,7 +196,7 @@ class Appearance:
 
     @property
     def has_changes_to_report(self) -> bool:
-        """Whether the parameters were written, or given other data, since an open look began."""
+        """Whether the parameters were written to, or were assigned new `.data`, since an open look began."""
         if not self._looks:
             return False
         now = self.versions()
@@ -224,7 +224,7 @@ class Appearance:
             self._own_writes[index] += 1
 
     def collect_written(self) -> set[int]:
-        """Return the parameters that were written in place, or were assigned another `.data`, since the last call."""
+        """Return the parameters that were written to in place, or were assigned new `.data`, since the last call."""
         written = self.adopt_new_data()
         now = self.versions()
         if now != self._versions:
@@ -250,7 +250,7 @@ class Appearance:
         return found
 
     def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
-        """Yield the parameters that show other memory than ours, with their indices and their views of ours."""
+        """Yield the parameters that show memory other than ours, with their indices, and with the views of ours for them."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not is_same_memory(shown, view):
@@ -271,7 +271,7 @@ class Appearance:
                 )
 
     def refuse_lost_writes(self) -> None:
-        """Raise if a parameter was written while it showed a placeholder: its values at rest did not change.
+        """Raise if a parameter was written to while it showed a placeholder: its values at rest did not change.
 
         torch calls no `__torch_function__` for `set_`.
         """
@@ -297,7 +297,7 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
         return ordinary
 
     class Whole(attributes, ordinary):  # type: ignore[misc, valid-type]
-        """A parameter with more attributes. Operations on it have no overhead."""
+        """A parameter with additional attributes. Operations on it have no overhead."""
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -334,7 +334,7 @@ def classes_of(
 
     Args:
         owner: their unit, which is called when the user touches them. (A type would import upwards.)
-        whole: the class of parameters whose values are here.
+        whole: the class of parameters that have their values.
         ordinary: the class that the user gave them.
     """
     shown: dict[int, Tensor] = {}
@@ -346,7 +346,7 @@ def classes_of(
         @property
         def grad(self) -> Tensor | None:  # type: ignore[override]
             own = grad_of(self)
-            if own is not None or is_traced():  # torch.compile describes parameters, and reads none
+            if own is not None or is_traced():  # torch.compile describes parameters, without reading them
                 return own
             fqn: str | None = owner.taken_gradient(self)
             if fqn is None:
@@ -442,7 +442,7 @@ def classes_of(
             return self._read("redistribute", *args, **kwargs)
 
         def _read(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
-            owner.before_read(self, name)  # after which it is of another class
+            owner.before_read(self, name)  # afterwards its class is a different one
             found: Tensor = getattr(ordinary, name)(self, *args, **kwargs)
             return found
 
@@ -472,7 +472,7 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 
 
 class TakenGradient(Tensor):
-    """The `parameter.grad` from the last backward of a step to `zero_grad`: it has shape and dtype, and no values.
+    """The `parameter.grad` from the last backward of a step to `zero_grad`: it has a shape and a dtype, but no values.
 
     The mean over ranks is in shards. Norms, factors and bounds, which torch's clipping uses, are operations on it.
     """
@@ -497,7 +497,7 @@ class TakenGradient(Tensor):
         is_for_each = func.__name__ in _FOR_EACH and isinstance(own, list | tuple)
         if is_for_each and not any(
             isinstance(one, list | tuple) for one in args[1:]
-        ):  # else each has arguments of its own
+        ):  # otherwise each gradient has its own arguments
             operation = _FOR_EACH[func.__name__]
             return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
         if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
@@ -522,7 +522,7 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_clamp_min_": Tensor.clamp_min_,
     "_foreach_clamp_max_": Tensor.clamp_max_,
 }
-"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here each runs one by one."""
+"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here they run one by one."""
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

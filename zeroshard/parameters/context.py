@@ -23,7 +23,7 @@ class Live:
     """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numel: elements of sharded units that are unsharded now, and will be resharded.
+        numel: the number of elements of sharded units that are unsharded at present, and will be resharded.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
@@ -50,14 +50,14 @@ class Context:
     storages: Storages
     bucket_numel: int
     whole_parameters: bool = False
-    """No parameter is cut: the optimizer looks at whole tensors."""
+    """Whether no parameter is cut, so that the optimizer updates whole tensors."""
     live: Live = field(default_factory=Live)
     whole_class: type[nn.Parameter] = nn.Parameter
-    """The class of parameters whose values are here; one for all units, since torch.compile guards on it."""
+    """The class of parameters that have their values; one for all units, since torch.compile guards on it."""
     distributed_class: type[nn.Parameter] | None = None
     """The same for DTensors; None if there are none."""
     others: Collectives = field(default_factory=Alone)
-    """The collectives of the ranks that divide the DTensors, with this one: those of another dimension of the mesh."""
+    """The collectives of the ranks that divide the DTensors, this rank included: those of another dimension of the mesh."""
 
     @cached_property
     def everyone(self) -> Collectives:

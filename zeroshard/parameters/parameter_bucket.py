@@ -28,7 +28,7 @@ from zeroshard.storage.transfers import LANDED, Transfer
 
 
 class ParameterBucket:
-    """The parameters of one bucket, see the module's docstring.
+    """The parameters of one bucket (see the module's docstring).
 
     Args:
         rows: [W, S] of the unit's flat buffer.
@@ -56,7 +56,7 @@ class ParameterBucket:
         self._pool = context.pool
         self._accelerator = context.storages.accelerator
         self.own_shard = self._collectives.shard
-        # Over the first ranks the parameters are cut at rest. The second hold the same block, and each updates a row of it.
+        # The parameters at rest are cut over the holders. The replicas hold the same block, and each updates a row of it.
         self._holders = self._collectives.inside if self._policy.parameters.per_host else self._collectives
         self._replicas = None if self._holders is self._collectives else self._collectives.across
         self._blocks = rows.view(self._holders.world_size, -1)
@@ -80,7 +80,7 @@ class ParameterBucket:
         self.masters: dict[int, Slot] = {}
         if spec.trainable:
             for shard, rest in self.rests.items():
-                # In fp32 the shard at rest is the master: a second copy of the weights would be waste.
+                # In fp32 the shard at rest is the master: a second copy of the weights would waste memory.
                 is_master = rest.dtype == spec.dtypes.master
                 self.masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
         self.copies = {shard: master for shard, master in self.masters.items() if master is not self.rests[shard]}
@@ -138,7 +138,7 @@ class ParameterBucket:
                 self._finish_reload()
 
         own: Tensor | None = None
-        if self.block is not None and self.block.dtype == self.rows.dtype:  # else it is rounded into its row
+        if self.block is not None and self.block.dtype == self.rows.dtype:  # otherwise it is rounded into its row
             own = self.block.memory_in(self._accelerator)
         self.gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", own, prepare)
 
@@ -151,14 +151,14 @@ class ParameterBucket:
         with self.block.borrowed(self._accelerator, self._pool, write=True) as block:
             spreading = self._replicas.all_gather(block.view(self._replicas.world_size, -1), self.number, label)
             if self.block.memory_in(self._accelerator) is None:
-                spreading.wait()  # scratch, which goes on to where it rests
+                spreading.wait()  # the block is scratch, whose content is then written to its place
             else:
                 self._spreading = spreading
 
     def settle(self) -> None:
         """Block until updates of other hosts have arrived in the resting (sharded) block."""
         if self._spreading is not None:
-            self._spreading.wait()  # which raises again where it did before
+            self._spreading.wait()  # a wait that failed raises its error again
             self._spreading = None
 
     def start_reload(self) -> None:
@@ -183,13 +183,13 @@ class ParameterBucket:
 
     def wait_unsharded(self) -> None:
         if self.gathering is not None:
-            self.gathering.wait()  # which raises again where it did before
+            self.gathering.wait()  # a wait that failed raises its error again
             self.gathering = None
 
-    # ------------------------------------------------------------------ who owns a written value
+    # ------------------------------------------------------------------ the user's writes
 
     def save_rows(self, *, masters: bool = True) -> None:
-        """Copy unsharded parameters that were written on this rank to the slots and, with `masters`, to the master weights."""
+        """Copy unsharded parameters that the user wrote to on this rank to the slots and, with `masters`, to the master weights."""
         self.settle()
         if not self._rests_in_rows:
             for rank, rest in self._held.items():
@@ -215,7 +215,7 @@ class ParameterBucket:
     def save_hidden_writes(self) -> bool:
         """Compare the parameters with separate master weights, and update these where they differ. Return whether any did.
 
-        This finds writes that no version counter shows. It reads both, and an accelerator ends its work first.
+        This finds writes that no version counter shows. It reads both, so the host waits for an accelerator.
         """
         found = False
         for rank, master in self.copies.items():
@@ -229,7 +229,7 @@ class ParameterBucket:
     def broadcast_masters(self, replicas: Collectives | None) -> None:
         """Copy separate master weights from the ranks that own them to all ranks that update them.
 
-        Another rank may have stored a written row in its master weights, which lost digits by that. Every rank must call it.
+        Another rank may have stored a written row in its master weights, which thereby lost digits. Every rank must call it.
 
         Args:
             replicas: the ranks of other dimensions, where these hold the same parameters.
@@ -266,7 +266,7 @@ class ParameterBucket:
                 same = torch.equal(shown, values.to(shown.dtype)) or _shows(shown, values)
         return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
 
-    # ------------------------------------------------------------------ what lives
+    # ------------------------------------------------------------------ live memory
 
     def tensors(self, kind: str) -> list[Tensor]:
         """Return the tensors at rest, "parameters" or "master", that are in the accelerator's memory."""
@@ -279,13 +279,13 @@ class ParameterBucket:
 
 
 def memories_in(storage: Storage, slots: Iterable[Slot]) -> list[Tensor]:
-    """Return the memory of the slots that are in a storage's."""
+    """Return the memory of those slots that lie in the memory of `storage`."""
     found = [slot.memory_in(storage) for slot in slots]
     return [memory for memory in found if memory is not None]
 
 
 def _shows(row: Tensor, master: Tensor) -> bool:
-    """Return whether a row equals its master weights, rounded to its dtype. NaN equals a NaN of the same bits."""
+    """Return whether a row equals its master weights, rounded to its dtype. A NaN equals a NaN with the same bits."""
     parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
     return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)
 

@@ -472,7 +472,7 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 
 @contextmanager
 def _untraced() -> Iterator[None]:
-    """Make transformers build the same masks inside as in a real run.
+    """Make transformers build the same masks inside the block as in a real run.
 
     It treats tensors without values like those of torch.compile, whose values it may not read. To be safe, it then
     makes a mask of [batch, 1, length, length]. A dry run can answer such reads.

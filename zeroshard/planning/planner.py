@@ -209,7 +209,7 @@ def plan(
         world_size: the number of ranks, each with one accelerator. All are data-parallel unless `sequence_parallel` or
             `tensor_parallel` is above 1.
         batch: a function that returns the arguments of one call of the model for n samples: a tuple, a mapping of
-            keywords, or a tensor. Or such arguments themselves. Only their shapes and dtypes matter.
+            keywords, or a tensor; or such arguments themselves. Only their shapes and dtypes matter.
         machine: the name of a known machine (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or a
             `Machine`.
         memory, host_memory: bytes of an accelerator and of a host, if they differ from the machine's.
@@ -218,7 +218,7 @@ def plan(
             first element.
         optimizer: a function that makes an optimizer from parameters, if the config names none; default: AdamW.
         micro_batch: the samples of one call, if the config names no batch size.
-        sharded_init: whether the model will be built inside `sharded_init`. If so, start-up without it does not count.
+        sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, for `draw`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
             returns whole sequences.
@@ -253,7 +253,7 @@ def job_of(
     sequences: LongSequences | None = None, tensor_parallel: int = 1,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Job:  # fmt: skip
-    """Make the job of a plan; see `plan` for the arguments. Only the tensor-parallel ranks of the config are used.
+    """Make the job of a plan; see `plan` for the arguments. Of the config, only the tensor-parallel ranks are used.
 
     Raises:
         UsageError: there are no ranks, fewer ranks than hosts, or no such machine; or `tensor_parallel` differs from

@@ -1,6 +1,6 @@
 """Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
 
-Every result is a dry run. A deep model is first run at two small depths, which give the needs of a block. Promising
+Every result is a dry run. A deep model is first run at two small depths, which show a block's time and memory. Promising
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _FORK = multiprocessing.get_context("fork")
 
 Told = Callable[[int, int], None]
-"""A function that gets the progress: the number of dry runs that have ended, and of all."""
+"""A function that gets the progress: the number of dry runs that have ended, and their total number."""
 
 _MOST_SAMPLES = 1 << 16
 """The maximum number of samples that `largest_micro_batch` tries."""
@@ -49,7 +49,7 @@ _FINALISTS = 2
 """The number of choices that are run at full depth at once."""
 
 _OTHERS = 3
-"""The maximum number of choices that are shown beside the best."""
+"""The maximum number of choices that are shown besides the best."""
 
 _ALIKE = 0.02
 """Steps whose times differ by at most this share count as equal, and the lowest stage among them is chosen."""
@@ -92,7 +92,7 @@ def in_processes(
     running: dict[Connection, tuple[int, ForkProcess]] = {}
     try:
         while waiting or running:
-            # This thread alone forks: libraries with hooks around a fork (filelock) refuse two at once.
+            # Only this thread forks: libraries with hooks around a fork (filelock) refuse two at once.
             while waiting and len(running) < (os.cpu_count() or 1):
                 number, job = waiting.pop(0)
                 receive, send = _FORK.Pipe(duplex=False)
@@ -129,7 +129,7 @@ def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
 
 
 def _forks_run_backwards() -> bool:
-    """Return whether a forked process can run a backward. If torch was built for accelerators, a process tries it."""
+    """Return whether a forked process can run a backward. If torch was built for accelerators, one tries it."""
     if torch.accelerator.current_accelerator() is None:
         return True
     process = _FORK.Process(target=_run_backward)
@@ -382,7 +382,7 @@ class Search:
     Attributes:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
-        limit, host_limit: bytes of an accelerator, and of a host.
+        limit, host_limit: the bytes of memory of an accelerator, and of a host.
         depth, shallow: the model's depth, and a function that makes it with fewer blocks.
         told: a function that is called with the progress.
     """
@@ -552,7 +552,7 @@ def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
     """Extrapolate the figures of two depths to a third.
 
-    Each figure is extrapolated separately, since another one may be the largest at another depth. Communication buffers
+    Each figure is extrapolated separately, since a different one may be the largest at each depth. Communication buffers
     do not grow: a bounded number of them is in flight at any depth.
     """
 

@@ -2,7 +2,7 @@
 
 The rules are those of torch's caching allocator with default settings, on one stream (torch 2.11 to 2.13: constants in
 c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never returned to the driver:
-torch does that only when memory runs out, and then allocates once more.
+torch does that only when memory runs out, and then tries again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most this size have separate segments. From a larger block, only a rest above this size is split off."""
+"""Blocks of at most this size have separate segments. From a larger block, only a remainder above this size is split off."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20

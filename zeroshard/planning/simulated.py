@@ -272,7 +272,7 @@ class Hosts:
         return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
 
     def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
-        sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend, see `Alone`
+        sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend (see `Alone`)
         return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
 
 

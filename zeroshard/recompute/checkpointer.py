@@ -1,7 +1,7 @@
 """Owns activation checkpointing of functions and of a model's units: the backward recomputes their activations.
 
 It uses torch's non-reentrant checkpointing. `Checkpointing` adds measurements, and options for the place of saved
-inputs. Gradients have the same bits as without checkpointing, also with dropout.
+inputs. Gradients are bit-identical to those without checkpointing, even with dropout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Checkpointing:
         contiguous_memory_optimization: keep saved inputs in memory that is allocated once.
         number_checkpoints: the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.
         synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of each checkpoint.
-        profile: measure the time and bytes of each checkpoint, see `Checkpointer.table`.
+        profile: measure the time and bytes of each checkpoint (see `Checkpointer.table`).
         model_parallel_group: the ranks that divide each layer, and have the same inputs.
 
     Raises:

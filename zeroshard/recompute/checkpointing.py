@@ -35,7 +35,7 @@ def configure(
 
     Args:
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
-        deepspeed_config: a config whose `activation_checkpointing` block supplies the later arguments that are None.
+        deepspeed_config: a config whose `activation_checkpointing` block supplies the remaining arguments that are None.
         partition_activations: as in `Checkpointing`.
         contiguous_checkpointing: `contiguous_memory_optimization` of `Checkpointing`.
         num_checkpoints: `number_checkpoints` of `Checkpointing`.
@@ -73,7 +73,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def configured() -> Checkpointer:
-    """Return the checkpointer that `checkpoint` uses, with its costs and their table."""
+    """Return the checkpointer that `checkpoint` uses. Its `costs` and `table()` show the cost of each checkpoint."""
     return next(iter(_configured), _DEFAULT)
 
 

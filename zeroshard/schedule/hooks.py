@@ -1,11 +1,11 @@
 """Owns the hooks on the user's modules and parameters, and the phase they imply.
 
 [Note: when a unit is whole in the backward]
-A hook on a module's output runs when its backward begins. It unshards the module's unit, and starts with the next one. Outputs
-may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook: every read of a
-parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
+A hook on a module's output runs when its backward begins. It unshards the module's unit, and starts to unshard the next one.
+Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook: every
+read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
-[Note: when a unit may be given back in the backward]
+[Note: when a unit may be resharded in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
 needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
 gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
@@ -70,15 +70,15 @@ class Hooks:
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule = schedule
         self._take: Take | None = None
-        """It receives the gradients of backwards inside `probe`, which belong to no step."""
+        """Receives the gradients of backwards inside `probe`, which belong to no step."""
         self._aside: list[Unit] | None = None
         """The closed units of a backward that has reached no parameter yet, and so belongs to no step."""
         self._backward_is_open = False
-        """A backward has begun, and its end was not reported."""
+        """Whether a backward has begun whose end was not reported."""
         self._ending: Callable[[], object] = lambda: None
         """Returns the callback for the end of this backward, or None after autograd has dropped it."""
         self._leaves_graph = False
-        # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be given back].
+        # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be resharded].
         self._open_calls: Counter[nn.Module] = Counter()
         self._root = model
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
@@ -100,7 +100,7 @@ class Hooks:
         units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
             units.setdefault(unit.module, []).append(unit)
-        # The root is there in any case: it begins a forward.
+        # The root is always among them, since it begins a forward.
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._one_thread = OneThread(schedule.units)
@@ -117,10 +117,10 @@ class Hooks:
         for module in self._units:
             around.append((module, hook_of(self._pre_forward), hook_of(self._post_forward), True))
         for module, part in self._parts.items():
-            # Where torch.compile looks into a module, a hook that also runs after an exception has it make a graph for each module.
+            # If torch.compile traces a module, a hook that also runs after an exception makes it build a graph for each module.
             around.append((module, before_part(self._pre_part, part), after_part(self._post_part, part), False))
         for module, before, after, always in around:
-            # Around all other hooks: weight_norm, spectral_norm and their like compute with parameters in theirs.
+            # Around all other hooks: weight_norm, spectral_norm and the like compute with parameters in theirs.
             first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             last = module.register_forward_hook(after, always_call=always)
             self._outermost.append((module, first, last))
@@ -176,7 +176,7 @@ class Hooks:
                 self._schedule.give_back()
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module not in self._units:  # a copy has the very hooks of its original
+        if module not in self._units:  # a copy of a module has the hooks of the original
             raise UsageError(
                 f"this {type(module).__name__} is a copy.copy() of a module of a sharded model, which shares its parameters and "
                 "hooks: call the module itself, or take copy.deepcopy()."
@@ -227,7 +227,7 @@ class Hooks:
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """Hook the tensors that autograd saves of sharded parameters, until `pop` of the same caller."""
+        """Hook the tensors that autograd saves from sharded parameters, until `pop` of the same caller."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: their saved tensors are read from a unit that stays whole.
@@ -291,7 +291,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self.is_removed:  # the graph is from before
             return
-        if self._ending() is None:  # autograd has dropped it without a call: that backward no longer runs
+        if self._ending() is None:  # autograd has dropped it without a call: that backward is no longer running
             self._forget_what_broke_off()
         if not self._backward_is_open:
             self._backward_is_open = True
@@ -344,7 +344,7 @@ class Hooks:
             self._keep_places()
         self._begin_backward()
         call.begin()
-        if module is not self._root:  # which begins with its last child, at the same tensor
+        if module is not self._root:  # the root begins with its last child, at the same tensor
             # Autograd runs later modules first, so modules whose calls have all begun have ended.
             over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
             for other in over:
@@ -356,20 +356,20 @@ class Hooks:
                         self._schedule.close(unit)
             self._in_progress[module] = None
         for unit in self._units[module]:
-            unit.waiting.received.clear()  # the backward of this call makes each gradient again
+            unit.waiting.received.clear()  # the backward of this call computes each gradient again
         self._hold_for_graph(self._units[module])
         self._schedule.unshard(self._units[module], backward=True)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
-        if self._aside is not None:  # it does reach parameters
+        if self._aside is not None:  # this backward does reach parameters
             closed = self._aside
             self._aside = None
             for other in closed:
                 self._schedule.close(other)
         unit = self._schedule.units[number]
         gradient = grad_of(parameter)
-        if gradient is None:  # frozen since the forward: autograd makes none, and calls this all the same
+        if gradient is None:  # frozen since the forward: autograd makes none, but calls this hook anyway
             return
         forget_grad(parameter)
         with self._schedule.stream.here():
@@ -388,7 +388,7 @@ class Hooks:
         self._give_back(module)
 
     def _give_back(self, module: nn.Module) -> None:
-        """Reshard a module's units if its backward is over, see [Note: when a unit may be given back in the backward]."""
+        """Reshard a module's units if its backward is over (see [Note: when a unit may be resharded in the backward])."""
         if self._open_calls[module] > 0:
             return
         units = self._units[module]
@@ -446,7 +446,7 @@ def _differentiable(tree: Any) -> list[Tensor]:
 
 
 class OneThread:
-    """The check that only one thread runs a forward: another would reshard parameters that the first reads.
+    """The check that only one thread runs a forward: another would reshard parameters that the first is reading.
 
     Args:
         units: the model's units.
@@ -461,10 +461,10 @@ class OneThread:
         """The outermost forward that it began."""
 
     def begin(self, forward: Hashable, *, is_outermost: bool) -> None:
-        """Record that a forward begins on this thread; raise if another thread's runs.
+        """Record that a forward begins on this thread; raise if another thread is running one.
 
         Args:
-            is_outermost: it is the whole model's. An earlier forward of this thread that did not end broke off.
+            is_outermost: whether it is the whole model's. If so, an unfinished forward of this thread was broken off.
         """
         if not self._is_asked:
             return

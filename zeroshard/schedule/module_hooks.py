@@ -4,10 +4,11 @@
 torch.compile reads Python code once, and runs the result wherever its guards hold: on classes, dtypes and shapes of tensors, and on
 the number of hooks of a module. The effect of our hooks changes from step to step, so it never becomes part of a graph:
 
-- Hooks of a unit's own module run at its border. torch.compile does not look into them: a graph that reaches there ends.
+- Hooks of a unit's own module run at its border. torch.compile does not trace into them: a graph ends there.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
-  one graph. torch guards this: a parameter without values is of another class, so torch traces the code again.
-- Parameters are of one class whenever a module that uses them runs, see `Appearance.begin_use`. So alike blocks share one graph.
+  one graph. torch guards this: a parameter without values is of a different class, so torch traces the code again.
+- Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`). So similar layers share one
+  graph.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BORDER = (
     "zeroshard gathers a unit's parameters here, which no graph may contain. For fullgraph=True compile the "
     "units one by one (model.blocks[i] = torch.compile(model.blocks[i], fullgraph=True)); else leave fullgraph out"
 )
-"""torch logs this reason if a graph ends at a border, and raises it if no graph may end there (fullgraph)."""
+"""torch logs this reason if a graph ends at a border, and raises an error with it if none may end there (fullgraph)."""
 
 _CUDA_GRAPHS = (
     "{} is compiled with CUDA graphs (mode='reduce-overhead' or 'max-autotune'). A replay overwrites what the one "
@@ -98,7 +99,7 @@ class Part:
 
     Attributes:
         units: the units of its own parameters that are sharded at rest.
-        whole_class: the class of parameters whose values are here.
+        whole_class: the class of parameters that have their values.
         gathered: the units that a call has gathered, and that its end reshards.
         is_open: whether there are such units. Compiled code reads it: torch guards on such an attribute.
     """
@@ -148,7 +149,7 @@ def part_hooks() -> tuple[type[Hook], type[Hook]]:
 
 
 class Call:
-    """A call of a module in a forward. It counts until its backward begins or its graph is dropped; recomputations never do."""
+    """A call of a module in a forward, counted until its backward begins or its graph is dropped. Recomputations do not count."""
 
     def __init__(self, to_come: Counter[nn.Module], module: nn.Module, *, counted: bool) -> None:
         self._to_come = to_come
@@ -164,11 +165,11 @@ class Call:
         self.begin()
 
 
-# ---------------------------------------------------------------------- who calls a module
+# ---------------------------------------------------------------------- the callers of a module
 
 
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
-    """Return whether the code that now runs a module was compiled: before or after `shard`, or around a whole step.
+    """Return whether the code that is running a module was compiled: before or after `shard`, or around a whole step.
 
     Only the stack shows it. Inside our hooks `torch.compiler.is_compiling()` is False, and torch.compile's callback for frames is
     off, since it must not trace them. A compiled step, or a wrapper that the user calls, leaves no mark on the module, and torch
@@ -176,10 +177,10 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Args:
         module: the running module.
-        all_callers: look through the whole stack, and not only at the direct caller. 40 frames take 3 microseconds, the nearest 1.
+        all_callers: look through the whole stack, not only at the direct caller. 40 frames take 3 microseconds, the nearest one 1.
 
     Raises:
-        UsageError: with CUDA graphs.
+        UsageError: it was compiled with CUDA graphs.
     """
     found = _WRAPPER in module.__dict__
     frame: FrameType | None = sys._getframe(1)

@@ -1,9 +1,9 @@
 """Owns the sharded parameters that autograd saves, so that every reader in a backward finds them whole.
 
 A forward saves views of parameters in its graph, and their storage is freed before the backward reads them. torch's hooks on
-saved tensors see every tensor that any operation saves, and every read. Of a view of a flat buffer they keep the unit and the
-geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes. Hooks of the
-user, or of activation checkpointing, get these as before.
+saved tensors see every tensor that any operation saves, and every read. In place of a view of a flat buffer they keep the unit
+and the geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes. Hooks
+of the user, or of activation checkpointing, get these as before.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SavedParameters:
         self._entered: list[tuple[object, saved_tensors_hooks]] = []
         """The callers of `push` whose hooks are still active, with these hooks."""
         self._base = 0
-        """The number of these that a forward leaves as they are."""
+        """The number of callers, counted from the first, whose hooks `pop` does not remove."""
         self._read_as_nan: str | None = None
         """A parameter with which torch computed while its values were elsewhere."""
 
@@ -98,7 +98,7 @@ class SavedParameters:
         """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
 
         Args:
-            unseen: compiled code runs, and torch.compile must not trace these hooks where that code calls them.
+            unseen: whether compiled code is running: torch.compile must not trace these hooks where that code calls them.
         """
         theirs = saved_tensors_hooks_in_force()
         pack: Callable[[Tensor], Any] = partial(self._pack, theirs)
@@ -116,10 +116,10 @@ class SavedParameters:
         return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
     def pop(self, caller: object) -> None:
-        """End the caller's `push`, if there was one, and those of calls inside that raised.
+        """End the caller's `push`, if there was one, and those of calls inside it that raised.
 
         Raises:
-            UsageError: torch computed with a parameter whose values were not here.
+            UsageError: torch computed with a parameter while its values were elsewhere.
         """
         while any(one is caller for one, _ in self._entered[self._base :]):
             if self._pop_last() is caller:

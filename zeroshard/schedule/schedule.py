@@ -26,7 +26,7 @@ USED_AT_ONCE = 3
 """The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
 
 PREFETCHED = 4
-"""The most modules whose shards are read ahead from disk to CPU memory. There may be buffers for fewer."""
+"""The maximum number of modules whose shards are read ahead from disk to CPU memory. There may be buffers for fewer."""
 
 Run = tuple[Unit, ...]
 """The units of one module: they are used together."""
@@ -40,9 +40,9 @@ class StepState(enum.Enum):
     """The states of a model between two `zero_grad`.
 
     The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, from which only `zero_grad`
-    leads to new gradients. Gradients of a backward before that are dropped, as loops expect that train two models against each
-    other, and a step on them is refused. A backward that ends with an exception leads to BROKEN: the mean has some of its gradients
-    already, which cannot be separated from those of earlier microbatches.
+    leads to new gradients. Gradients of a backward before that are dropped, since loops that train two models against each other
+    rely on it, and a step on them is refused. A backward that ends with an exception leads to BROKEN: the mean already contains
+    some of its gradients, which cannot be separated from those of earlier microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"
@@ -136,8 +136,9 @@ class _Order:
 class ForwardStream:
     """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
 
-    Autograd runs a node on the stream of its forward, but adds up gradients where the parameter was first seen, and ends where the
-    backward was called. Memory of scratch and units is taken and freed in the order of one stream: that of the forward.
+    Autograd runs a node on the stream of its forward, adds up gradients on the stream where the parameter was first seen, and ends
+    on the stream where the backward was called. Scratch memory and the units' memory are taken and freed in the order of one
+    stream: the forward's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,8 +160,8 @@ class ForwardStream:
 
     @contextmanager
     def _between(self, now: torch.Stream, stream: torch.Stream) -> Iterator[None]:
-        # no test can miss this wait: on the simulated device autograd works on the forward's stream alone. Another device's
-        # may add up gradients on another stream, whose sums the work inside reads.
+        # no test can miss this wait: on the simulated device autograd uses only the forward's stream. On another device it
+        # may add up gradients on a different stream, whose sums the work inside reads.
         stream.wait_stream(now)  # type: ignore[attr-defined]
         try:
             with stream:
@@ -175,7 +176,7 @@ class Schedule:
     Args:
         units: in the order of registration.
         tree: the model's modules when it was sharded.
-        overlap: collectives run behind the computation. If False, each blocks immediately, with the same bits.
+        overlap: whether collectives run behind the computation. If not, each blocks immediately; results are bit-identical.
     """
 
     def __init__(self, units: Sequence[Unit], tree: ModelTree, context: Context, *, overlap: bool) -> None:
@@ -205,7 +206,7 @@ class Schedule:
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self.is_stepping = False
-        """A step is under way, or broke off: some parameters are updated, and others are not."""
+        """Whether a step is under way, or was broken off: some parameters are updated, and others are not."""
         self._backward_ended = False
         self.backwards_ended = 0
         self.steps_ended = 0
@@ -227,7 +228,7 @@ class Schedule:
         self._accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
-        """Replace `unit` by other units that hold its parameters from now on, between steps."""
+        """Replace `unit` with other units that hold its parameters from now on, between steps."""
         position = self.units.index(unit)
         self.units[position : position + 1] = by
         self._last = _Order()
@@ -268,7 +269,7 @@ class Schedule:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
         if self._kept:
             self._kept = [unit for unit in self._kept if unit not in units]
-            # Those that ran first leave first, since the backward needs them last.
+            # Units that ran first are resharded first, since the backward needs them last.
             while self._kept and not all(self._has_room(unit) for unit in units):
                 self._kept.pop(0).reshard()
         for unit in units:
@@ -322,7 +323,7 @@ class Schedule:
         return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
-        """Reshard all units after a backward. Those that are held stay if it `leaves_graph`s that may read them."""
+        """Reshard all units after a backward. Held units stay unsharded if it leaves a graph that may read them."""
         self._kept.clear()
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph
@@ -359,7 +360,7 @@ class Schedule:
         """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
-        # First, since it may fail, and other buckets may have reductions in flight.
+        # This comes first, since it may fail, and other buckets may have reductions in flight.
         self.reductions.finish_up_to(unit.buckets_of_waiting())
         unit.take_gradients()
         self.gradients_taken += 1
@@ -432,7 +433,7 @@ class Schedule:
                 del gradient  # its memory is free once it is in a bucket
             self.end_backward()
         if self.state is StepState.CLEAN:
-            self.end_backward()  # this rank's loss touched no parameter; the other ranks wait for its zeros
+            self.end_backward()  # this rank's loss used no parameter; the other ranks are waiting for its zeros
         with self.stream.here():  # what autograd made is freed in the order of the stream that made it
             self.reductions.finish()
 
@@ -466,7 +467,7 @@ class Schedule:
         """Call `forget` when the user has set every `grad` to None, by `zero_grad()` of a model or of the user's optimizer."""
 
         def drop() -> None:
-            for unit in reversed(self.units):  # the last unit's are dropped last, so the first look mostly answers
+            for unit in reversed(self.units):  # the last unit's are dropped last, so the first look is usually enough
                 parameters = [unit.named[index].parameter for index in unit.used]
                 if not unit.used <= unit.replaced_gradients or any(grad_of(one) is not None for one in parameters):
                     return
@@ -475,7 +476,7 @@ class Schedule:
         self.live.drop_gradients = drop
 
     def refuse_unseen_changes(self) -> None:
-        """Raise if the user changed the model and its states did not follow, so that files would lack the change."""
+        """Raise if the user changed the model, but its states did not follow, so that files would lack the change."""
         self.tree.refuse_changes()
         for unit in self.units:
             if unit.state in (UnitState.SHARDED, UnitState.OFFLOADED):

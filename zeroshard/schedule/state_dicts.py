@@ -1,4 +1,4 @@
-"""Owns state dicts of modules whose units come and go: hooks that unshard them, and a destination in CPU memory."""
+"""Owns state dicts of sharded modules: hooks that unshard one unit at a time, and a destination in CPU memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zeroshard.torch_private import is_distributed
 def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[RemovableHandle]:
     """Register hooks that make `state_dict` and `load_state_dict` of sharded modules exact, with one unsharded unit at a time.
 
-    Every rank must call `state_dict` and `load_state_dict` then.
+    From then on, every rank must call `state_dict` and `load_state_dict`.
     """
     handles = []
     for module, of_module in units_of.items():
@@ -59,7 +59,7 @@ class _Held:
         for name, parameter in self._names.items():
             if isinstance(value := state.get(prefix + name), Tensor):
                 if parameter not in copies:  # of tied parameters there is one
-                    copies[parameter] = value.detach().clone()  # which stays when the unit is resharded
+                    copies[parameter] = value.detach().clone()  # the copy stays when the unit is resharded
                 state[prefix + name] = copies[parameter]
         self.reshard()
 
@@ -70,10 +70,10 @@ class _Held:
 
 
 class _KeptInMemory(OrderedDict[str, Any]):
-    """A destination for `module.state_dict(destination=...)` that is filled while units come and go.
+    """A destination for `module.state_dict(destination=...)` that is filled while units are unsharded one after the other.
 
     Args:
-        keeps: copy values into CPU memory. Otherwise keep only a tensor's shape and dtype, on the meta device.
+        keeps: whether to copy values into CPU memory. If not, keep only a tensor's shape and dtype, on the meta device.
     """
 
     def __init__(self, keeps: bool) -> None:

@@ -44,7 +44,7 @@ from zeroshard.torch_private import grad_of, storage_users
 
 
 class UnitState(enum.Enum):
-    """A state of a unit's parameters, see the module's docstring."""
+    """A state of a unit's parameters (see the module's docstring)."""
 
     SHARDED = "sharded"
     GATHERING = "an all-gather, or a copy from CPU memory, is under way"
@@ -95,12 +95,12 @@ MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 
 
 class Unit:
-    """A unit of parameters, see the module's docstring.
+    """A unit of parameters (see the module's docstring).
 
     Args:
         group: the parameters; all of one dtype, on one device, and all trainable or all frozen.
         first_bucket: the number of its first bucket.
-        context: has the policy of this group.
+        context: the objects that buckets share, with the policy of this group.
 
     Attributes:
         flat: the flat buffer, which has the parameters' values.
@@ -145,7 +145,7 @@ class Unit:
         self.appearance = Appearance(self.named, views, self, whole_class)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(self.flat.tensor)
-        """The number of tensors over the flat buffer, without those that parameters show and an optimizer updates."""
+        """The number of tensors over the flat buffer, not counting those that parameters show and an optimizer updates."""
         self.appearance.show_views()
         if self.sharded_at_rest:
             self._live.numel += self.layout.numel
@@ -241,7 +241,7 @@ class Unit:
             self._move(UnitMove.GATHER)
 
     def _make_room(self) -> None:
-        if self.flat.nbytes:  # an earlier bucket's all-gather has asked
+        if self.flat.nbytes:  # an earlier bucket's all-gather has asked for it
             return
         self.flat.allocate()
         for bucket in self.buckets:
@@ -283,7 +283,7 @@ class Unit:
         if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
             return
         for bucket in self.buckets:
-            bucket.wait_unsharded()  # a transfer in flight still writes to the storage
+            bucket.wait_unsharded()  # a transfer in flight may still be writing to the storage
         self.write_back()
         self._move(UnitMove.RESHARD)
         self._live.numel -= self.layout.numel
@@ -301,7 +301,7 @@ class Unit:
         assert self._cpu is not None
         self.unshard()
         written = self.appearance.collect_written()
-        # A write through `.data` leaves no trace. Frozen parameters are written in this way, such as a teacher's average.
+        # A write through `.data` leaves no trace. Frozen parameters, such as a teacher's average, are updated in this way.
         self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
 
     @property
@@ -363,10 +363,10 @@ class Unit:
         if self.sharded_at_rest:
             self._live.numel -= self.layout.numel
 
-    # ------------------------------------------------------------------ the user's writes, see writes.py
+    # ------------------------------------------------------------------ the user's writes (see writes.py)
 
     def written(self) -> set[int]:
-        """Return the parameters that the user wrote on this rank, by index, if they are unsharded at rest.
+        """Return the parameters that the user wrote to on this rank, by index, if they are unsharded at rest.
 
         The values are not stored yet. First all ranks get the owners' values, or master weights would lose digits.
         """
@@ -394,10 +394,10 @@ class Unit:
             self.unshard()
         self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
-    # ------------------------------------------------------------------ the user's reads and gradients, see appearance.py
+    # ------------------------------------------------------------------ the user's reads and gradients (see appearance.py)
 
     def is_summed_here(self, index: int) -> bool:
-        """Whether this rank holds a sum over microbatches of a parameter's gradient that was not reduced yet."""
+        """Whether this rank holds a sum over microbatches of a parameter's gradient that is not reduced yet."""
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def before_read(self, parameter: Tensor, what: str) -> None:
@@ -443,7 +443,7 @@ class Unit:
         return self.named[index].fqn
 
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return this rank's sum over the microbatches so far, if it is here, in one piece and in the parameter's dtype.
+        """Return this rank's sum over the microbatches so far, if the rank holds it in one piece and in the parameter's dtype.
 
         Writes to it take effect.
         """
@@ -497,7 +497,7 @@ class Unit:
     def refuse_frozen_gradients(self, optimized: set[int]) -> None:
         """Raise if a frozen parameter of the optimizer has a gradient, since it would not be updated.
 
-        Warn where a parameter has one that no optimizer lists: another optimizer may update it, differently on each rank.
+        Warn if a parameter that no optimizer lists has one: another optimizer may update it, differently on each rank.
 
         Args:
             optimized: `id`s of the parameters that the optimizer lists.

@@ -27,9 +27,9 @@ class Writes:
 
     Attributes:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
-        is_cut: the parameters are divided over the ranks of another dimension, instead of the same on all of these.
-        found: the parameters that the user wrote since `spread_owners_values`, by index.
-        masters_wait: parameters were written while master weights were parked.
+        is_cut: whether the parameters are divided over the ranks of another dimension. If not, these have the same parameters.
+        found: the parameters that the user wrote to since `spread_owners_values`, by index.
+        masters_wait: whether parameters were written while master weights were parked.
     """
 
     appearance: Appearance
@@ -46,7 +46,7 @@ class Writes:
         """Add the user's writes on this rank to `found`. Return whether any left a trace.
 
         Args:
-            scans: if none did, compare values where `data` was read, or where a user's own class cannot record reads of it.
+            scans: if none did, compare values if the user may have read `data`, which a user's own class cannot record.
         """
         new = self.appearance.collect_written()
         may_be_hidden = self.context.live.data_was_read or not self.appearance.tells_readers
@@ -82,7 +82,7 @@ class Writes:
         if self.cpu is None:
             return
         for bucket in self.buckets:
-            # Parameters that are their own master weights are stored, so that the user's writes persist when they leave.
+            # Parameters that are their own master weights are stored, so that the user's writes persist when the buffer is freed.
             for shard, master in bucket.masters.items():
                 if master is bucket.rests[shard]:
                     master.write(bucket.rows[shard])
@@ -119,7 +119,7 @@ class Writes:
         """Update the parameters from master weights that were set. Every rank must call it.
 
         Args:
-            regather: the unsharded parameters, too. Without it they may be sharded.
+            regather: whether to update the unsharded parameters, too. If not, the parameters may be sharded.
         """
         self.outdate_cpu_copy()
         for bucket in self.buckets:

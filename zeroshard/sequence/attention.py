@@ -236,7 +236,7 @@ class _Entry:
 
 
 class _WithGroups:
-    """A view of an attention module for attention functions, with another number of query heads per key head."""
+    """A view of an attention module for attention functions, with a different number of query heads per key head."""
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module

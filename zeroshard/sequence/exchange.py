@@ -1,7 +1,7 @@
 """Owns the exchange of heads for positions in Ulysses attention (arXiv:2309.14509).
 
 Outside attention, each of P ranks holds a slice of the positions and all heads, [B, H, S/P, D]. Inside, it holds all
-positions and a slice of the heads, [B, H/P, S, D]. One message exchanges query, key and value, and another one the
+positions and a slice of the heads, [B, H/P, S, D]. One message exchanges query, key and value, and a second one the
 context.
 """
 
@@ -20,7 +20,7 @@ _HEADS, _POSITIONS = 1, 2
 
 
 class _Exchange(torch.autograd.Function):
-    """An autograd function that cuts one dimension over the ranks, and makes another one whole."""
+    """An autograd function that cuts one dimension over the ranks, and makes another whole."""
 
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -161,7 +161,7 @@ class Sequences:
                 then yields one batch per rank.
 
         Raises:
-            UsageError: a batch has padding on the left or a mask of another shape, or batches differ between ranks.
+            UsageError: a batch has padding on the left or a mask of a different shape, or batches differ between ranks.
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
@@ -190,11 +190,11 @@ class Sequences:
             transform: the function that the model applies to its logits after the head, as for `head_loss`.
 
         Returns:
-            The mean in nats, [], the same on every rank. The average of its gradients over all ranks is that of the
-            mean.
+            The mean in nats, [], the same on every rank. The average of its gradients over all ranks is the gradient of
+            the mean.
 
         Raises:
-            UsageError: the model's head is no `nn.Linear`, or the model changes its logits after the head.
+            UsageError: the model's head is not an `nn.Linear`, or the model changes its logits after the head.
         """
         labels = _labels(batch)
         found = self.log_probabilities(model, batch, tiles=tiles, transform=transform)
@@ -205,8 +205,8 @@ class Sequences:
     ) -> Tensor:
         """Compute the log-probability of each label of this rank's slice: [B, S/P], fp32, 0 where the label is -100.
 
-        `self.sum(log_probabilities.sum(1))` is that of whole sequences, [B], as in DPO and KTO. Arguments are as for
-        `loss`.
+        `self.sum(log_probabilities.sum(1))` is the log-probability of whole sequences, [B], as in DPO and KTO. Arguments
+        are as for `loss`.
         """
         labels = _labels(batch)
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
@@ -245,7 +245,7 @@ class Sequences:
 
 
 def _refuse_another_group(model: nn.Module, size: int) -> None:
-    """Raise if `shard` averages gradients over other ranks than those whose tokens are counted."""
+    """Raise if `shard` averages gradients over ranks other than those whose tokens are counted."""
     homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     unit = next((home.unit() for home in homes if home is not None), None)
     if unit is not None and unit.collectives.world_size != size:

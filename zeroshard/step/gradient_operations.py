@@ -1,10 +1,10 @@
 """Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in shards.
 
 `torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies each by one factor; `clip_grad_value_`
-clamps each. The first norm fetches those of all parameters in one message. A factor waits for the step, or for the next
-norm: where all gradients have the same, the shards are scaled as `sharded.clip_grad_norm_` scales them.
+clamps each. The first norm fetches the norms of all parameters in one message. A factor waits for the step, or for the next
+norm: if all gradients have the same factors, the shards are scaled as `sharded.clip_grad_norm_` scales them.
 
-Norms have the same bits under every policy: each shard's part of a parameter is summed by itself, and the parts in shard order.
+Norms are bit-identical under every policy: each shard's part of a parameter is summed by itself, then the parts in shard order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GradientOperations:
         self._gradients = gradients
         self._flags = list(flags)
         self._own_classes = [(unit, index) for unit, index in flags if not unit.appearance.is_own(unit.named[index])]
-        """Those whose class is the user's own: their `grad` is not shown."""
+        """The parameters whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
         self._parts: list[list[tuple[Resident, ShardView]]] = [[] for _ in flags]
@@ -61,7 +61,7 @@ class GradientOperations:
         self.changed: set[int] = set()
         """The parameters whose gradients the user has changed on this rank since ranks last agreed on these, by number."""
         self.factors: dict[int, list[float]] = {}
-        """Those that are not applied yet, by the parameter's number."""
+        """The factors that are not applied yet, by the parameter's number."""
         self._norms: dict[float, list[float]] = {}
         """The norms by order, of all parameters, of the gradients at `_norms_at`."""
         self._norms_at = (0, 0)
@@ -79,7 +79,7 @@ class GradientOperations:
             The operation's result; NotImplemented if shards do not support it.
 
         Raises:
-            UsageError: a parameter of a class of the user's own shows no gradient, which a loop over all would leave out.
+            UsageError: a parameter of a user's own class shows no gradient, so a loop over all gradients would leave it out.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:

@@ -47,7 +47,7 @@ class Range:
 
 
 class Trained:
-    """A shard that this rank updates. Its values are in memory while it is opened, or always if it `is_here`."""
+    """A shard that this rank updates. Its values are in memory while it is open, or always if it `is_here`."""
 
     def __init__(self, step: ShardedStep, resident: Resident) -> None:
         self._step = step
@@ -146,7 +146,7 @@ class Held:
 
 
 class ModelStates:
-    """The model states by name, see the module's docstring. Made for each use; it holds at most one offloaded shard in memory."""
+    """The model states by name (see the module's docstring). Made for each use; it holds at most one offloaded shard in memory."""
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
         self._step = step
@@ -185,7 +185,7 @@ class ModelStates:
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of a state. They are live memory, except gradients in 16 bits and states on disk (copies).
+        """Return this rank's ranges of a state. They are live memory, except that 16-bit gradients and states on disk are copied.
 
         They count elements of the flattened parameter; of a DTensor, those of its flattened local tensor.
 
@@ -221,7 +221,7 @@ class ModelStates:
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
         """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
 
-        A state without one number for each element (a step count) comes as it is.
+        A state without one number for each element (a step count) is returned as it is.
         """
         unit, index = self._find(fqn)
         entry = unit.named[index]
@@ -332,7 +332,7 @@ class ModelStates:
                 return False
             self._step.gradients.set(held.shard.resident.shard, held.view, value)
             return True
-        # An all-gather across hosts may still read this shard, or write to its block.
+        # An all-gather across hosts may still be reading this shard, or writing to its block of rows.
         self._find(held.named.fqn)[0].settle_at_rest()
         with held.shard.opened(write=True):
             target = held.tensor(state)

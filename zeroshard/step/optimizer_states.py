@@ -27,7 +27,7 @@ class OptimizerStates:
         self._groups = step.groups
         self._inner = step.inner
         self._is_asked_by_user = False
-        """A `state_dict()` of the user's is under way."""
+        """Whether a `state_dict()` that the user called is under way."""
         self._inner.register_state_dict_pre_hook(self._before_state_dict)
         self._inner.register_state_dict_post_hook(self._after_state_dict)
         self._inner.register_load_state_dict_pre_hook(self._before_load)
@@ -71,7 +71,7 @@ class OptimizerStates:
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
-        # torch numbers parameters, and would assign the states of other shards to wrong ones.
+        # torch numbers parameters, and would assign the states of other shards to the wrong parameters.
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
             raise UsageError(
                 "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
@@ -99,7 +99,7 @@ class OptimizerStates:
     def _take_states(self) -> None:
         """Let `optimizer.state` find the states of the user's parameters, which are keyed by this rank's shards."""
         optimizers = self._step.users_optimizers()
-        # Others than torch's may keep it elsewhere, too.
+        # Optimizers other than torch's may keep `state` elsewhere, too.
         if all(type(one).__module__.startswith("torch.optim.") for one in optimizers):
             states = ShardStates(self._inner.state, self._states_of)
             for one in (self._inner, *optimizers):
@@ -141,7 +141,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, instead of an optimizer's `state`.
 
     Args:
-        find: gives the states of a parameter of the model, by its `id`; None where the model has no such parameter.
+        find: returns the states of a parameter of the model, by its `id`; None if the model has no such parameter.
     """
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], Mapping[str, Any] | None]) -> None:

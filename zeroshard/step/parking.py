@@ -137,9 +137,9 @@ class Parking:
 
     def reload(self) -> None:
         """Reload all parked states."""
-        while self._parked:  # what fails stays parked, and may be tried again
+        while self._parked:  # states that fail to reload stay parked, and may be reloaded later
             one = self._parked[-1]
-            if not (one.is_transient and self._schedule.is_between_steps):  # else forgotten meanwhile
+            if not (one.is_transient and self._schedule.is_between_steps):  # otherwise it was dropped in the meantime
                 one.memory.allocate()
                 whole = one.memory.tensor
                 one.content.read(whole.view(torch.uint8)).wait(whole.device)

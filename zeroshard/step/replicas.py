@@ -1,7 +1,7 @@
 """The comparison of inputs and of replicated parameters' gradients over another dimension, in the step's small message.
 
-Such parameters start equal, and stay so where their gradients are equal. These differ where such ranks draw different dropout, or
-get different batches. Where the first module is divided, different batches give equal gradients, which are wrong: so the tensors
+Such parameters start equal, and stay equal if their gradients are equal. Gradients differ if the ranks draw different dropout, or
+get different batches. If the first module is divided, different batches give equal gradients, which are wrong: so the tensors
 that enter the model are compared too.
 """
 
@@ -28,13 +28,13 @@ from zeroshard.torch_private import is_distributed, tree_leaves
 _INPUTS = ""
 """The name for values that are not parameters."""
 _MOST_INPUTS = 4096
-"""Tensors that are remembered: more come from calls that no step follows."""
+"""The maximum number of tensors that are remembered: more come only from calls that no step follows."""
 PLACED_NUMEL = 1 << 20
-"""Elements of a gradient that are weighted by their place at once: 8 bytes each, three times."""
+"""The number of a gradient's elements that are weighted by their place at once: each takes 8 bytes, three times."""
 
 
 class Replicas:
-    """The comparison of replicated parameters' gradients, see the module's docstring.
+    """The comparison of replicated parameters' gradients (see the module's docstring).
 
     Args:
         everyone: the ranks of all dimensions.
@@ -54,7 +54,7 @@ class Replicas:
         self._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def release(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -123,7 +123,7 @@ class Replicas:
 def digest_of(flat: Tensor) -> Tensor:
     """Return 3 numbers [3] that equal gradients share: their sum, the sum of their squares, and their sum weighted by place.
 
-    The third differs where the same values stand in other places.
+    The third differs if the same values are in different places.
     """
     by_place = torch.zeros((), dtype=torch.float64, device=flat.device)
     for low in range(0, flat.numel(), PLACED_NUMEL):

@@ -26,9 +26,9 @@ from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import BufferPool
 
 LENT_NUMEL = 1 << 26
-"""The most elements whose gradients are lent at once if they must be cast to a wider dtype first: 256 MiB."""
+"""The maximum number of elements whose gradients are lent at once if they must first be cast to a wider dtype: 256 MiB."""
 SUB_GROUP_NUMEL = 1 << 22
-"""Elements of a sub-group, where the policy allows more: large enough for a disk, small enough that several fit in memory."""
+"""The elements of a sub-group, if the policy allows more: large enough for a disk, small enough that several fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ShardView:
 
     named: NamedParameter
     flag: int
-    """The number of its flag among those of used parameters."""
+    """The number of the parameter's flag among the flags of used parameters."""
     value: Tensor
     start: int
     numel: int
@@ -66,7 +66,7 @@ class Resident:
 
     Attributes:
         gradient: the memory of the mean gradient [numel]; None while it is elsewhere.
-        gradient_parts: the parts of the gradient, by view, where they are the same in every step.
+        gradient_parts: the parts of the gradient, by view, if they are the same in every step.
     """
 
     def __init__(self, shard: Shard, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
@@ -90,10 +90,10 @@ class Resident:
         self.look_at(self.shard.master.memory_in(self.shard.step))
 
     def enter(self) -> None:
-        """Block until the optimizer's tensors look at all values of the shard, and no transfer is under way.
+        """Block until the optimizer's tensors have all values of the shard, and no transfer is under way.
 
         Raises:
-            UsageError: user code wrote to the memory of these tensors meanwhile.
+            UsageError: user code wrote to the memory of these tensors in the meantime.
         """
         for slot in (self.shard.rest, self.shard.master, self.shard.gradient):
             slot.wait()
@@ -102,8 +102,8 @@ class Resident:
         """Start to write changes to their place.
 
         Args:
-            write: master weights and states may have changed.
-            update_rest: the parameters at rest follow the master weights.
+            write: whether master weights and states may have changed.
+            update_rest: whether to update the parameters at rest from the master weights.
         """
         if update_rest and self.shard.rest is not self.shard.master:
             master = self.shard.master.memory_in(self.shard.step)
@@ -136,7 +136,7 @@ def _cast_numel(resident: Resident) -> int:
 
 
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
-    """Split residents into groups, in their order. With a ratio, some step on the accelerator: those have groups of their own.
+    """Split residents into groups, in their order. With a ratio, some are updated on the accelerator, in separate groups.
 
     Args:
         limits: pairs of a weight and the most that the residents of one group may weigh together, unless it is a single one.
@@ -178,7 +178,7 @@ class SubGroups:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory through which shards pass that rest elsewhere."""
+        """The bytes of memory through which shards that rest elsewhere pass."""
         return 0
 
     def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
@@ -213,7 +213,7 @@ class SubGroups:
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
-        """Abandon unfinished transfers if the code inside raises, so that a checkpoint can be loaded after."""
+        """Abandon unfinished transfers if the code inside raises, so that a checkpoint can be loaded afterwards."""
         try:
             yield
         except BaseException:
@@ -259,7 +259,7 @@ class MeanGradients:
         """Open a shard's mean gradient, as it was reduced, in memory of `where`; default: where the optimizer steps."""
         where = where or shard.step
         shard.gradient.wait(where.device)
-        # Scratch that is not kept: the norm of a step needs none, see `squares_by_shard`.
+        # Scratch that is not kept: the norm of a step needs none (see `squares_by_shard`).
         with shard.gradient.borrowed(where, BufferPool(where.device, where.room), write=write) as gradient:
             yield gradient
 
@@ -282,7 +282,7 @@ class MeanGradients:
             gradient[view.start : view.start + view.numel].copy_(value)
 
     def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
-        """Multiply fp32 gradients in place. Gradients in 16 bits (then in fp32) or in other memory are multiplied when lent.
+        """Multiply fp32 gradients in place. Those in 16 bits (then in fp32) or in other memory are multiplied when they are lent.
 
         Args:
             coefficient: a number, or a tensor of shape [] on the accelerator.
@@ -320,13 +320,13 @@ class MeanGradients:
         found: dict[Shard, Tensor] = {}
         here: dict[Shard, Storage] = {}
         for shard in shards:
-            # Factors of a gradient in 16 bits multiply its sum; others change the bits of its squares.
+            # Factors of a 16-bit gradient multiply its sum of squares. Other gradients are multiplied before they are squared.
             if self.factors and not _is_narrow(shard) and not _is_scaled_at_once(shard):
                 continue
             if shard.squares is not None:
                 found[shard] = shard.squares
                 continue
-            # Each is summed where it is memory: whole gradients lie on the accelerator even where the CPU steps.
+            # Each is summed in the memory that holds it: whole gradients are on the accelerator even if the CPU steps.
             for place in (self._accelerator, shard.step):
                 if shard.gradient.memory_in(place) is not None:
                     here[shard] = place
@@ -354,5 +354,5 @@ def _is_scaled_at_once(shard: Shard) -> bool:
 
 
 def _is_narrow(shard: Shard) -> bool:
-    """Return whether the gradient has another dtype than the master weights."""
+    """Return whether the gradient's dtype differs from that of the master weights."""
     return shard.gradient.dtype != shard.master.dtype

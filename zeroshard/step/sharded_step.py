@@ -56,9 +56,9 @@ class ShardedStep:
         self.loss_scale = 1.0
         self._is_driven = False
         self.steps_begun = 0
-        """Since the model was sharded: a save that sees another number at its end has values of two steps."""
+        """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
         self._broke_off = False
-        """A step broke off, and another was taken since: parameters are still of two steps."""
+        """Whether a step was broken off, and another was taken since: parameters are still of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
@@ -78,7 +78,7 @@ class ShardedStep:
             UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
         ]
         self.replicas: Replicas | None = None
-        """Compares what is the same on all ranks of another dimension; None where there is none."""
+        """Compares values that are the same on all ranks of another dimension; None if there is no other dimension."""
         if context.others.world_size > 1:
             self.replicas = Replicas(context.everyone, self._mean_gradients)
         self._options = GroupOptions(self.users_optimizers(), self._everyone)
@@ -100,7 +100,7 @@ class ShardedStep:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator still computes."""
+        """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator is still computing."""
         self._norm = float(self._norm)
         return not math.isfinite(self._norm)
 
@@ -244,11 +244,11 @@ class ShardedStep:
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
         left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
-        # In the order of registration: that of this rank's forward may be another than on other ranks.
+        # In the order of registration, since the order of the forward may differ between ranks.
         waiting = deque(unit for unit in self.schedule.units if unit.trainable)
 
         def sync(residents: Sequence[Resident]) -> None:
-            # Each in its turn, however this rank cuts its sub-groups.
+            # Each unit has its turn, however this rank cuts its sub-groups.
             left.subtract(self._unit_of[resident] for resident in residents)
             while waiting and not left[waiting[0]]:
                 unit = waiting.popleft()
@@ -258,7 +258,7 @@ class ShardedStep:
         if not self.residents:
             self.step_inner(users.optimizer, *evaluated)  # nothing to update; a `NoOptimizer` raises
         for residents in self.sub_groups.run(sync):
-            # To the optimizer it is one step: its values of a whole group are reset to those before.
+            # To the optimizer this is one step: values that it keeps for a whole group are reset before each sub-group.
             for group, options in zip(self.inner.param_groups, before, strict=True):
                 for key in group.keys() - options.keys() - {"params"}:
                     del group[key]
@@ -293,8 +293,8 @@ class ShardedStep:
         """Move our hooks to their places on an optimizer of this model, which is about to step.
 
         Raises:
-            UsageError: it is another, which steps parameters of this model that no optimizer lists: their gradients are each
-                rank's own.
+            UsageError: it is another optimizer, which updates parameters of this model that no optimizer lists: each rank
+                has its own gradients of them.
         """
         for one in self._optimizers:
             if one.optimizer is optimizer:
@@ -328,7 +328,7 @@ class ShardedStep:
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if steps[view.flag]:
-                view.value.grad = part.detach()  # a use of the memory that shows, if somebody keeps it beyond zero_grad
+                view.value.grad = part.detach()  # a new tensor, which shows if other code keeps it after zero_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Their buffers stay, to be overwritten."""
@@ -365,7 +365,7 @@ class ShardedStep:
         return norm
 
     def _operate(self, flag: tuple[Unit, int], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on a parameter's `grad`, see `GradientOperations.operate`."""
+        """Run one of torch's operations on a parameter's `grad` (see `GradientOperations.operate`)."""
         self.dropped.refuse(f"{name} of a gradient")
         unit, index = flag
         if self.loss_scale != 1.0:

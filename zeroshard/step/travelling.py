@@ -47,7 +47,7 @@ class Frame:
         self._busy: list[Transfer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Take room for `numel` elements, aligned for direct I/O. The first step may fill the frame: then it is new memory."""
+        """Take room for `numel` elements, aligned for direct I/O. If the first step has filled the frame, it is new memory."""
         nbytes = numel * dtype.itemsize
         start = self._used
         self._used += in_pages(nbytes)
@@ -271,10 +271,10 @@ class SubGroupsInFrames(SubGroups):
         frame 2   | read 2                   | step 2 | write 2 ...
 
     Args:
-        states: how many tensors of state the optimizer keeps for each parameter.
+        states: the number of state tensors that the optimizer keeps for each parameter.
 
     Raises:
-        UsageError: a shard does not fit into the buffers that the policy allows, twice.
+        UsageError: the buffers that the policy allows cannot hold the largest shard twice.
     """
 
     def __init__(self, residents: Sequence[Resident], policy: Policy, states: int) -> None:
@@ -386,7 +386,7 @@ class SubGroupsInFrames(SubGroups):
         return frame
 
     def _notice_other_states(self) -> None:
-        """Form the sub-groups again if the optimizer keeps another number of states than assumed."""
+        """Form the sub-groups again if the optimizer keeps a different number of states than assumed."""
         kept = max(len(resident.slots) for resident in self._travelling)
         if kept in (0, self._states):
             return

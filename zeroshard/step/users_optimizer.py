@@ -31,12 +31,12 @@ class UsersOptimizer:
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
         zero_grad: drops the gradients of this optimizer's parameters; it is called with this object.
-        schedule: counts the gradients that came until now.
+        schedule: counts the gradients that have arrived so far.
 
     Attributes:
         first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, `step` and one element of
-            each other, which are constants.
-        parameters: `id`s of those that it steps.
+            each other state, since these are constants.
+        parameters: the `id`s of the parameters that it updates.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class UsersOptimizer:
         self.is_removed = False
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        # As torch's schedulers put a `step` on the object. A backward that broke off leaves no `grad` that would show it.
+        # Replace the method, as torch's schedulers replace `step`: after a backward that broke off, no `grad` would show the call.
         optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's `step()`. If the user's hooks already run around this call, run only the sharded step."""
+        """Call the user's `step()`. If this call is already inside the user's hooks, run only the sharded step."""
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -95,7 +95,7 @@ class UsersOptimizer:
         self._zero_grad(self)
 
     def keep_places(self) -> None:
-        """Move our hooks inside of the user's, including those registered later, before a step runs them."""
+        """Move our hooks inside the user's, including those registered later, before a step runs them."""
         if not self._is_inside and not self._depth:
             make_innermost(self.optimizer, self._before, self._after)
 
@@ -132,7 +132,7 @@ class UsersOptimizer:
         if self._depth:
             return
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
-            group.update(before)  # its values of a whole group count one step
+            group.update(before)  # values that it keeps for a whole group, such as a count, advance only once
         self._groups = []
 
 
@@ -173,7 +173,7 @@ class ParamGroups:
         self.are_on_shards = False
 
     def refuse_changes(self) -> None:
-        """Raise if the user has put other parameters into the groups, or made others of them."""
+        """Raise if the user has put other parameters into the groups, or has changed the groups."""
         now = [
             [id(parameter) for parameter in group["params"]] for one in self._optimizers for group in one.param_groups
         ]
@@ -213,7 +213,7 @@ class ParamGroups:
 
 
 class GroupOptions:
-    """The numbers in the param groups of the user's optimizers, those that the constructors take, compared over ranks.
+    """A comparison over ranks of the numbers that optimizers' constructors take and their param groups hold.
 
     Ranks that update shards at different rates train no model that one rank would train, and unsharded models drift apart. The
     step's small message has a digest of them.
@@ -290,7 +290,7 @@ class DroppedGradients:
         self._dropped: list[UsersOptimizer] = []
         self._dropped_at = 0
         self._arrivals = 0
-        """The schedule's, when the last of them was recorded."""
+        """The schedule's `arrivals` when the last of them was recorded."""
 
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""

@@ -10,7 +10,7 @@ A storage is a place where flat tensors rest, read and written asynchronously:
 Only `Storages` distinguishes the storages.
 
 Pinned slots are cut from slabs, since torch rounds pinned memory up to a power of two. Neither a pool nor a ring can lend them: a
-slot keeps its memory until the storage goes.
+slot keeps its memory as long as the storage exists.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zeroshard.storage.pages import Arena, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes, in_pages
 
 SMALL_NBYTES = 64 << 10
-"""torch allocates smaller memory that comes and goes: malloc keeps such blocks, and a page would be mostly empty."""
+"""Smaller memory that is freed repeatedly comes from torch: malloc keeps such memory, and a page would be mostly empty."""
 
 FREE_SHARE = 1 / 16
 """The share of an accelerator's memory that optional uses of memory leave free, for a longer sequence."""
 
 SLAB_NBYTES = 256 << 20
-"""The least size of a slab of pinned memory."""
+"""The minimum size of a slab of pinned memory."""
 _LEFT = 1 / 16
 """The share of a slab, cut into slots of one size, that may be left over for smaller ones."""
 
@@ -57,9 +57,9 @@ class Slot(ABC):
 
     @abstractmethod
     def memory_in(self, storage: Storage) -> Tensor | None:
-        """Return the content itself, [numel], where it is memory of `storage`: to be used in place, after `wait`.
+        """Return the content itself, [numel], if it is memory of `storage`: to be used in place, after `wait`.
 
-        Where the slot `is_empty`, nobody may read or write there.
+        While the slot `is_empty`, no code may read or write there.
         """
 
     @abstractmethod
@@ -71,13 +71,13 @@ class Slot(ABC):
 
     @abstractmethod
     def write(self, source: Tensor) -> Transfer:
-        """Start to replace the content by `source` [numel], of any dtype, on any device. A read after it sees it."""
+        """Start to replace the content with `source` [numel], of any dtype, on any device. A read after it sees it."""
 
     def before_write(self) -> None:
         """Block until no other reader uses the content in `memory_in`, which is about to change."""
 
     def prefetch(self) -> None:
-        """Prepare the `read` that comes next, if that delays no other."""
+        """Prepare the `read` that comes next, if that delays no other transfer."""
 
     @abstractmethod
     def wait(self, device: torch.device = CPU) -> None:
@@ -93,7 +93,7 @@ class Slot(ABC):
     def empty(self) -> None:
         """Drop the content, and give its memory back where that is possible.
 
-        A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but nobody may read them until
+        A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but must not be read until
         then. Memory that other code uses stays.
         """
 
@@ -101,7 +101,7 @@ class Slot(ABC):
         """Take memory again after `empty`, with undefined content."""
 
     def refuse_empty(self) -> None:
-        """Raise where there is no content."""
+        """Raise if there is no content."""
         if self.is_empty:
             raise UsageError(
                 f"{self.label} are not there: ask for them between the last backward of a step and zero_grad()."
@@ -114,8 +114,8 @@ class Slot(ABC):
         """Lend the content as memory of `storage`: in place, or in scratch from `pool`.
 
         Args:
-            read: fill the tensor with the content; otherwise what it holds is undefined.
-            write: replace the content by the tensor's values at the end of the block.
+            read: whether to fill the tensor with the content; if not, its values are undefined.
+            write: whether to replace the content with the tensor's values when the context ends.
         """
         memory = self.memory_in(storage)
         if read:
@@ -145,10 +145,10 @@ class Storage(ABC):
 
     device: torch.device
     pin = False
-    """Its CPU memory is pinned."""
+    """Whether its CPU memory is pinned."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of `device` [numel] with undefined content, of which direct I/O takes any page."""
+        """Return memory of `device` [numel] with undefined content, aligned to pages for direct I/O."""
         if self.device.type == "cpu":
             return aligned_bytes(numel * dtype.itemsize, pin=self.pin).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -158,11 +158,11 @@ class Storage(ABC):
         """Take space for `numel` elements.
 
         Raises:
-            StorageError: there is no space; names the place.
+            StorageError: there is no space; the message names the place.
         """
 
     def close(self) -> None:
-        """Wait for transfers in flight, and give everything back. Memory goes with its tensors."""
+        """Wait for transfers in flight, and release everything. Memory is freed with its tensors."""
 
     @property
     @abstractmethod
@@ -187,7 +187,7 @@ class MemoryStorage(Storage):
 
 @final
 class MemorySlot(Slot):
-    """`memory` [numel] of `storage`.
+    """A slot in memory: `memory` [numel] of `storage`.
 
     Args:
         whole: the slot of which this memory is a part. Transfers and readers of one also count for the other.
@@ -269,7 +269,7 @@ class DeviceStorage(MemoryStorage):
         """Make zeros [numel] whose memory can be freed, at little cost if the buffer `comes_and_goes` often."""
 
     def keep_freed_at_most(self, nbytes: int) -> None:
-        """Keep memory that flat buffers gave back for the next ones, while both together are at most `nbytes`."""
+        """Keep memory that flat buffers have freed for the next ones, while both together are at most `nbytes`."""
 
     @property
     def freed_nbytes(self) -> int:
@@ -280,7 +280,7 @@ class DeviceStorage(MemoryStorage):
     def has_room(self, nbytes: int) -> bool:
         """Return whether `nbytes` more were free at this process's peak: for scratch that only saves time.
 
-        False where nothing is copied between the device and CPU memory.
+        False if nothing is copied between the device and CPU memory.
         """
 
 
@@ -367,9 +367,10 @@ class CpuStorage(MemoryStorage):
 
 
 def slab_nbytes(nbytes: int, taken: int) -> int:
-    """Return the size of a slab for a slot of `nbytes`, and others like it, where `taken` bytes were taken before.
+    """Return the size of a slab for a slot of `nbytes`, and others like it, if `taken` bytes were taken before.
 
-    It is a power of two of which little is left over. A size that only suits more slots is at most `taken`: they may never come.
+    It is a power of two of which little is left over. A larger size than the slot needs is at most `taken`, since further slots
+    may never come.
     """
     sizes = [max(SLAB_NBYTES, 1 << (nbytes - 1).bit_length())]
     while sizes[-1] * 2 <= taken:

@@ -7,8 +7,8 @@ freed memory is a segmentation fault, not an error. So a parameter at rest looks
 `unit.py`. Memory that other code uses is kept until that ends: a view that a module returned, an alias that the user
 keeps, a tensor that autograd saved outside of our hooks.
 
-Where memory is a device's, or small, its storage shrinks to nothing and grows again. Memory of a CPU that is not small stays at its
-addresses and loses its pages, see pages.py: torch's own way would make the kernel map each page again.
+The storage of a device's memory, or of small memory, shrinks to nothing and grows again. Larger CPU memory stays at its addresses
+and loses its pages (see pages.py): torch's own way would make the kernel map each page again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FlatBuffer(ABC):
         """Take memory again; its content is undefined.
 
         Raises:
-            StorageError: there is none.
+            StorageError: there is no memory.
         """
         if not self.nbytes:
             self._take()
@@ -100,7 +100,7 @@ class ResizedBuffer(FlatBuffer):
         storage = self.tensor.untyped_storage()
         if storage.resizable():
             if (stream := self._stream) != self._taken_on:
-                self.tensor.record_stream(stream)  # which may read it still; the memory goes back to the other's pool
+                self.tensor.record_stream(stream)  # it may still be reading; the memory returns to the other's pool
             storage.resize_(0)
         elif not self._is_borrowed:
             self._is_borrowed = True
@@ -116,7 +116,7 @@ class ResizedBuffer(FlatBuffer):
 
     @property
     def _stream(self) -> Any:
-        """Return the current stream, where memory belongs to a stream."""
+        """Return the current stream, if memory belongs to a stream."""
         device = self.tensor.device
         return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
@@ -192,8 +192,9 @@ class BufferPool:
         buffer: makes memory of a CPU, from which other ranks may be able to read; default: ordinary memory.
 
     Attributes:
-        spare_nbytes: as many bytes may wait for copies to CPU memory while the computation goes on in other buffers; 0 waits for
-            the copy. A host that is ahead of its device cannot see which copies are over, so each counts until its turn comes.
+        spare_nbytes: the maximum number of bytes that wait for copies to CPU memory while the computation goes on in other
+            buffers; with 0, it waits for the copy. A host that is ahead of its device cannot see which copies are over, so each
+            counts until its turn comes.
     """
 
     def __init__(self, device: torch.device, buffer: Callable[[int, torch.dtype], Tensor] | None = None) -> None:
@@ -214,7 +215,7 @@ class BufferPool:
             entry = min(fitting, key=lambda entry: (not entry[1].is_done, entry[0].numel()))
             buffer, after = entry
             self._drop(entry)
-            with suppress(StorageError):  # which names the place of the values
+            with suppress(StorageError):  # a reader of the values gets this error, which names their place
                 after.wait(self._device)
         else:
             replaced = [entry for entry in self._free if not self.spare_nbytes or entry[1] is LANDED]
@@ -241,7 +242,7 @@ class BufferPool:
         self._free.append((self._out.pop(id(scratch)), after or LANDED))
 
     def clear(self) -> None:
-        """Free the tensors that nobody has acquired."""
+        """Free the tensors that are not in use."""
         self._free.clear()
 
     def _drop(self, entry: tuple[Tensor, Transfer]) -> None:

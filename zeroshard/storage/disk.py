@@ -1,7 +1,7 @@
 """Owns model states on disk: one file for each rank, and the reads ahead from it.
 
-Blocks of the file are read and written by threads, around the page cache, with checksums. The file has no name: it is gone from its
-folder before it is used, so the operating system takes it back whatever becomes of this process, and no other job can open it.
+Threads read and write blocks of the file, around the page cache, with checksums. The file has no name: it is removed from its
+folder before it is used, so the operating system frees it whatever happens to this process, and no other job can open it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zeroshard.storage.buffers import memory_of
 from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
 BOUNCE_NBYTES = 1 << 20
-"""Bytes that are copied at once where direct I/O cannot take the memory itself."""
+"""The number of bytes that are copied at once if direct I/O cannot use the memory itself."""
 
 
 class Requests(Transfer):
@@ -79,12 +79,12 @@ class BlockFile(Protocol):
 
 
 class DirectFile:
-    """A `BlockFile` without a name, see the module's docstring.
+    """A `BlockFile` without a name (see the module's docstring).
 
     Args:
         folder: the file's folder, which must exist.
         block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page.
-        requests: how many are under way at once.
+        requests: the maximum number of requests under way at once.
         device: the device from which written data may still be on its way.
 
     Raises:
@@ -98,7 +98,7 @@ class DirectFile:
         self._block_nbytes = block_nbytes
         self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
         self.buffers_nbytes = requests * self._bounce_nbytes
-        """The most bytes of CPU memory for data that does not begin at a page."""
+        """The maximum bytes of CPU memory for data that does not begin at a page."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:
@@ -241,7 +241,7 @@ class DiskStorage(Storage):
         file: the file for the data.
         copies: to and from the accelerator.
         staging: the buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the
-            file, so that the parts of a slot that is larger begin where blocks do.
+            file, so that the parts of a larger slot begin at the start of a block.
 
     Attributes:
         ahead: the buffers with the content of slots that are read next, and the reads that fill them.
@@ -316,7 +316,7 @@ class DiskSlot(Slot):
             return direct
         after: Transfer = LANDED
         for start, low, high in self._parts():
-            if self in storage.ahead:  # all of it
+            if self in storage.ahead:  # the whole content
                 buffer, after = storage.ahead.pop(self)
             else:
                 buffer = storage.take_buffer()
@@ -335,7 +335,7 @@ class DiskSlot(Slot):
         self.forget_prefetched()
         self.wait()
         for requests in self._reading:
-            with suppress(StorageError):  # which the caller that needs it gets
+            with suppress(StorageError):  # the caller that needs the data gets the error
                 requests.wait(CPU)
         self._reading = []
         self._is_written = True

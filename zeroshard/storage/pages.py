@@ -2,8 +2,8 @@
 
 [Note: freed pages]
 Memory that goes to the kernel and comes back costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So the pages of a
-resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together are
-never more than units held at once before, nor than `limit_nbytes`; further pages go to the kernel.
+resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together never
+exceed the most that units have held at once, nor `limit_nbytes`; further pages go to the kernel.
 
 `BufferPool` cannot do this: it lends other addresses each time, while autograd and the optimizer keep views of units and gradients.
 An accelerator needs none of this: torch's allocator frees and allocates memory under such views, in the order of its streams.
@@ -62,7 +62,7 @@ class KernelMemory:
         self._libc.madvise.argtypes = (pointer, size, ctypes.c_int)
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve addresses without memory: a read there ends the process. A chunk or more begins at a multiple of CHUNK_NBYTES."""
+        """Reserve addresses without memory: a read there ends the process. Ranges of a chunk or more are aligned to chunks."""
         if nbytes < CHUNK_NBYTES:
             return self._map(None, nbytes, _RESERVED)
         start = self._map(None, nbytes + CHUNK_NBYTES, _RESERVED)
@@ -74,13 +74,13 @@ class KernelMemory:
         return address
 
     def fill(self, address: int, nbytes: int) -> None:
-        """Map zeros there. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
+        """Map zeros at these addresses. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
         self._map(address, nbytes, _READ_WRITE)
         if nbytes == CHUNK_NBYTES:
             self._libc.madvise(address, nbytes, _HUGE_PAGES)  # only a hint
 
     def hide(self, address: int, nbytes: int) -> None:
-        """Hide the range, as `reserve` left it: memory that was there goes back to the kernel."""
+        """Hide the range, so that it is as `reserve` left it: its memory goes back to the kernel."""
         try:
             self._map(address, nbytes, _RESERVED)
         except OSError:  # too many mappings: then zeros are read there
@@ -139,9 +139,9 @@ class Pages:
         self.limit_nbytes = 0
         self._held = self._most_held = 0
         self._freed = defaultdict[int, list[int]](list)
-        """Addresses of pages that wait, by size."""
+        """The addresses of pages that are kept for the next units, by size."""
         self._empty = defaultdict[int, list[int]](list)
-        """Addresses where pages waited before, by size."""
+        """Addresses where pages were kept before, by size."""
         self._all: dict[int, int] = {}
         """Every address that was reserved, and its bytes."""
         weakref.finalize(self, _unmap_all, kernel, self._all).atexit = False

@@ -16,7 +16,8 @@ from zeroshard.storage.disk import BlockFile, DirectFile, DiskStorage
 from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
-"""Buffers for gradients on their way from the accelerator to disk, and the share that they take of the optimizer's buffers."""
+"""The number of buffers for gradients on their way from the accelerator to disk, and the divisor for their share of the buffers
+that the optimizer's states may take."""
 
 
 def buffers_nbytes(offload: Offload) -> int:
@@ -35,7 +36,7 @@ class Storages:
     Attributes:
         accelerator: where the model computes.
         host: CPU memory; the same storage where the model computes on the CPU.
-        pin: CPU memory that goes to and from the accelerator is pinned.
+        pin: whether CPU memory for transfers to and from the accelerator is pinned.
 
     Args:
         param_itemsize: bytes of a parameter.
@@ -60,7 +61,7 @@ class Storages:
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
 
-    # The members. A dry run has others.
+    # The members, which a dry run replaces.
 
     def _make_copies(self, device: torch.device) -> Copies:
         return Copies(device, pin=self.pin)
@@ -124,7 +125,7 @@ class Storages:
             return self.host
         if states not in self._disks:
             if states == "optimizer":
-                # Sub-groups get the other buffers that the policy allows, see step/travelling.py.
+                # Sub-groups get the other buffers that the policy allows (see step/travelling.py).
                 offload = self._policy.offload_optimizer
                 count = STAGING_COUNT
                 nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT

@@ -58,7 +58,7 @@ class _Lane:
             self._kept.append((copy, on_device))
 
     def end(self, copy: _Copy) -> None:
-        """Drop the memory of `copy` and of those before it: the computing stream or the host comes after them."""
+        """Drop the memory of `copy` and of the copies before it: the computing stream or the host comes after them."""
         with self._lock:
             if any(copy is kept for kept, _ in self._kept):
                 while self._kept.popleft()[0] is not copy:
@@ -128,7 +128,7 @@ class Staging:
     that runs ahead of all buffers waits. Buffers are made when they are first needed, and kept.
 
     Args:
-        make: makes a buffer of so many bytes, pinned where copies to or from an accelerator must not block the host.
+        make: makes a buffer of the given number of bytes, pinned if copies to or from an accelerator must not block the host.
     """
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor]) -> None:
@@ -148,7 +148,7 @@ class Staging:
         """Take a buffer: one that is free, a new one, or the one whose transfer was started first."""
         if self._free and (self._left <= 0 or self._free[0][1].is_done):
             buffer, after = self._free.popleft()
-            with suppress(StorageError):  # which names the place of the values, and is raised there
+            with suppress(StorageError):  # a reader of the values gets this error, which names their place
                 after.wait(CPU)
             return buffer
         self._left -= 1
@@ -164,7 +164,7 @@ class Copies:
     """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies.
 
     Args:
-        pin: its staging buffers are pinned.
+        pin: whether its staging buffers are pinned.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:

@@ -97,7 +97,7 @@ class Run:
         return asdict(self)
 
     def equals(self, other: Run) -> bool:
-        """Return whether losses, norms, parameters, buffers and states have the same bits.
+        """Return whether losses, norms, parameters, buffers and states are bit-identical.
 
         Norms are compared if both runs have them, and states if both runs keep them on this rank.
         """
@@ -113,7 +113,7 @@ class Run:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both have the same names, and values with the same bits."""
+    """Return whether both have the same names, and bit-identical values."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

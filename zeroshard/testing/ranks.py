@@ -69,7 +69,7 @@ def run_ranks(
     Args:
         function: a callable whose result consists of tensors and plain containers (torch.save, `weights_only`).
         world_size: the number of ranks.
-        timeout: the number of seconds after which ranks that still run count as hung.
+        timeout: the number of seconds after which ranks that are still running count as hung.
         collective_timeout: the process group's timeout in seconds.
         initialise: whether to join the ranks in a gloo process group on the loopback.
 
@@ -116,7 +116,7 @@ def _child(
             torch.save(result, buffer)
             (folder / f"result.{rank}").write_bytes(buffer.getvalue())
             if door is not None and dist.is_initialized():
-                dist.barrier()  # no rank closes connections that others still use
+                dist.barrier()  # no rank closes connections that others are still using
             code = 0
     except BaseException:
         (folder / f"error.{rank}").write_text(traceback.format_exc())

@@ -367,7 +367,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises:
             ValueError: its param groups are not this optimizer's.
-            UsageError: it holds other shards than this rank needs.
+            UsageError: it holds shards other than those that this rank needs.
         """
         load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)

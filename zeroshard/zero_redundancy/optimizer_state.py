@@ -79,7 +79,7 @@ def consolidate(
 
 
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
-    """Return (kind, dtype, content) of each entry: a value, a tensor along the parameter, or a tensor of another shape."""
+    """Return (kind, dtype, content) of each entry: a value, a tensor along the parameter, or a tensor of a different shape."""
     described: dict[str, tuple[str, str | None, Any]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -103,7 +103,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Return the place of a piece in the whole state, whose memory is allocated for its first piece."""
+    """Return the part of the whole state that a piece fills. The first call for a state allocates the whole."""
     if kind == "along":
         if name not in state:
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))

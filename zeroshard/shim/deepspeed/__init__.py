@@ -155,7 +155,7 @@ def tp_model_init(
         model: a model of transformers.
         tp_size: the number of tensor-parallel ranks.
         dtype: the dtype of the parameters; None keeps their dtype.
-        config: accepted without a meaning here. `initialize` reads the config.
+        config: accepted, but has no effect here: `initialize` reads the config.
 
     Returns:
         The same model.

@@ -210,7 +210,7 @@ def _need(
     stage: int, total: float, largest: float, machine: tuple[int, int], optimizer: bool, parameters: bool = False,
     born: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the bytes that training in bf16 with Adam needs in each machine's CPU memory, and on each accelerator.
+    """Return the bytes that model states of bf16 training with Adam need: in each machine's CPU memory, and on each accelerator.
 
     Activations and communication buffers are not included.
 
@@ -259,7 +259,7 @@ def estimate_zero2_model_states_mem_needs(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the bytes in a machine's CPU memory, and on a rank's accelerator, at stage 2."""
+    """Return the bytes of model states at stage 2: in a machine's CPU memory, and on a rank's accelerator."""
     host, accelerator = _need(2, total_params, 0, (num_gpus_per_node, num_nodes), cpu_offload)
     return int(host * additional_buffer_factor), int(accelerator)
 
@@ -284,7 +284,7 @@ def estimate_zero3_model_states_mem_needs(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     cpu_offload_params: bool = True, zero_init: bool = True, additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return the bytes in a machine's CPU memory, on a rank's accelerator, and of the largest layer, at stage 3."""
+    """Return the bytes of model states at stage 3: in a machine's CPU memory, on a rank's accelerator, and of the largest layer."""
     machine = (num_gpus_per_node, num_nodes)
     offloads_parameters = cpu_offload and cpu_offload_params
     host, accelerator = _need(

@@ -1,4 +1,4 @@
-"""DeepSpeed's config class and constants, and the marks of modules that are one unit."""
+"""DeepSpeed's config class and constants, and the marks of modules that each form one unit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DeepSpeedConfig:
         raise AttributeError(f"the config has no key {name!r}")
 
 
-# ---------------------------------------------------------------------- modules that are one unit with their submodules
+# ---------------------------------------------------------------------- modules that each form one unit with their submodules
 
 _marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
@@ -120,7 +120,7 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
 def _mark_classes(
     model: nn.Module, classes: Sequence[type | str] | str, flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    if isinstance(classes, str):  # not its letters
+    if isinstance(classes, str):  # one name: do not iterate over its letters
         classes = [classes]
     wrong = [one for one in classes if not isinstance(one, type | str)]
     if wrong:

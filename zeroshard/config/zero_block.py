@@ -137,7 +137,7 @@ class ZeroBlock(Block):
         "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard keeps no "
         "second copy of the parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
-        "the same as `zero_hpz_partition_size`, under the name of MiCS. Optimizer states are sharded over all ranks, while "
+        "the same as `zero_hpz_partition_size`, under MiCS's name. Optimizer states are sharded over all ranks, while "
         "DeepSpeed's MiCS replicates them. -1 or 0: parameters are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
         "parameters are gathered only among `mics_shard_size` ranks.")] = False
@@ -146,7 +146,7 @@ class ZeroBlock(Block):
         "hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
-        'send gradients between hosts as int8 (true) or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). Requires '
+        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). Requires '
         '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 

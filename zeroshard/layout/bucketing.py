@@ -205,7 +205,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     In plain PyTorch a write to one of the two shows in the other. Once parameters are in flat buffers, it would not.
 
     Raises:
-        UsageError: names both and the remedy.
+        UsageError: two of them share elements; the message names both, and the remedy.
     """
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
     with past_torch_function():  # for a parameter that was born sharded, look at its placeholder

@@ -1,7 +1,7 @@
 """Owns model states that are parked to free their memory: `offload_states`, `reload_states`.
 
 Only memory of the accelerator is parked (without one: CPU memory, and the place to park is the disk). Its storage is freed, and
-the user's tensors show placeholders meanwhile.
+the user's tensors show placeholders in the meantime.
 """
 
 from __future__ import annotations

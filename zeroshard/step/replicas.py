@@ -90,7 +90,7 @@ class Replicas:
         """Raise if ranks with the same shards have different gradients or inputs. Every rank must call it, with all digests.
 
         Raises:
-            UsageError: names the first parameter that differs, or the inputs.
+            UsageError: they differ; the message names the first such parameter, or the inputs.
         """
         everyone = self._everyone
         first: dict[int, bytes] = {}

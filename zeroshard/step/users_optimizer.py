@@ -243,7 +243,7 @@ class GroupOptions:
         """Raise if ranks have different options. Every rank must call it, with all ranks' digests.
 
         Raises:
-            UsageError: names the first option that differs, and its values.
+            UsageError: an option differs; the message names the first one, and its values.
         """
         if digests.count(digests[0]) == len(digests):
             return

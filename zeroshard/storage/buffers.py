@@ -262,5 +262,5 @@ def memory_of(flat: Tensor) -> memoryview:
     if flat.numel() == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())
-    array.owner = flat  # which lives as long as the view
+    array.owner = flat  # the array lives as long as the view
     return memoryview(array).cast("B")

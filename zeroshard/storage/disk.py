@@ -45,7 +45,7 @@ class Requests(Transfer):
         """Block, for any device: the CPU writes files.
 
         Raises:
-            StorageError: names the file and the cause.
+            StorageError: a read or a write failed; the message names the file and the cause.
         """
         try:
             for future in self._futures:

@@ -311,7 +311,7 @@ class Part:
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Return all of the part as a 1-D tensor, in a storage of its own."""
         array: Any = (ctypes.c_uint8 * self._all_nbytes).from_address(self._range.address + self._offset)
-        array.owner = self  # which lives as long as the storage
+        array.owner = self  # the array lives as long as the storage
         return torch.frombuffer(array, dtype=dtype)
 
     def fill(self) -> None:

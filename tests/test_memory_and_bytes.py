@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from insides import scratch_nbytes, settle, units
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from twin import gpt_batch as batch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -221,3 +222,21 @@ def test_the_layout_pads_less_than_a_line_per_shard_and_parameter() -> None:
                 assert bucket.numel % (ranks * ALIGNMENT) == 0
                 for piece in bucket.pieces:
                     assert bucket.start + piece.start == layout.starts[piece.index] + piece.parameter_start
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_keeps_no_gradient_that_is_a_bucket(stage: int) -> None:
+    """Autograd's tensor is reduced in place, and its memory is free once the mean is where it rests."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage, bucket_numel=32 * 32)
+    kept = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: kept.append(StorageWeakRef(gradient.untyped_storage())))
+    for number in range(2):
+        model(torch.randn(2, 32)).sum().backward()
+        sharded.clip_grad_norm_(1.0)
+        assert len(kept) == 4 * (number + 1)
+        assert all(one.expired() for one in kept)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()

@@ -169,7 +169,7 @@ class Config:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, since gradients are in fp16."""
+        """Whether the loss is scaled: parameters or torch.autocast are in fp16."""
         return self.precision.param_dtype is torch.float16 or self.autocast_dtype is torch.float16
 
     @property

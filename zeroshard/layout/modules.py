@@ -21,7 +21,7 @@ def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str)
         what: the name of the call, for the error.
 
     Raises:
-        UsageError: no module matches one of the patterns.
+        UsageError: at least one of the patterns matches no module.
     """
     if isinstance(patterns, str):
         patterns = [patterns]

@@ -289,5 +289,5 @@ def job_of(
 
 
 def _samples(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor of a batch."""
+    """Return the number of samples: the size of the first dimension of a batch's first tensor that has one, or None."""
     return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)

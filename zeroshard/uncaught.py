@@ -40,9 +40,8 @@ class Hook:
         if told == sentence:
             _record(f"as rank {told_by}: {_short(sentence)}", later=True)
             return
-        if told is not None and told.startswith(
-            f"{kind.__name__}:"
-        ):  # of the same class as the first process's error, which is in its report
+        if told is not None and told.startswith(f"{kind.__name__}:"):
+            # Of the same class as the first process's error, which is in its report.
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return

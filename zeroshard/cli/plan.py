@@ -183,15 +183,14 @@ class _Answer:
 
     def _assumed(self) -> str:
         """Name the assumptions, each with its option."""
-        from zeroshard.planning.report import size
+        from zeroshard.planning.report import counted, size
 
         job = self.plan.job
         samples = self.plan.figures.config.batch.train // job.sequences.ranks
-        hosts = f"{job.hosts} host{'s' * (job.hosts != 1)}"
         parts = [
             f"machine {job.machine.name} (--machine), {size(self.plan.limit)} each (--memory)",
-            f"{job.ranks} rank{'s' * (job.ranks != 1)} (--gpus) on {hosts} (--hosts)",
-            f"{samples} sample{'s' * (samples != 1)} per step",
+            f"{counted(job.ranks, 'rank')} (--gpus) on {counted(job.hosts, 'host')} (--hosts)",
+            f"{counted(samples, 'sample')} per step",
         ]
         if job.tensor_parallel > 1:
             parts.append(f"models divided over {job.tensor_parallel} ranks (--tensor-parallel)")

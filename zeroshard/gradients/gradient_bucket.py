@@ -429,9 +429,12 @@ class GradientBucket:
             self._sum = None
 
     def _end_flight(self, flight: _Flight) -> None:
-        # A reduction refers to what was sent, which may be the gradients that autograd made.
-        self._lent = None if flight.reduction.is_released else flight.reduction
-        self._return_scratch(flight.scratch, None if flight.reduction.is_released else _Release(flight.reduction))
+        if flight.reduction.is_released:
+            self._lent = None  # the reduction refers to what was sent, which may be the gradients that autograd made
+            self._return_scratch(flight.scratch)
+        else:
+            self._lent = flight.reduction
+            self._return_scratch(flight.scratch, _Release(flight.reduction))
         if flight.before is not None:
             self._pool.release(*flight.before)
         self.flight = None

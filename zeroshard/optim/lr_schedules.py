@@ -323,9 +323,8 @@ class OneCycle(LRSchedule):
     def _apply(self) -> None:
         super()._apply()
         moments = self.get_mom()
-        if (
-            moments is not None and self.last_batch_iteration < 0
-        ):  # in the first step the momenta are at their minimum, like the rate
+        if moments is not None and self.last_batch_iteration < 0:
+            # In the first step the momenta are at their minimum, like the rate.
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas

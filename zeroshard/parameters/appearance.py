@@ -383,11 +383,9 @@ def classes_of(
             if grad_of(self) is not None or owner.taken_gradient(self) is None:
                 return False
             local = owner.local_gradient(self)
-            if local is None or (value.shape, value.stride(), value.dtype) != (
-                local.shape,
-                local.stride(),
-                local.dtype,
-            ):
+            if local is None or value.shape != local.shape or value.stride() != local.stride():
+                return False
+            if value.dtype != local.dtype:
                 return False
             return not value.numel() or value.data_ptr() == local.data_ptr()
 
@@ -495,9 +493,8 @@ class TakenGradient(Tensor):
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
         is_for_each = func.__name__ in _FOR_EACH and isinstance(own, list | tuple)
-        if is_for_each and not any(
-            isinstance(one, list | tuple) for one in args[1:]
-        ):  # otherwise each gradient has its own arguments
+        # With a list of arguments, each gradient would have its own.
+        if is_for_each and not any(isinstance(one, list | tuple) for one in args[1:]):
             operation = _FOR_EACH[func.__name__]
             return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
         if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:

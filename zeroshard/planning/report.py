@@ -33,9 +33,9 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def ranks(number: int) -> str:
-    """Format a number of ranks: 1 rank, 8 ranks."""
-    return f"{number} rank{'s' * (number != 1)}"
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """Format a number of things: 1 rank, 8 ranks."""
+    return f"{number} {what}{ending * (number != 1)}"
 
 
 def duration(seconds: float) -> str:
@@ -96,12 +96,11 @@ def _step(plan: Plan) -> Table:
     together = plan.job.sequences.ranks
     if plan.job.tensor_parallel > 1:
         table.add_row("tensor parallelism", f"{plan.job.tensor_parallel} ranks divide a model; figures are one rank's")
-    who = ranks(plan.job.data_ranks)
+    who = counted(plan.job.data_ranks, "rank")
     if together > 1:
-        groups = plan.job.ranks // together
-        who = f"{groups} group{'s' * (groups != 1)} of {together} ranks"
-    samples = f"{batch.micro} sample{'s' * (batch.micro != 1)}"
-    microbatches = f"{batch.accumulation} microbatch{'es' * (batch.accumulation != 1)}"
+        who = f"{counted(plan.job.ranks // together, 'group')} of {together} ranks"
+    samples = counted(batch.micro, "sample")
+    microbatches = counted(batch.accumulation, "microbatch", "es")
     table.add_row("a step", f"{samples} x {microbatches} x {who} = {batch.train // together}")
     table.add_row("CPU memory of a host", size(plan.host_nbytes))
     if plan.disk_nbytes:
@@ -165,7 +164,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_xlabel("ms of one step")
     axes.set_ylabel("GB of one accelerator")
     axes.set_title(
-        f"ZeRO-{plan.figures.config.stage}, {ranks(plan.job.ranks)}: {plan.figures.numel / 1e9:.3g} B parameters"
+        f"ZeRO-{plan.figures.config.stage}, {counted(plan.job.ranks, 'rank')}: {plan.figures.numel / 1e9:.3g} B parameters"
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0)

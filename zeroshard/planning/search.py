@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -100,8 +100,8 @@ def in_processes(
                 process.start()
                 send.close()
                 running[receive] = (number, process)
-            ended = connection.wait(running)
-            for receive in [one for one in running if one in ended]:
+            for ended in connection.wait(running):
+                receive = cast(Connection, ended)
                 number, process = running[receive]
                 try:
                     result = receive.recv()

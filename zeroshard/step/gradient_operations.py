@@ -211,9 +211,8 @@ class GradientOperations:
             count = len(self._flags)
             own = bytes(index in unit.used for unit, index in self._flags)
             own += bytes(number in self.changed for number in range(count))
-            is_whole = (
-                len(rows) == self._context.everyone.world_size
-            )  # an unsharded optimizer has every shard's gradients
+            # An unsharded optimizer has every shard's gradients.
+            is_whole = len(rows) == self._context.everyone.world_size
             if rows and not is_whole:
                 made = [[number, *row] for number, row in rows.items()]
                 own += torch.tensor(made, dtype=torch.float64).numpy().tobytes()

@@ -185,12 +185,16 @@ class SubGroups:
         """Yield each group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
         with self._abandoned_on_error():
             for residents in self._in_place:
-                for resident in residents:
-                    resident.enter()
-                yield residents
-                for resident in residents:
-                    resident.leave(write=True, update_rest=True)
+                yield from self._in_memory(residents)
                 on_left(residents)
+
+    def _in_memory(self, residents: Sequence[Resident]) -> Iterator[Sequence[Resident]]:
+        """Yield a group once, in memory, and start to write its changes back."""
+        for resident in residents:
+            resident.enter()
+        yield residents
+        for resident in residents:
+            resident.leave(write=True, update_rest=True)
 
     def prefetch(self) -> None:
         """Start to read for the next step all values except its gradients, as far as there is room."""

@@ -337,11 +337,7 @@ class SubGroupsInFrames(SubGroups):
                 for group in self._read_ahead(waiting, residents):
                     for one in group:
                         one.start_gradient()
-                for resident in residents:
-                    resident.enter()
-                yield residents
-                for resident in residents:
-                    resident.leave(write=True, update_rest=True)
+                yield from self._in_memory(residents)
                 frame = self._lent.pop(residents[0], None)
                 if frame is not None:
                     self._free[residents[0].shard.step].append(frame)

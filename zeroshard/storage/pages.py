@@ -243,10 +243,8 @@ class Range:
 
     def empty(self, pieces: range) -> None:
         """Stop using pieces. The memory of those that no part uses returns to the pool or the kernel."""
-        if (
-            not self._unmap.alive
-        ):  # of a cycle, whose range was collected before its parts: others may have the addresses
-            return
+        if not self._unmap.alive:
+            return  # the garbage collector ended the range of a cycle before its parts: the addresses may be in other use
         start = end = 0
         for piece in pieces:
             self._users[piece] -= 1

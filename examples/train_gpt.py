@@ -42,7 +42,7 @@ from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens of one training sequence
 MICROBATCH = 4  # sequences of one forward, at most
-STEPS = 650
+STEPS = 500
 STEPS_IN_FP32 = 250  # on a CPU without bf16 instructions, where a step in fp32 takes about three times as long
 CURVE = Path("runs/train_gpt.png")
 

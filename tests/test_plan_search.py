@@ -162,7 +162,8 @@ def test_one_thread_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fork", noted)
     found = dict(in_processes([os.getpid] * 5))
     assert found.keys() == {*range(5)}
-    assert len({*found.values()}) == 5 <= len(threads)  # a build of torch for accelerators forks once more, to try a backward
+    # A build of torch for accelerators forks once more, to try a backward.
+    assert len({*found.values()}) == 5 <= len(threads)
     assert {*threads} == {threading.get_ident()}
 
 

@@ -87,7 +87,7 @@ class FP16Block(Block):
     auto_cast: Annotated[bool, works("cast floating-point inputs of the model to fp16.")] = False
     loss_scale: Annotated[NonNegative, works("a fixed loss scale. 0 selects a dynamic scale.")] = 0
     initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the dynamic scale starts at 2 to this power.")] = 16
-    loss_scale_window: Annotated[Positive, works("steps without overflow after which a dynamic scale doubles.")] = 1000
+    loss_scale_window: Annotated[Positive, works("the number of steps without overflow after which a dynamic scale doubles.")] = 1000
     hysteresis: Annotated[Positive, works(
         "the number of overflows at which the scale halves. Earlier overflows leave it unchanged.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
@@ -113,7 +113,7 @@ class DataTypesBlock(Block):
         "the dtype in which gradients are stored and summed over microbatches. Default: fp32, or the model's dtype if a "
         "step has one microbatch.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the forward. It overrides `fp16` and `bf16`.")] = None
-    buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each keeps its own.")] = None
+    buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
         "`fp16` and `bf16` convert every parameter.")] = None
 
@@ -123,7 +123,7 @@ class MonitorBlock(Block):
 
     enabled: Annotated[bool, works(
         "write `train_loss`, `lr`, `loss_scale` and `grad_norm` at each step, under `Train/Samples/`, and the figures of "
-        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those are on.")] = False
+        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those keys are on.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
@@ -138,7 +138,7 @@ class JsonMonitorBlock(MonitorBlock):
 
 
 class WandbBlock(Block):
-    """`wandb`: logs the metrics to Weights & Biases."""
+    """`wandb`: a log of the metrics in Weights & Biases."""
 
     enabled: Annotated[bool, works("log to `wandb`.")] = False
     group: Annotated[str | None, works("as in `wandb.init`.")] = None
@@ -147,7 +147,7 @@ class WandbBlock(Block):
 
 
 class CometBlock(Block):
-    """`comet`: logs the metrics to Comet."""
+    """`comet`: a log of the metrics in Comet."""
 
     enabled: Annotated[bool, works("log to `comet_ml`.")] = False
     samples_log_interval: Annotated[Positive, works("the number of samples between two logged points.")] = 100
@@ -197,11 +197,11 @@ class ActivationCheckpointingBlock(Block):
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`: how checkpoints are written and read. zeroshard has one format."""
+    """`checkpoint`: writing and reading of checkpoints. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
         "the effect if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
-        "`Ignore`: rank 0's tag.")] = "Warn"
+        "`Ignore`: rank 0's tag, without a warning.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
         "the folder is local to each host: a local disk, or memory (/dev/shm). The next host keeps a copy, so that "
@@ -227,11 +227,11 @@ class TensorParallelBlock(Block):
 
 
 _OF_DEEPCOMPILE = "it is an option of DeepCompile."
-_COMPILE_YOURSELF = "call `model.compile()` yourself, or set transformers' `torch_compile`."
+_COMPILE_YOURSELF = "a config compiles no model. Call `model.compile()` in your script, or set transformers' `torch_compile`."
 
 
 class CompileBlock(Block):
-    """`compile`: compilation by torch.compile and DeepSpeed's passes."""
+    """`compile`: options of DeepSpeed's compilation, none of which compiles a model here."""
 
     deepcompile: Annotated[bool, refused("it runs DeepSpeed's own passes. Compile the model with `model.compile()`.")] = False
     enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
@@ -305,13 +305,13 @@ class Schema(BaseModel):
     csv_monitor: Annotated[MonitorBlock, works("one CSV file per metric.")] = MonitorBlock()
     json_monitor: Annotated[JsonMonitorBlock, works(
         "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = JsonMonitorBlock()
-    wandb: Annotated[WandbBlock, works("logs to Weights & Biases. Requires the package `wandb`.")] = WandbBlock()
-    comet: Annotated[CometBlock, works("logs to Comet. Requires the package `comet_ml`.")] = CometBlock()
+    wandb: Annotated[WandbBlock, works("a log in Weights & Biases. Requires the package `wandb`.")] = WandbBlock()
+    comet: Annotated[CometBlock, works("a log in Comet. Requires the package `comet_ml`.")] = CometBlock()
     comms_logger: Annotated[CommsLoggerBlock, works("the bytes that ranks send.")] = CommsLoggerBlock()
     activation_checkpointing: Annotated[ActivationCheckpointingBlock, works(
         "recomputation of activations.")] = ActivationCheckpointingBlock()
     aio: Annotated[AioBlock, works("reads and writes of disk offload.")] = AioBlock()
-    checkpoint: Annotated[CheckpointBlock, works("how checkpoints are written and read.")] = CheckpointBlock()
+    checkpoint: Annotated[CheckpointBlock, works("writing and reading of checkpoints.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
         "accept optimizer classes that zeroshard does not recognise, and divide no parameter between ranks. false: such a class "
@@ -319,21 +319,21 @@ class Schema(BaseModel):
     zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
-    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed only warns if it is not a multiple of 8.")] = None
+    vocabulary_size: Annotated[Any, no_meaning("DeepSpeed uses it only for a warning.")] = None
     log_level: Annotated[Any, no_meaning("zeroshard logs only the figures that the config enables.")] = None
     timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use `torch.utils.flop_counter.FlopCounterMode`.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
-    compile: Annotated[CompileBlock, works("compilation by torch.compile and DeepSpeed's passes.")] = CompileBlock()
+    compile: Annotated[CompileBlock, works("options of DeepSpeed's compilation, none of which compiles a model here.")] = CompileBlock()
     tensor_parallel: Annotated[TensorParallelBlock, BeforeValidator(_block_of_null), works(
         "division of matrices over ranks.")] = TensorParallelBlock()
     expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(
         "must be 1. To cut sequences over ranks, use `zeroshard.sequence.Sequences`, or accelerate's "
         "`ParallelismConfig(sp_size=...)`.")] = 1
-    data_parallel_size: Annotated[Positive | None, no_meaning("it is the size of the process group.")] = None
+    data_parallel_size: Annotated[Positive | None, no_meaning("the process group determines this size.")] = None
     hybrid_engine: Annotated[dict[str, Any] | None, refused("generate inside `zeroshard.unsharded` instead.")] = None
     data_efficiency: Annotated[dict[str, Any] | None, refused("curriculum and random token dropping change the data.")] = None
     curriculum_learning: Annotated[dict[str, Any] | None, refused("it changes the data.")] = None

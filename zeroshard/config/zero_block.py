@@ -12,7 +12,7 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 # A table: one row for each key.
 # fmt: off
 class OffloadParamBlock(Block):
-    """`offload_param`: where parameters are stored while they are not in use.
+    """`offload_param`: the place of parameters while they are not in use.
 
     At stage 3 the block applies to their shards, and at lower stages to whole parameters between steps.
     """
@@ -32,11 +32,11 @@ class OffloadParamBlock(Block):
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`: where optimizer states, master weights and sharded gradients are stored."""
+    """`offload_optimizer`: the place of optimizer states, master weights and sharded gradients."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
         "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. In both cases the CPU runs the optimizer step. "
-        "For stages 1 to 3.")] = "none"
+        "Stages 1 to 3 support this key.")] = "none"
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
@@ -51,7 +51,7 @@ class OffloadOptimizerBlock(Block):
         "for `nvme`, write each sub-group while the next one is being updated. Default: true. Results do not change.")] = None
     fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
-        "the share of parameters whose optimizer states are offloaded, rounded to whole units.")] = 1.0
+        "the share of the parameters whose optimizer states are offloaded. zeroshard rounds the share to whole units.")] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer runs the step.")] = False
     cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads run the step.")] = 0.8
 
@@ -105,15 +105,15 @@ class ZeroBlock(Block):
     stage3_param_persistence_threshold: Annotated[Count, works(
         "parameters with fewer elements than this are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
-        "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded, the smallest parameters first.")] = 2**63 - 1
+        "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded. The smallest parameters count first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
-        "units are not prefetched, or kept for reuse, beyond this number of unsharded elements.")] = 1_000_000_000
+        "the maximum number of unsharded elements up to which units are prefetched, or kept for reuse.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
         "keep a unit unsharded after its forward if at most this many elements are used before its backward. "
         "Default: only the last unit.")] = 0
     stage3_module_granularity_threshold: Annotated[Count, works(
-        "a block with fewer elements than this is not a unit, but part of the module that contains it. Default, or 0: "
-        "10,000 in models with more than 128 blocks.")] = 0
+        "a block with fewer elements than this is not a unit, but part of the unit that contains it. 0 means 10,000 in "
+        "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
         "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Adam then needs "
         "14 bytes per parameter instead of 16, with the same results. Parameters and optimizer states must be on the "
@@ -126,8 +126,8 @@ class ZeroBlock(Block):
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
     stage3_allgather_sequential: Annotated[bool, no_meaning("it selects a schedule of DeepSpeed.")] = False
     leaf_module: Annotated[LeafModuleBlock | None, works("modules that each form one unit with all their submodules.")] = None
-    offload_param: Annotated[OffloadParamBlock | None, works("where parameters are stored: on the accelerator, in CPU memory or on disk.")] = None
-    offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("where optimizer states are stored: on the accelerator, in CPU memory or on disk.")] = None
+    offload_param: Annotated[OffloadParamBlock | None, works("the place of parameters: the accelerator, CPU memory or disk.")] = None
+    offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("the place of optimizer states: the accelerator, CPU memory or disk.")] = None
     cpu_offload: Annotated[bool, works('the old name of `"offload_optimizer": {"device": "cpu"}`.')] = False
     cpu_offload_param: Annotated[bool, works('the old name of `"offload_param": {"device": "cpu"}`.')] = False
     cpu_offload_use_pin_memory: Annotated[bool, no_meaning(

@@ -237,7 +237,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix"])
+@pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix", "shared_buffers"])
 def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: str) -> None:
     """PEFT runs and reads such modules itself while it saves, on the rank that writes."""
     import peft
@@ -251,17 +251,20 @@ def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: s
             ),
             "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
             "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+            "shared_buffers": peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
         }
         return peft.get_peft_model(base, configs[kind])
 
     def look(trainer: Any) -> dict[str, Tensor]:
         trainer.save_model()
         trainer.evaluate()
+        if kind == "shared_buffers":
+            trainer.sharded.export(tmp_path / "export")
         return weights(trainer)
 
     losses, found = run(fit, 2, tmp_path, 3, {"model": adapted, **SAVES}, look)[0]
     assert_close(losses, run(train, 2, tmp_path / "stock", "stock", {"model": adapted})[0])
-    for folder in (tmp_path, tmp_path / "checkpoint-4"):
+    for folder in (tmp_path, tmp_path / "checkpoint-4", *tmp_path.glob("export")):
         loaded = peft.PeftModel.from_pretrained(llama(), folder)
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, found[name]), (folder, name)

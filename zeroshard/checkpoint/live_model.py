@@ -108,14 +108,14 @@ class LiveModel:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a state dict holds, by name."""
+        """The buffers that a state dict holds, by name; those of a shared module once."""
         return {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}
 
 
-def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """List the buffers that a state dict holds, under all their names."""
+def persistent_buffers(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, Tensor]]:
+    """List the buffers that a state dict holds; those of a shared module once, or under all names."""
     found = []
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=not all_names):
         for name, buffer in own_buffers(module).items():
             if buffer is not None and is_saved(module, name):
                 found.append((f"{prefix}.{name}".lstrip("."), buffer))
@@ -259,7 +259,8 @@ def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]
     name.
     """
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
-    first |= {name: name for name in live.buffers}
+    names = {id(buffer): name_of(fqn) for fqn, buffer in reversed(persistent_buffers(live.model))}
+    first |= {name_of(fqn): names[id(buffer)] for fqn, buffer in persistent_buffers(live.model, all_names=True)}
     key = (adapter, *first)
     # PEFT may query the Hub about the vocabulary's size: call it once, whether it succeeds or not.
     if key not in live.adapter_names:

@@ -180,7 +180,7 @@ def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
 def _named_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
     """Yield parameters, and the buffers that a state dict holds, each once with all its names."""
     names: dict[int, tuple[list[str], Tensor]] = {}
-    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model)):
+    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model, all_names=True)):
         names.setdefault(id(tensor), ([], tensor))[0].append(fqn)
     yield from names.values()
 

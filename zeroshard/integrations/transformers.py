@@ -23,9 +23,10 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from zeroshard.access.unsharded import is_taken, unsharded
-from zeroshard.checkpoint.live_model import adapter_parameters
+from zeroshard.checkpoint.live_model import adapter_parameters, persistent_buffers
 from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
+from zeroshard.layout.named_parameter import name_of
 from zeroshard.optim.from_config import create_loss_scaler, create_optimizer
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.lr_schedules import create_scheduler
@@ -373,7 +374,7 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
             if sharded.rank == 0:
                 found[id(parameter)] = value.to("cpu", parameter.dtype)
         whole[name] = found[id(parameter)]
-    whole |= sharded.checkpoints.live.buffers
+    whole |= {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(model, all_names=True)}
     if sharded.rank != 0:
         return {}
     return whole

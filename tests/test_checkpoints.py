@@ -147,6 +147,21 @@ def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_optimizer_states_get_the_dtype_of_the_model(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
+    """torch's optimizers step only if a parameter and its states have one dtype."""
+    for dtype in (saved, loaded):
+        model = Stack().to(dtype)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 3)
+        if dtype is loaded:
+            sharded.load(tmp_path)
+        train(model, sharded, 0, range(1))
+        states = [value for name, value in everything(sharded).items() if "exp_avg" in name]
+        assert {value.dtype for value in states if value.numel()} == {dtype}
+        if dtype is saved:
+            sharded.save(tmp_path, "a")
+
+
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [name for name in MODELS if "checkpointed" not in name])
 def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:

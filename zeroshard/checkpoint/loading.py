@@ -343,6 +343,8 @@ class Loader:
             like = held.view.value
             there = held.state.get(name)
             dtype = dtype_of(saved.dtype)
+            if saved.dtype == record.states[PARAMETERS].dtype:
+                dtype = like.dtype  # optimizers compute with both
             if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
                 there = torch.empty(like.shape, dtype=dtype, device=like.device)
             state[name] = there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import resource
 import sys
@@ -92,6 +93,14 @@ def test_csv_files(tmp_path: Path) -> None:
     assert [int(samples) for samples, _ in rows] == [12, 24, 36, 48]
     means = [sum(rank[2 * step] + rank[2 * step + 1] for rank in losses) / 4 for step in range(4)]
     assert [float(value) for _, value in rows] == pytest.approx(means)
+
+
+def test_a_log_is_json_even_of_an_infinite_setting(tmp_path: Path) -> None:
+    """accelerate sets steps_per_print to infinity, which JSON lacks."""
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    run({"steps_per_print": float("inf"), "json_monitor": monitor}, steps=1)
+    for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("kind", ["json_monitor", "csv_monitor"])

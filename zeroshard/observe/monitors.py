@@ -61,15 +61,27 @@ class StepFigures:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures that are known. A number that is not finite becomes None, since JSON cannot store it."""
+        """Return the figures that are known."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
         if not entry.pop("has_loss"):
             del entry["loss"]
-        for key, value in entry.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                entry[key] = None
         return {key: value for key, value in entry.items() if value or key in _ALWAYS}
+
+
+def _line(entry: Any) -> str:
+    """Return a line of JSON. A number that is not finite becomes null, since JSON cannot store it."""
+    return json.dumps(_finite(entry), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 class Sent:
@@ -170,8 +182,8 @@ class JsonLinesMonitor(FileMonitor):
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         if STEPS not in self._open:
             self._open[STEPS] = _append_to(self.path)
-            self._open[STEPS].write(json.dumps({"run": self._about}) + "\n")
-        self._open[STEPS].write(json.dumps(figures.as_json()) + "\n")
+            self._open[STEPS].write(_line({"run": self._about}))
+        self._open[STEPS].write(_line(figures.as_json()))
 
 
 class CsvMonitor(FileMonitor):

@@ -133,6 +133,13 @@ def test_a_step_alone_and_a_log_of_losses_alone(tmp_path: Path) -> None:
     assert pictures_of(page(run)) == ["loss", "learning rate", "norm of the gradients before clipping"]
 
 
+def test_steps_on_the_axis_are_whole(tmp_path: Path) -> None:
+    text = page(read_run(write(tmp_path, [step(number, loss=100.0) for number in range(1, 6)])))
+    loss = text[text.index("<figcaption>loss") :].partition("</figure>")[0]
+    assert ">5</text>" in loss
+    assert ">2.5</text>" not in loss
+
+
 def test_a_half_written_last_line_is_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path, [step(1), step(2)], end='\n{"step": 3, "lo')
     done = CliRunner().invoke(app, ["report", str(folder)])

@@ -185,6 +185,7 @@ def _axes() -> tuple[Figure, Axes]:
     axes.grid(axis="y", color="#eee", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     return figure, axes
 
 

@@ -108,6 +108,11 @@ def test_a_name_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPa
         import_anew()
 
 
+def test_the_locale_may_be_ascii() -> None:
+    """The sources of torch have other characters, too."""
+    assert "read_text()" not in HOME.read_text() + SELF_TESTS.read_text()
+
+
 def import_everywhere(rank: int) -> int:
     module, sizes = import_anew(), list[int]()
     with torch.inference_mode(), torch.device("meta"), module.FakeTensorMode():

@@ -217,7 +217,7 @@ def _orders_step_hooks() -> bool:
 def _has_compiler_frames() -> bool:
     """Check the source file, if there is one, since importing the compiler takes a second."""
     source = Path(torch.__file__).parent / own.COMPILER_FILE
-    return not source.is_file() or f"def {own.COMPILED_CALL}(" in source.read_text()
+    return not source.is_file() or f"def {own.COMPILED_CALL}(" in source.read_text(encoding="utf-8")
 
 
 def _first_unfit() -> tuple[str, str] | None:

@@ -239,6 +239,7 @@ def test_muon_parts_the_param_groups_of_a_trainer() -> None:
         ({"type": "Adam", "params": {"lr": -1}}, "learning rate"),
         ({"type": "Adam", "params": {"lr": "fast"}}, "optimizer.params"),
         ({"type": "Adam", "params": {"betas": 3}}, "optimizer.params"),
+        ({"type": "Adam", "params": {"betas": [0.9]}}, "optimizer.params"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, "ns_method is not offered.*Leave it out"),
         ({"type": "Muon", "params": {"adam_w_mode": False}}, "adam_w_mode = false is not offered with Muon"),
     ],

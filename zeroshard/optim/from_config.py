@@ -79,7 +79,7 @@ def create_optimizer(
         made: torch.optim.Optimizer = cls(parameters, **params)
     except ConfigError:
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"optimizer.params: {cls.__name__} does not accept them: {error}") from error
     return made
 

@@ -203,6 +203,14 @@ class FrozenReversible(FrozenEnds):
         return Inner.apply(x, block)
 
 
+class Forces(Block):
+    """Differentiates an energy in its forward, as models of molecules do, and reads a weight through `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return x - 0.1 * force + F.linear(x, self.up.weight.data)[:, :WIDTH]
+
+
 # ------------------------------------------------------------------ losses
 
 
@@ -240,7 +248,7 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "reversible": (Reversible, plain_loss),
     "frozen ends": (FrozenEnds, plain_loss),
     "frozen ends, reversible": (FrozenReversible, plain_loss),
-    "gradient penalty": (Net, with_gradient_penalty),
+    "gradient penalty": (lambda: Net(Forces), with_gradient_penalty),
     "weight penalty": (Net, with_weight_penalty),
 }
 

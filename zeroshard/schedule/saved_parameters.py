@@ -196,9 +196,8 @@ class SavedParameters:
         size = tensor.size()
         stride = tensor.stride()
         like: Any = unit.named[index].parameter
-        # The local tensor of a DTensor has a counter of its own.
-        counted = like if unit.named[index].is_distributed else tensor
-        version = version_of(counted) - unit.appearance.hides
+        # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
+        version = version_of(like) - unit.appearance.hides
         shown = (tensor.dtype, size, stride)
         is_itself = caller is not None and _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)

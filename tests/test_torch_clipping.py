@@ -347,6 +347,8 @@ def test_other_operations_are_refused_by_name(stage: int) -> None:
         for operation in (lambda: gradient + 1, lambda: gradient.norm(dim=0), lambda: gradient.mul_(torch.ones(3))):
             with pytest.raises(UsageError, match=r"embedding\.weight.*states\.get"):
                 operation()
+        with pytest.raises(UsageError, match=r"zero_ does not.*optimizer\.zero_grad\(\)"):
+            model.zero_grad(set_to_none=False)
         sharded.optimizer.step()
         sharded.optimizer.zero_grad()
         with pytest.raises(UsageError, match=r"embedding\.weight"):

@@ -327,12 +327,19 @@ def test_a_roots_parameter_in_the_loss(between: str) -> None:
     on_ranks(body, 2)
 
 
-def test_a_transform_around_a_sharded_model_is_refused_by_name() -> None:
+def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
     def body(rank: int) -> None:
         model = Net()
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        x = batch(rank, 0)
         with pytest.raises(zeroshard.UsageError, match=r"torch\.func.*torch\.autograd\.grad"):
-            torch.func.grad(model)(batch(rank, 0))
+            torch.func.grad(model)(x)
+        with pytest.raises(zeroshard.UsageError, match=r"torch\.jit\.trace.*unsharded"):
+            torch.jit.trace(model, x)
+        with torch.no_grad(), zeroshard.unsharded(model):
+            expected = torch.autograd.functional.jacobian(model, x)
+            torch.testing.assert_close(torch.func.grad(model)(x), expected)
+            assert torch.equal(torch.jit.trace(model, x)(x), model(x))
 
     on_ranks(body, 1)
 

@@ -505,7 +505,7 @@ class TakenGradient(Tensor):
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
             f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it, call "
-            f'sharded.states.get("{fqn}", "gradients").'
+            f'sharded.states.get("{fqn}", "gradients"); to drop the gradients, optimizer.zero_grad().'
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -145,3 +145,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(done.output)
     assert (found["sequence_parallel"], found["tile_tokens"], found["ranks"]) == (2, 8, 4)
     assert found["step"]["sent"]["all_to_all"] > 0
+
+
+def test_a_global_batch_counts_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps({**llama().config.to_dict(), "architectures": ["LlamaForCausalLM"]}))  # type: ignore[union-attr, operator]
+    options = ["plan", ".", "--gpus", "4", "--sequence", "32", "--sequence-parallel", "2", "--global-batch"]
+    done = CliRunner().invoke(app, [*options, "2"])
+    assert done.exit_code == 0, done.output
+    assert "2 samples per step" in " ".join(done.stdout.split())
+    assert "3 does not divide by 2 data-parallel ranks" in str(CliRunner().invoke(app, [*options, "3"]).exception)

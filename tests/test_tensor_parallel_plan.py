@@ -102,6 +102,18 @@ def test_activations_shrink_and_times_count_the_sums() -> None:
     assert divided.complete_config()["tensor_parallel"] == {"autotp_size": 2}
 
 
+@pytest.mark.parametrize("vocabulary", [32, 33])
+def test_a_gather_is_counted_if_ranks_do_not_divide_the_vocabulary(vocabulary: int) -> None:
+    def build() -> torch.nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig(**{**llama().config.to_dict(), "vocab_size": vocabulary}))  # type: ignore[union-attr, operator]
+
+    made = zeroshard.plan(build, settings(1), world_size=2, batch=batch, machine="h100")
+    part = 2 * LENGTH * -(-vocabulary // 2) * 4
+    assert made.figures.sent["tensor_parallel_all_gather"] == part
+
+
 def test_what_cannot_be_planned() -> None:
     def planned(ranks: int, config: dict[str, Any], build: Any = llama, **options: Any) -> zeroshard.Plan:
         return zeroshard.plan(build, config, world_size=ranks, batch=batch, machine="h100", **options)

@@ -1,9 +1,17 @@
-"""Owns the exceptions that zeroshard raises. Every message names the cause, and ends with the remedy."""
+"""Owns the exceptions that zeroshard raises, and the plurals in messages.
+
+Every error's message names the cause, and ends with the remedy.
+"""
 
 from zeroshard.uncaught import report_uncaught
 
 PAGES = ("troubleshooting.md", "refused_calls.md")
 """Pages of the docs with a heading for each class and its messages. `zeroshard explain` reads the package's copies."""
+
+
+def counted(number: int, what: str, ending: str = "s") -> str:
+    """Format a number of things: 1 rank, 8 ranks."""
+    return f"{number} {what}{ending * (number != 1)}"
 
 
 class ZeroshardError(Exception):

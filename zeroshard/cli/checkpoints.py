@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.options import dtype_name, input_folder, nbytes_of, output_folder
+from zeroshard.errors import counted
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.loading import Reader
@@ -83,7 +84,7 @@ def import_from_deepspeed(
     output_folder(out, "OUT")
     path = import_deepspeed(input_folder(folder, "FOLDER"), out, tag, display=Display())
     manifest = files.read_manifest(path)
-    print(f"{path}: {len(manifest.parameters)} parameters, {manifest.world_size} ranks")
+    print(f"{path}: {counted(len(manifest.parameters), 'parameter')}, {counted(manifest.world_size, 'rank')}")
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
@@ -192,13 +193,13 @@ def _print(told: dict[str, Any]) -> None:
     step = ""
     if told["global_steps"] is not None:
         step = f"step {told['global_steps']}, "
-    ranks = f"{told['world_size']} rank{'s' * (told['world_size'] != 1)}"
+    ranks = counted(told["world_size"], "rank")
     if told["mesh"]:
         sizes_of_mesh = " x ".join(f"{name} {size}" for name, size in told["mesh"].items())
         ranks += f" (mesh: {sizes_of_mesh})"
     console.print(told["path"], style="bold", highlight=False, markup=False)
     console.print(
-        f"{told['numel']:,} elements in {len(told['parameters'])} parameters; {sizes}\n"
+        f"{told['numel']:,} elements in {counted(len(told['parameters']), 'parameter')}; {sizes}\n"
         f"{step}{ranks}, {_sharding(told['policy'])}\n"
         f"optimizer: {told['optimizer'] or 'none'}; written by {programs}",
         highlight=False,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.options import call_factory, load_factory, output_file, picture_file
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,7 +74,7 @@ def compare(
     if problem is not None:
         raise UsageError(problem)
     console = Console()
-    with Display(animated=True).task(f"training at stages 0 to 3 on {ranks} ranks", in_bytes=False):
+    with Display(animated=True).task(f"training at stages 0 to 3 on {counted(ranks, 'rank')}", in_bytes=False):
         results = _train(factory, ranks, steps, bf16, within)
     told = _table(results, ranks, steps)
     console.print(told)
@@ -107,7 +107,7 @@ def _problem(name: str, factory: Callable[[], Any]) -> str | None:
 
 
 def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, within: int | None) -> list[dict[str, Any]]:
-    """Return rank 0's result at each stage, and whether it was the same on all ranks."""
+    """Return rank 0's result at each stage. "same" is whether, on every rank, it is bit-equal to that of stage 0."""
     import torch
 
     from zeroshard.policy import Policy, Precision
@@ -141,7 +141,8 @@ def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, withi
 def _table(results: list[dict[str, Any]], ranks: int, steps: int) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{ranks} ranks, {steps} steps; MiB per rank, measured / formula", title_justify="left")
+    sizes = f"{counted(ranks, 'rank')}, {counted(steps, 'step')}"
+    table = Table(title=f"{sizes}; MiB per rank, measured / formula", title_justify="left")
     table.add_column("")
     for stage in STAGES:
         table.add_column(f"stage {stage}", justify="right")
@@ -200,7 +201,7 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     formulas = [sum(result["formula"].values()) / MIB for result in results]
     memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="formula, model states", zorder=3)
-    memory.set_title(f"memory per rank, MiB ({ranks} ranks)")
+    memory.set_title(f"memory per rank, MiB ({counted(ranks, 'rank')})")
     memory.legend(frameon=False, fontsize=8, markerscale=0.4, loc="center left", bbox_to_anchor=(1, 0.5))
     steps = len(results[0]["times"])
     sent.bar(labels, [_sent(result, steps) for result in results], color="#9d755d", width=0.6)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroshard.cli.options import build_module
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from zeroshard.config.load import Config
@@ -106,6 +106,6 @@ def _in_force(config: Config) -> str:
     batch = config.batch
     return (
         f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"
-        f"batch {batch.train} = {batch.micro} sample{'s' * (batch.micro != 1)} x {batch.accumulation} accumulated x "
-        f"{batch.world_size} rank{'s' * (batch.world_size != 1)}."
+        f"batch {batch.train} = {counted(batch.micro, 'sample')} x {batch.accumulation} accumulated x "
+        f"{counted(batch.world_size, 'rank')}."
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroshard.cli.options import nbytes_of, output_file
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, counted
 from zeroshard.version import __version__
 
 if TYPE_CHECKING:
@@ -73,10 +73,9 @@ def _print_machine(console: Console) -> None:
     from zeroshard.collectives.meeting import refusal_here
     from zeroshard.emulation import is_emulated
 
-    threads = torch.get_num_threads()
     console.print(
-        f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; {os.cpu_count()} CPUs, "
-        f"torch uses {threads} thread{'s' * (threads != 1)}"
+        f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; "
+        f"{counted(os.cpu_count() or 1, 'CPU')}, torch uses {counted(torch.get_num_threads(), 'thread')}"
     )
     if torch.accelerator.is_available():
         console.print(f"accelerators: {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")

@@ -26,7 +26,7 @@ from zeroshard.cli.options import (
     parameters_of,
     picture_file,
 )
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from zeroshard.planning.dry_run import Job
@@ -66,7 +66,7 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="The DeepSpeed config to plan; default: search for one.")] = None,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for an "auto" key of the config; may be repeated.')] = None,
     global_batch: Annotated[int | None, typer.Option(
-        min=1, help="The samples of a step over all ranks, for the search; default: --batch x --gpus.")] = None,
+        min=1, help="The samples of a step over all ranks, for the search; default: --batch on each data-parallel rank.")] = None,
     sharded_init: Annotated[bool, typer.Option(
         "--sharded-init", help="Build the model inside zeroshard.sharded_init.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Do not try single changes or larger micro-batches.")] = False,
@@ -183,7 +183,7 @@ class _Answer:
 
     def _assumed(self) -> str:
         """Name the assumptions, each with its option."""
-        from zeroshard.planning.report import counted, size
+        from zeroshard.planning.report import size
 
         job = self.plan.job
         samples = self.plan.figures.config.batch.train // job.sequences.ranks
@@ -220,10 +220,11 @@ def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch
 def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
     from zeroshard.planning.search import BASE, Search, judge
 
-    per_rank, rest = divmod(global_batch or batch * job.data_ranks, job.data_ranks)
+    groups = job.data_ranks // job.sequences.ranks  # ranks that hold a sequence together share its sample
+    per_rank, rest = divmod(global_batch or batch * groups, groups)
     if rest:
         raise UsageError(
-            f"--global-batch {global_batch} does not divide by {job.data_ranks} data-parallel ranks. Choose a multiple of them."
+            f"--global-batch {global_batch} does not divide by {groups} data-parallel ranks. Choose a multiple of them."
         )
     with _progress("searching for the fastest config that fits") as told:
         found = Search(job, BASE, per_rank, **bounds, depth=subject.depth, shallow=subject.shallow, told=told).run()
@@ -309,7 +310,8 @@ def estimate(
     resolved = Precision(kept, accumulate_dtype=kept).resolve(kept)
     states = KNOWN[names[optimizer.lower()]].states
     table = Table(
-        title=f"{parameters / 1e9:.3g} B parameters, {dtype}, {names[optimizer.lower()]}, {ranks} ranks; GB per rank"
+        title=f"{parameters / 1e9:.3g} B parameters, {dtype}, {names[optimizer.lower()]}, {counted(ranks, 'rank')}; "
+        "GB per rank"
     )
     for column in ("", "parameters", "gradients", "optimizer", "sum", "less by"):
         table.add_column(column, justify="right")

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from zeroshard.config.fields import Kind
 from zeroshard.config.load import Config, Entry
+from zeroshard.errors import counted
 
 _STYLES = {Kind.WORKS: "green", Kind.NO_MEANING: "yellow", Kind.REFUSED: "red"}
 _MOST_LINES = 35
@@ -70,8 +71,7 @@ def listing(config: Config, width: int) -> Text:
 
 
 def _title(config: Config) -> str:
-    ranks = config.batch.world_size
-    return f"The config, resolved for {ranks} rank{'s' * (ranks != 1)}:"
+    return f"The config, resolved for {counted(config.batch.world_size, 'rank')}:"
 
 
 def _cut(line: str, width: int) -> str:

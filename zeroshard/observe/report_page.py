@@ -11,6 +11,7 @@ from datetime import timedelta
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.errors import counted
 from zeroshard.observe.monitors import STEPS
 from zeroshard.observe.run_log import RunLog, Series
 from zeroshard.version import __version__
@@ -90,13 +91,13 @@ def _subtitle(about: dict[str, Any]) -> str:
     if isinstance(about.get("parameters"), int | float):
         parts.append(f"{about['parameters'] / 1e6:,.1f} M parameters")
     if "world_size" in about:
-        parts.append(f"{about['world_size']} ranks")
+        parts.append(counted(about["world_size"], "rank"))
     policy = about.get("policy")
     if isinstance(policy, dict) and policy:
         sharded = [state for state, one in policy.items() if isinstance(one, dict) and one.get("sharded")]
         parts.append(f"sharded: {', '.join(sharded) or 'nothing'}")
-    if "rounded on the wire" in about:
-        parts.append(f"lossy communication: {about['rounded on the wire']}")
+    if "lossy communication" in about:
+        parts.append(f"lossy communication: {about['lossy communication']}")
     parts += [str(about[key]) for key in ("dtype", "device") if key in about]
     if "torch" in about:
         parts.append(f"torch {about['torch']}")

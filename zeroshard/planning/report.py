@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
+from zeroshard.errors import counted
 from zeroshard.planning.ledger import CATEGORIES
 from zeroshard.planning.planner import BOUNDS, Plan
 from zeroshard.planning.search import Change, Found
@@ -31,11 +32,6 @@ def count(number: float) -> str:
         if number >= unit / 10:
             return f"{number / unit:.3g} {name}"
     return f"{number:,.0f}"
-
-
-def counted(number: int, what: str, ending: str = "s") -> str:
-    """Format a number of things: 1 rank, 8 ranks."""
-    return f"{number} {what}{ending * (number != 1)}"
 
 
 def duration(seconds: float) -> str:
@@ -112,7 +108,7 @@ def _step(plan: Plan) -> Table:
     spent = sorted(figures.spent.items(), key=lambda item: -item[1])
     table.add_row("of that", ", ".join(f"{duration(seconds)} {BOUNDS[name]}" for name, seconds in spent if seconds > 0))
     speed = plan.samples_per_second
-    table.add_row("samples a second", f"{speed:.3g}" if speed < 100 else f"{speed:,.0f}")
+    table.add_row("samples per second", f"{speed:.3g}" if speed < 100 else f"{speed:,.0f}")
     return table
 
 

@@ -64,12 +64,13 @@ def _columns(module: nn.Linear, ranks: int, send: Send, outputs: int, inputs: Te
     local = F.linear(inputs, module.weight, module.bias)
     if not outputs:
         return local
-    return _message(local, partial(_all_gather, outputs, send), partial(_cut, local.shape[-1]))
+    return _message(local, partial(_all_gather, ranks, outputs, send), partial(_cut, local.shape[-1]))
 
 
 def _rows(module: nn.Linear, ranks: int, send: Send, is_whole: bool, inputs: Tensor) -> Tensor:
     if is_whole:
-        inputs = _message(inputs, partial(_cut, module.weight.shape[1]), partial(_all_gather, inputs.shape[-1], send))
+        gather = partial(_all_gather, ranks, inputs.shape[-1], send)
+        inputs = _message(inputs, partial(_cut, module.weight.shape[1]), gather)
     total = _sum(F.linear(inputs, module.weight), ranks, send)
     return total if module.bias is None else total + module.bias
 
@@ -83,14 +84,17 @@ Change = Callable[[Tensor], Tensor]
 
 
 def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:
-    """Return a new tensor for the sum, and count the bytes that a ring sends."""
+    """Return a new tensor for the sum over all ranks, and count the bytes that a rank sends in a ring."""
     send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
     return values.clone()
 
 
-def _all_gather(size: int, send: Send, part: Tensor) -> Tensor:
-    """Gather the parts of the last dimension: first one after another, then side by side. Count the bytes."""
-    send("tensor_parallel_all_gather", part.nbytes * (size // part.shape[-1] - 1))
+def _all_gather(ranks: int, size: int, send: Send, part: Tensor) -> Tensor:
+    """Return a tensor for the parts of all ranks, `size` elements in the last dimension, and count the bytes.
+
+    As in torch, the parts are gathered into a first tensor, and then copied to their places in the result.
+    """
+    send("tensor_parallel_all_gather", part.nbytes * (ranks - 1))
     return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
 
 
@@ -103,7 +107,7 @@ def _same(values: Tensor) -> Tensor:
 
 
 def _message(values: Tensor, there: Change, back: Change) -> Tensor:
-    """Apply one function to the activation in the forward, and another to the gradient in the backward."""
+    """Apply `there` to the activation in the forward, and `back` to its gradient in the backward."""
     changed: Tensor = _Message.apply(values, there, back)  # type: ignore[no-untyped-call]
     return changed
 

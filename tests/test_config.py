@@ -360,3 +360,14 @@ def test_spellings_that_deepspeed_takes(tmp_path: Path) -> None:
             load_config(path, 1)
     else:
         assert load_config(path, 1).batch.train == 1
+
+
+def test_paths_at_the_top_level_are_the_keys_of_their_blocks() -> None:
+    """TRL writes its bucket sizes so, as floats."""
+    size = {"train_batch_size": 1}
+    paths = {"zero_optimization.stage3_prefetch_bucket_size": 0.9 * 37 * 37, "fp16.loss_scale": 0.5}
+    config = load_config({**size, **paths, "fp16": {"enabled": True}, "zero_optimization": None}, 1)
+    assert config.schema.zero_optimization.stage3_prefetch_bucket_size == 1232
+    assert config.schema.fp16.loss_scale == 0.5
+    with pytest.raises(ConfigError, match="zero_optimization: Input should be a valid dictionary"):
+        load_config({**size, **paths, "zero_optimization": True}, 1)

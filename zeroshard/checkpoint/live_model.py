@@ -67,7 +67,7 @@ class LiveModel:
         return {"data_parallel": context.collectives.world_size, "tensor_parallel": context.others.world_size}
 
     def entries(self) -> list[tuple[Unit, NamedParameter]]:
-        """List all parameters with their units, in the order that units have without DTensors."""
+        """List all parameters with their units, in the order that they would have if none were DTensors."""
         everything = [(unit, entry) for unit in self.units for entry in unit.named]
         if not any(unit.group.kind for unit in self.units):
             return everything

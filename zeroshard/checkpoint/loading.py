@@ -166,7 +166,7 @@ def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tens
 
 
 def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord, Common]]:
-    """Find the elements of a flattened parameter in each saved range. Together the ranges must hold all of them."""
+    """Return the elements of `runs` in each saved range. Raise if the ranges lack some of them, or hold some twice."""
     found = []
     for part in state.ranges:
         if part.start < runs.stop and runs.start < part.stop:

@@ -51,7 +51,7 @@ class Hosts:
         return self.ranks[self.host(rank)][0] == rank
 
     def member(self, host: int, number: int) -> int:
-        """Return the rank of a host that does the work of this number."""
+        """Return the rank of a host that does one of its tasks. Tasks are numbered, and take turns over its ranks."""
         ranks = self.ranks[host % len(self.ranks)]
         return ranks[number % len(ranks)]
 
@@ -71,7 +71,7 @@ class Move(NamedTuple):
 
 
 def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
-    """Raise if a file exists before it is sent: then the hosts share the folder."""
+    """Raise if a file exists at its target before it is sent, since the hosts then share the folder."""
     for move in moves:
         if move.target == control.rank and (folder / move.name).exists():
             raise CheckpointError(
@@ -129,7 +129,7 @@ def _noting(problems: list[OSError]) -> Iterator[None]:
 
 
 def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
-    """Return the data of rank `source`. Every rank must call it."""
+    """Return rank `source`'s data on every rank. Every rank must call it."""
     lengths = control.exchange(len(data).to_bytes(8, "little"), "the length of a manifest")
     buffer = torch.empty(int.from_bytes(lengths[source], "little"), dtype=torch.uint8)
     if control.rank == source and data:

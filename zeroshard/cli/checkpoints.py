@@ -88,7 +88,12 @@ def import_from_deepspeed(
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
-    """Return the output of `inspect` as JSON."""
+    """Describe a checkpoint, as `inspect --json` prints it.
+
+    Args:
+        reader: the checkpoint.
+        verify: whether to read every file and verify its checksums; otherwise only sizes are checked.
+    """
     import torch
 
     from zeroshard.checkpoint.manifest import dtype_of
@@ -153,7 +158,7 @@ def _sharding(policy: dict[str, Any]) -> str:
 
 
 def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Combine parameters that are alike in all blocks of a list.
+    """Combine parameters of different blocks that have the same name, shape and states. Tied ones stay single.
 
     Returns:
         For each group: its name (`blocks.*.weight`), the number of its parameters, and the record of the first.
@@ -171,41 +176,41 @@ def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[s
     ]
 
 
-def _verdict(told: dict[str, Any]) -> str:
-    if told["problems"]:
+def _verdict(described: dict[str, Any]) -> str:
+    if described["problems"]:
         return "[red]not whole[/red]: load another tag, or pass fall_back=True"
-    if told["verified"]:
+    if described["verified"]:
         return "[green]whole[/green]: every file is there and its checksums are right"
     return "[green]whole[/green]: every file is there with its size; checksums were not verified"
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(described: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    console.print(_verdict(told))
-    for problem in told["problems"]:
+    console.print(_verdict(described))
+    for problem in described["problems"]:
         console.print(problem, style="red", markup=False)
-    programs = ", ".join(f"{name} {version}" for name, version in told["written_by"].items())
-    sizes = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in told["state_nbytes"].items())
+    programs = ", ".join(f"{name} {version}" for name, version in described["written_by"].items())
+    sizes = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in described["state_nbytes"].items())
     step = ""
-    if told["global_steps"] is not None:
-        step = f"step {told['global_steps']}, "
-    ranks = counted(told["world_size"], "rank")
-    if told["mesh"]:
-        sizes_of_mesh = " x ".join(f"{name} {size}" for name, size in told["mesh"].items())
+    if described["global_steps"] is not None:
+        step = f"step {described['global_steps']}, "
+    ranks = counted(described["world_size"], "rank")
+    if described["mesh"]:
+        sizes_of_mesh = " x ".join(f"{name} {size}" for name, size in described["mesh"].items())
         ranks += f" (mesh: {sizes_of_mesh})"
-    console.print(told["path"], style="bold", highlight=False, markup=False)
+    console.print(described["path"], style="bold", highlight=False, markup=False)
     console.print(
-        f"{told['numel']:,} elements in {counted(len(told['parameters']), 'parameter')}; {sizes}\n"
-        f"{step}{ranks}, {_sharding(told['policy'])}\n"
-        f"optimizer: {told['optimizer'] or 'none'}; written by {programs}",
+        f"{described['numel']:,} elements in {counted(len(described['parameters']), 'parameter')}; {sizes}\n"
+        f"{step}{ranks}, {_sharding(described['policy'])}\n"
+        f"optimizer: {described['optimizer'] or 'none'}; written by {programs}",
         highlight=False,
         markup=False,
     )
-    rows = folded(told["parameters"])
+    rows = folded(described["parameters"])
     table = Table("parameter", "number", "shape", "states")
     table.columns[0].overflow = "fold"  # the end of a name identifies the parameter
     several = any(record["names"][1:] for _, _, record in rows)

@@ -50,7 +50,7 @@ def check(
 
 
 def supplied(items: list[str]) -> dict[str, Any]:
-    """Read the values of `--auto KEY=VALUE`, each as JSON, or otherwise as text.
+    """Return the values of `--auto KEY=VALUE` by key. A value that is not JSON is text.
 
     Raises:
         UsageError: an item is not KEY=VALUE.
@@ -93,7 +93,7 @@ def _make_optimizer(config: Config) -> None:
 
 
 def _in_force(config: Config) -> str:
-    """Describe the most important settings, including those that the file leaves out."""
+    """Describe stage, clipping, optimizer and batch, even if the file leaves them out."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"

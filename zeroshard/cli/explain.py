@@ -51,9 +51,9 @@ def _sections_of(name: str) -> str:
 
 
 def found(what: str | None, text: str) -> str:
-    """Return the part of the page about a class, or about every message whose words are in `what`.
+    """Return the part of the page about a class, or about each message that contains `what` or is contained in it.
 
-    Without `what`, return the table of contents. If no message fits, return the nearest ones.
+    Without `what`, return the table of contents. If no message fits, return the nearest headings.
     """
     sections = dict(_split(_SECTION, text))
     entries = {name: _split(_MESSAGE, body) for name, body in sections.items()}

@@ -61,12 +61,12 @@ def main() -> None:
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:
-        _tell(str(error))
+        _fail(str(error))
     except OSError as error:
-        _tell(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
-def _tell(sentence: str) -> None:
+def _fail(sentence: str) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -87,8 +87,8 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
     """Measure the fields of `Machine` on this machine.
 
-    Links to other hosts cannot be measured here. They are taken from the known machine with the same accelerators, or
-    with H100s.
+    Fields that are not measured, such as links to other hosts, are those of the known machine with the same
+    accelerators, or otherwise of the one with H100s.
 
     Args:
         folder, nbytes: see `measure`.
@@ -116,7 +116,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
 
 
 def known_machine(device: str) -> Machine:
-    """Return the known machine with accelerators of this name, or otherwise one with H100s under that name."""
+    """Return the known machine with this accelerator, or otherwise the one of H100s, with this name for them."""
     for machine in machines().values():
         if device in machine.devices:
             return machine
@@ -182,7 +182,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: its name, the address that it resolves its name to (None if it cannot), and its ranks."""
+    """A machine: its name, the address to which the name resolves there (None if it does not), and its ranks."""
 
     name: str
     address: str | None

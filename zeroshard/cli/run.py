@@ -61,7 +61,7 @@ def run(context: typer.Context) -> None:
     if int(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, but prints five lines about it
     if options.max_restarts:
-        _let_ranks_start_anew(options)
+        _allow_restarts(options)
     beside = real_deepspeed()
     if beside is not None:
         _say(f"DeepSpeed is installed ({beside}); this run imports zeroshard in its place.")
@@ -143,7 +143,7 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """Raise errors early for a missing config and for DeepSpeed turned off, which might never show otherwise."""
+    """Raise an error for a missing config, and for options that turn DeepSpeed off: the script might hide either."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
@@ -187,7 +187,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 # ---------------------------------------------------------------------- the ranks
 
 
-def _let_ranks_start_anew(options: argparse.Namespace) -> None:
+def _allow_restarts(options: argparse.Namespace) -> None:
     """Give restarted ranks a separate store. `launch.trap_of_restarts` explains why."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
@@ -207,7 +207,7 @@ def _launch(options: argparse.Namespace) -> None:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        raise typer.Exit(_tell_failure(error, int(options.nproc_per_node))) from None
+        raise typer.Exit(_print_failure(error, int(options.nproc_per_node))) from None
     except SignalException as error:
         _say(f"stopped by {error.sigval.name}, with all ranks.")
         raise typer.Exit(128 + error.sigval) from None
@@ -217,8 +217,8 @@ def _launch(options: argparse.Namespace) -> None:
         ) from error
 
 
-def _tell_failure(error: ChildFailedError, processes: int) -> int:
-    """Print which rank failed first, and how. Return the exit status."""
+def _print_failure(error: ChildFailedError, processes: int) -> int:
+    """Print the rank that failed first, with the cause. Return the exit status."""
     # torchrun ends the other ranks with SIGTERM, and records times only to the second.
     failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
     rank, failure = failures[0]

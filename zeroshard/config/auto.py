@@ -17,7 +17,7 @@ from zeroshard.config.schema import KEYS
 from zeroshard.errors import ConfigError
 
 DEFAULT = object()
-"""The result of a rule that leaves the key out: its value is the default, or computed from other batch sizes."""
+"""The result of a rule that leaves the key out. Its value is then the default, or computed from other batch sizes."""
 UNKNOWN = object()
 """The result of a rule whose value only the user can supply."""
 

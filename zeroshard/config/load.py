@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -105,7 +106,7 @@ class Config:
         )
 
     def _offload(self, block: OffloadParamBlock | OffloadOptimizerBlock, **own: Any) -> Offload:
-        """Return the settings for transfers of an offload block: the common ones, and its `own`."""
+        """Return the settings for transfers: those that both offload blocks have, those of `aio`, and `own`."""
         aio = self.schema.aio
         return Offload(
             path=block.nvme_path,
@@ -347,7 +348,8 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
     DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
-    at the top level: `zero_optimization.reduce_bucket_size`. A path counts only if its block does not have the key.
+    at the top level: `zero_optimization.reduce_bucket_size`, where fractions of an element are dropped. A path counts only
+    if its block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -358,11 +360,13 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
             is_short = key not in known and f"stage3_{key}" in known and f"stage3_{key}" not in zero
             full[f"stage3_{key}" if is_short else key] = value
     for path in [path for path in raw if path.count(".") == 1 and path in KEYS]:
-        value = raw.pop(path)
-        if isinstance(value, float):
-            value = int(value)
         block, _, key = path.partition(".")
-        raw[block] = {key: value, **raw.get(block, {})}
+        inside = {} if raw.get(block) is None else raw[block]
+        if isinstance(inside, dict):  # otherwise the schema refuses the block
+            value = raw.pop(path)
+            if block == "zero_optimization" and isinstance(value, float) and math.isfinite(value):
+                value = int(value)
+            raw[block] = {key: value, **inside}
     return raw
 
 
@@ -378,7 +382,7 @@ def _refuse_unknown(schema: Schema) -> None:
 
 
 def _listed(lines: list[str], count: int) -> str:
-    """Return the message about problems of a config, of which there are `count` in all."""
+    """Return the message about the problems of a config: one line for each, and the number of the others of `count`."""
     more = ""
     if count > len(lines):
         more = f"\n  and {count - len(lines)} more"
@@ -472,7 +476,7 @@ def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
 
 @dataclass(frozen=True)
 class Birth:
-    """The settings in a config for models that are sharded while they are built, before the config is resolved.
+    """The settings of a config that a model needs while it is built and sharded, before the config is resolved.
 
     Attributes:
         dtype: the dtype of the parameters; None keeps the dtype in which they are created.

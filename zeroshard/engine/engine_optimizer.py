@@ -71,7 +71,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss before its backward; 1 except under fp16."""
+        """The factor by which the next loss is multiplied before its backward; 1 except under fp16."""
         return self._step.loss_scale
 
     cur_scale = loss_scale

@@ -54,7 +54,7 @@ class Microbatches:
 
     @contextmanager
     def own_backward(self) -> Iterator[None]:
-        """Run the engine's own backward inside. If it reaches no parameter, this rank contributes zeros."""
+        """Run the engine's own backward in the block. If it reaches no parameter, this rank contributes zeros."""
         before = self._sharded.backwards_ended
         yield
         if self._sharded.backwards_ended == before:
@@ -89,7 +89,9 @@ class Microbatches:
         self._start_microbatch()
 
     def multiple(self, accumulation: int, config: Config) -> float:
-        """Return the divisor, apart from the loss scale, that turns the gradients into those of the mean loss.
+        """Return the divisor of the step's gradients, apart from the loss scale.
+
+        It turns them into those of the mean loss, or, if the config sums over ranks, of the sum of the ranks' means.
 
         Raises:
             UsageError: the step's microbatches were scaled in different ways, or not at all under fp16.
@@ -113,7 +115,7 @@ class Microbatches:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Treat no microbatch inside as the last."""
+        """Treat no microbatch of the block as the last of its step."""
         before = self.is_no_sync
         self.is_no_sync = True
         try:

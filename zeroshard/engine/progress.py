@@ -129,9 +129,9 @@ class Progress:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Under `wall_clock_breakdown`, add the time inside to a part of the step.
+        """Add the time of the block to a part of the step, if `wall_clock_breakdown` is on.
 
-        It waits for an accelerator at both ends.
+        It waits for an accelerator at both ends of the block.
         """
         if not self._schema.wall_clock_breakdown:
             yield
@@ -152,11 +152,11 @@ class Progress:
         self._losses.append(loss)
 
     def forget_losses(self) -> None:
-        """Drop the losses of the step's microbatches so far. These will run again."""
+        """Drop the losses of the step's microbatches so far, which will run again."""
         self._losses.clear()
 
     def start_at(self, samples: int) -> None:
-        """Measure the throughput from now, at this number of samples."""
+        """Start to measure the throughput, at this number of samples since the start of training."""
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
 
@@ -164,7 +164,7 @@ class Progress:
 
     @contextmanager
     def heard_by(self, watcher: Watcher, tokens: int | None) -> Iterator[None]:
-        """Call `watcher` for each step inside, on this rank. `tokens` is the number per sample, if given."""
+        """Call `watcher` for each step in the block, on this rank. `tokens` is the number of tokens per sample, if given."""
         before = self.tokens
         self._watchers.append(watcher)
         if tokens is not None:
@@ -177,7 +177,7 @@ class Progress:
 
     @contextmanager
     def also_to(self, folder: Path) -> Iterator[None]:
-        """Also write each step inside to `folder/steps.jsonl`. Every rank must call it, to contribute its loss."""
+        """Write each step in the block to `folder/steps.jsonl` too. Every rank must call it, to contribute its loss."""
         before = self._is_monitored
         self._is_monitored = True
         monitor: JsonLinesMonitor | None = None

@@ -121,7 +121,7 @@ class Saving(Readers):
         return str(loaded.path), loaded.values.get("client_state", {})
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the values that a checkpoint holds beside model states. Leave out objects without a `state_dict`."""
+        """Return the values that a checkpoint holds beside model states. An object without a `state_dict` becomes None."""
         values: dict[str, Any] = {
             "engine": {name: getattr(self, name) for name in _COUNTERS},
             "lr_scheduler": None,

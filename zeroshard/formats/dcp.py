@@ -1,4 +1,4 @@
-"""Owns the support of torch.distributed.checkpoint (DCP), which writes and reads zeroshard's shards like its own.
+"""Owns the support of torch.distributed.checkpoint (DCP), which can write and read zeroshard's shards.
 
     import torch.distributed.checkpoint as dcp
 
@@ -51,7 +51,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
-    """Divide elements [start, start + flat.numel()) of a flattened tensor into boxes, in order: views of `flat`."""
+    """Yield boxes that together are elements [start, start + flat.numel()) of a flattened tensor, as views of `flat`."""
     if not flat.numel():
         return
     if not shape:

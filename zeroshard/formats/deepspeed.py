@@ -344,7 +344,10 @@ _Placed = tuple[Span, int, _Flat]
 def _saved_spans(
     saved: _OptimizerFile, model: _ModelFile, rank: int, covered: dict[str, int]
 ) -> tuple[list[SavedSpan], dict[str, dict[str, Any]]]:
-    """Find the spans in one optimizer file. `covered` counts the elements of each parameter that earlier ranks hold."""
+    """Return the spans in one optimizer file, and the optimizer's other values for each parameter.
+
+    `covered` has the number of elements of each parameter that earlier ranks hold. This rank's are added.
+    """
     spans: list[SavedSpan] = []
     values: dict[str, dict[str, Any]] = {}
     with _understood(saved.path):
@@ -427,7 +430,7 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
 
 
 def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Find the frozen parameters. Stages 1 and 2 store them whole in the module, and may name them only there."""
+    """Return the shapes of the frozen parameters. Stages 1 and 2 may list them only in the module, which has them whole."""
     listed = dict(model.get("frozen_param_shapes") or {})
     if listed:
         return {name: torch.Size(shape) for name, shape in listed.items()}

@@ -63,7 +63,7 @@ class Exported:
 
     @classmethod
     def of(cls, fqn: str, shape: Sequence[int], saved: torch.dtype, wanted: torch.dtype | None) -> Exported:
-        """Export a tensor under its own name. Only floating-point tensors get the wanted dtype."""
+        """Describe a tensor that keeps its name. Only a floating-point tensor gets the wanted dtype, if there is one."""
         return cls(fqn, tuple(shape), wanted if wanted is not None and saved.is_floating_point else saved, fqn)
 
     @property
@@ -143,7 +143,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and lock it: another export would write to the same files."""
+    """Make a folder, and lock it against another export, which would write to the same files."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -163,7 +163,7 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an `OSError` of a write into a `CheckpointError` that names the file. A full disk's error names none."""
+    """Turn an `OSError` of the block into a `CheckpointError` that names the file: a full disk's error names none."""
     try:
         yield
     except OSError as error:
@@ -178,7 +178,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
-    """Claim a folder, and make temporary files of full size with their headers. At the end, none is left."""
+    """Claim a folder, and make temporary files of full size with their headers. After the block, none is left."""
     with claimed(folder):
         try:
             for plan in plans:

@@ -39,7 +39,8 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Load a model's values from safetensors files.
 
-    Each rank reads only its own part of each parameter, 1 / world_size of the bytes.
+    Of a parameter that was made inside `sharded_init` or is on the meta device, each rank reads only its own part,
+    1 / world_size of the bytes. Whole parameters and buffers are read whole.
 
     Args:
         model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
@@ -93,7 +94,7 @@ def materialise(
     """Initialise a model on the meta device, one module at a time, and shard each at once. Every rank must call it.
 
     Args:
-        model: the model. Tensors that are not on the meta device do not change.
+        model: the model. Modules without own tensors on the meta device do not change.
         initialise: a function that fills a module's own parameters and buffers; default: its `reset_parameters`. Random
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.

@@ -57,8 +57,9 @@ def refuse_divided_by_transformers() -> None:
 def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
     """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get a wrong one.
 
-    Such a loader reads on rank 0, and sends each rank a part, or the same batch to all. It knows the ranks that divide
-    one model, but not the data-parallel ranks beside them. Its length counts several batches for each step.
+    Such a loader reads on rank 0, and sends each rank a part of a batch, or the same batch to all. It takes account of
+    the ranks that divide one model, but not of the data-parallel ranks beside them. Its length counts several batches
+    for each step.
 
     Args:
         model: the divided model.

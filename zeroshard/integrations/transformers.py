@@ -317,7 +317,7 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`, by which transformers decides if ranks must run equally often.
+    """The value of `_is_fsdp_managed_module`: whether transformers must run equally many forwards on all ranks.
 
     It is true while a forward gathers parameters. A copied or pickled model gets False.
     """
@@ -334,7 +334,7 @@ class NeedsOtherRanks:
 
 
 def generate_together(sharded: Sharded) -> None:
-    """Make `generate` of transformers' models continue until the last rank is done, while parameters are sharded.
+    """Make `generate` of transformers' models continue on all ranks until the last is done, while parameters are sharded.
 
     Compiled models are left out: torch.compile traces a module with this attribute as one of FSDP's.
     """

@@ -73,7 +73,7 @@ class Row:
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
-        """Whether the task has lasted long enough to have a line."""
+        """Return whether the task has lasted long enough to have a line."""
         return now >= self._due
 
     @property

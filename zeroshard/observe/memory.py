@@ -21,7 +21,7 @@ def memory_report(
 
     Args:
         states: the optimizer's tensors on the accelerator.
-        freed_nbytes: memory that units freed and the next unit will use, and scratch outside the pool.
+        freed_nbytes: bytes that units freed and the next unit will use, and of scratch outside the pool.
         emptied: addresses of storages that have no memory now.
 
     Returns:

@@ -45,7 +45,7 @@ class Readings(Generic[Key]):
         """Return the numbers that have arrived, and start the copies of the next batch.
 
         Args:
-            wait: block until all numbers have arrived.
+            wait: whether to block until all numbers have arrived.
         """
         found: list[tuple[Key, list[float]]] = []
         while wait or all(transfer.is_done for _, transfer in self._arriving.values()):

@@ -24,7 +24,14 @@ _LOWEST, _HIGHEST = -64, 16
 
 
 class GradientCount:
-    """The counts of one backward at one scale: zeros and elements by parameter, elements that are not finite, sizes."""
+    """The counts of one backward at one scale.
+
+    Attributes:
+        zeros, numels: by parameter, the gradient elements that are zero, and all of them.
+        not_finite: the number of elements that are infinite or NaN.
+        histogram: the number of finite elements other than zero, by exponent of two without the scale, from `_LOWEST`
+            on, [n], int64.
+    """
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

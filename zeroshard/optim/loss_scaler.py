@@ -25,7 +25,7 @@ from zeroshard.errors import LossScaleError
 
 
 class LossScaler(ABC):
-    """A scale of the loss for the next backward. It is the same on every rank, since every rank has the same norm."""
+    """A scale of the loss for the next backward, the same on every rank, since all ranks have the same norm."""
 
     scale: float
 
@@ -68,9 +68,9 @@ class DynamicLossScaler(LossScaler):
     Attributes:
         scale: the present scale.
         window: the number of steps without overflow after which the scale doubles.
-        hysteresis: the number of overflows at which the scale halves. Earlier overflows do not change it.
-        consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise a window
-            does.
+        hysteresis: the number of overflows from which each one halves the scale. Earlier overflows do not change it.
+        consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
+            window does.
         min_scale: the smallest scale. An overflow at this scale raises an error.
     """
 

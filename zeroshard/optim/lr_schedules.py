@@ -246,8 +246,9 @@ class OneCycle(LRSchedule):
 
     Args:
         cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 is a ramp.
-        cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. The
-            second beta is then 0.99.
+        cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. After
+            the cycle it is the maximum, multiplied by 1 + decay_mom_rate * n / decay_step_size. The second beta is then
+            always 0.99.
     """
 
     def __init__(
@@ -324,7 +325,7 @@ class OneCycle(LRSchedule):
         super()._apply()
         moments = self.get_mom()
         if moments is not None and self.last_batch_iteration < 0:
-            # In the first step the momenta are at their minimum, like the rate.
+            # As in DeepSpeed, the betas start at their minimum, like the rate.
             moments = [(first, _SECOND_BETA) for first in self._min_momentum]
         for group, betas in zip(self.optimizer.param_groups, moments or (), strict=False):
             group["betas"] = betas

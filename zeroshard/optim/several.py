@@ -68,5 +68,5 @@ def _flat(value: Any) -> list[Any]:
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the user made."""
+    """Return the optimizers that the user made: the members of a `Several`, or the only one."""
     return optimizer.members if isinstance(optimizer, Several) else [optimizer]

@@ -47,7 +47,7 @@ KNOWN = {
 """The optimizers of torch.optim and zeroshard that sharding supports, by class name."""
 
 _UNKNOWN = 2
-"""The number of states that is assumed for other optimizers, most of which are similar to Adam."""
+"""The number of states that is assumed for other optimizers: most of them resemble Adam."""
 
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:

@@ -57,7 +57,7 @@ _SILENT = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "tensorboard", "csv_monitor", "json_monitor",
     "wandb", "comet", "comms_logger",
 )  # fmt: skip
-"""Keys of a config that make a run log. A dry run ignores them."""
+"""The keys of a config that enable printed lines and logs. A dry run ignores them."""
 _ROOT = "the root module"
 _Spent = dict[str, Counter[str]]
 """The cost of a step so far: seconds by cause, bytes sent and calls by collective."""
@@ -136,19 +136,19 @@ class Figures:
 
 
 def parted(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a config as a mapping, and separately the keys that make a run log."""
+    """Return a config as a mapping without the keys for printed lines and logs, and those keys separately."""
     raw = read(config)
     silent = {key: raw.pop(key) for key in _SILENT if key in raw}
     return raw, silent
 
 
 def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: bool = False) -> Figures:
-    """Run two steps of a config.
+    """Run two steps as one rank of a training run, and return the figures.
 
     Args:
         job: the training run.
         config: a config, as for `initialize`.
-        micro_batch: samples of one call, if the config names no batch size.
+        micro_batch: the samples of one call, if the config names no batch size.
         draws: whether to keep the timeline.
 
     Raises:
@@ -170,7 +170,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
-    """The mode of a dry run. A copied tensor keeps it: nn.TransformerEncoder copies its first layer."""
+    """The mode of a dry run. The copy of a tensor is in the same mode (nn.TransformerEncoder copies its first layer)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
         return self
@@ -248,7 +248,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 
 
 class _Members:
-    """A maker of the simulated collectives and storages, for `shard`."""
+    """A maker of the simulated collectives (`made`, after the call) and storages, for a `Backend`."""
 
     made: SimulatedRanks | SimulatedTwoLevel
 
@@ -315,7 +315,7 @@ def _born(job: Job) -> nn.Module:
     try:
         return job.factory()
     except RuntimeError as error:
-        # torch cannot move a module of tensors without values while it is built; PEFT moves its adapters then.
+        # torch cannot move a module of tensors without values, and PEFT moves its adapters while it builds them.
         if "Couldn't swap" not in str(error):
             raise
         traceback.clear_frames(error.__traceback__)  # the frames hold parts of the model
@@ -414,7 +414,7 @@ def _step(
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor without values like one of the user's, which may have been made before the mode began."""
+    """Return a tensor of the same shape and dtype, without values: the user may have made this one before the mode began."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -446,8 +446,8 @@ def _loss(job: Job, output: Any) -> Tensor:
 def take_foreach(engine: Engine) -> None:
     """Set `foreach` for optimizers that choose no implementation, as torch does on an accelerator.
 
-    They then update all tensors at once, with temporaries for all. Without it, torch would see the CPU of a dry run,
-    where such an optimizer takes one tensor after another.
+    Such an optimizer updates all tensors at once, with temporaries for all. On the CPU, where the tensors of a dry run
+    are, torch would update one tensor after another.
     """
     for group in chain.from_iterable(one.param_groups for one in engine._sharded.sharded_step.users_optimizers()):
         if group.get("foreach", False) is None and group.get("fused") is None:
@@ -474,8 +474,8 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside the block as in a real run.
 
-    It treats tensors without values like those of torch.compile, whose values it may not read. To be safe, it then
-    makes a mask of [batch, 1, length, length]. A dry run can answer such reads.
+    It treats tensors without values as torch.compile's, whose values it must not read, and so makes a full mask of
+    [batch, 1, length, length]. A dry run can answer such reads.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -514,8 +514,8 @@ def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 def _random_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Count the memory of one random state for each forward of these modules, until its backward ends.
 
-    On a CPU, torch's checkpointing keeps such a state for each call, without an operation that the ledger could count.
-    If the input needs no gradient, the state stays until the module's next forward.
+    On a CPU, torch's checkpointing keeps such a state for each call, and the ledger sees no operation that makes it. If
+    the input needs no gradient, the state stays until the module's next forward.
     """
     kept: dict[nn.Module, Tensor] = {}
 

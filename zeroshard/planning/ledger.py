@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -85,7 +85,9 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         phase, module: the present phase and module of the model, which a peak records.
+        born: the category of new memory outside `purpose`.
         peak, host_peak: the peaks on the device, and in CPU memory beside it.
+        peak_together: the peak of the sum of both memories.
         timeline: the live bytes after each operation, if `draws` is set.
     """
 
@@ -100,11 +102,11 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.born = TEMPORARIES
         self._live: dict[int, _Live] = {}
+        # By memory: False is the device's, True the CPU memory beside it.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
-        """The peak of the sum of both memories."""
         self.timeline: list[Moment] = []
         self._purpose: list[tuple[str, bool]] = []
 
@@ -126,7 +128,7 @@ class Ledger(TorchDispatchMode):
         return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
 
     def forget_peaks(self) -> None:
-        """Forget earlier peaks."""
+        """Drop the peaks so far, and start new ones at the present live bytes."""
         self.peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
         self.peak_together = sum(now.total() for now in self._now.values())
@@ -134,7 +136,7 @@ class Ledger(TorchDispatchMode):
     # ------------------------------------------------------------------ categories
 
     def enter(self, phase: str, born: str) -> None:
-        """Begin a phase, whose new memory belongs to the category `born`."""
+        """Begin a phase, whose new memory is of the category `born`."""
         self.phase = phase
         self.born = born
 
@@ -217,7 +219,7 @@ class Ledger(TorchDispatchMode):
         return live is not None and live.on_host
 
     def _is_on_host(self, tensors: Iterable[Any]) -> bool:
-        """Return whether an operation on these tensors runs in CPU memory: its results are in the memory of its inputs."""
+        """Return whether an operation on these tensors runs beside the device: where the first one of several elements is."""
         if not self._now[True].total():
             return False
         for tensor in tensors:
@@ -276,17 +278,14 @@ def _is_meta(tensor: Tensor) -> bool:
 
 _DEVICE = torch.ops.prim.device.default
 _ASKS = {aten._local_scalar_dense.default, aten.equal.default}
-_VIEWS: dict[Any, bool] = {}
 
 
+@cache
 def _is_view(func: Any) -> bool:
     """Return whether an operation only makes a view, and so allocates and moves no memory."""
-    known = _VIEWS.get(func)
-    if known is None:
-        returns = func._schema.returns
-        is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-        known = _VIEWS[func] = is_alias or func._overloadpacket is aten.detach
-    return known
+    returns = func._schema.returns
+    is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return is_alias or func._overloadpacket is aten.detach
 
 
 def _attention(query: Tensor, key: Tensor, factor: int) -> int:

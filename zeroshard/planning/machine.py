@@ -174,7 +174,7 @@ class Clock:
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Count the operations inside `number` times, for others of the same cost that a dry run leaves out."""
+        """Count each operation in the block `number` times: a dry run leaves out blocks of the same cost."""
         before = dict(self.computed)
         yield
         for name, seconds in self.computed.items():
@@ -195,7 +195,7 @@ class Clock:
 
 
 class Line:
-    """A line that carries bytes.
+    """A line between two places, which carries one transfer after another.
 
     Args:
         clock: the clock of the dry run.

@@ -35,7 +35,7 @@ class Plan:
         figures: the results of the dry run.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
-        told: keys of the config that make a run print or log.
+        told: the config's keys for printed lines and logs.
     """
 
     job: Job
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """The largest cause of a step's time."""
+        """The largest cause of a step's time, a key of `BOUNDS`."""
         spent = self.figures.spent
         return max(spent, key=lambda name: spent[name], default="computing")
 
@@ -217,7 +217,8 @@ def plan(
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
         optimizer: a function that makes an optimizer from parameters, if the config names none; default: AdamW.
-        micro_batch: the samples of one call, if the config names no batch size.
+        micro_batch: the samples of one call, if the config names no batch size; default: those of `batch`, unless it is
+            a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, for `draw`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`

@@ -4,10 +4,10 @@ Every result is a dry run. A deep model is first run at two small depths, which 
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
-A larger micro-batch is not slower, so each setting is tried from the largest down, and the first that fits is its best.
-The memory that grows with the micro-batch shows where to stop. Checkpointing, and states on the CPU, cost time and save
-only memory. They are not tried if the same setting without them fits as large a micro-batch. If that setting then does
-not fit at full depth, the settings that were left out because of it are tried.
+A larger micro-batch is not slower, so each setting is tried from the largest down, and its first that fits is its best.
+The memory that grows with the micro-batch shows which smaller ones cannot fit. Checkpointing, and states on the CPU,
+save memory and cost time. They are not tried if the same setting without them fits as large a micro-batch. If that
+setting then does not fit at full depth, the settings that were left out because of it are tried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Told = Callable[[int, int], None]
 """A function that gets the progress: the number of dry runs that have ended, and their total number."""
 
 _MOST_SAMPLES = 1 << 16
-"""The maximum number of samples that `largest_micro_batch` tries."""
+"""The number of samples from which `largest_micro_batch` stops if they fit."""
 
 _SHALLOW = (3, 5)
 """The depths at which a deep model is run first."""
@@ -52,7 +52,7 @@ _OTHERS = 3
 """The maximum number of choices that are shown besides the best."""
 
 _ALIKE = 0.02
-"""Steps whose times differ by at most this share count as equal, and the lowest stage among them is chosen."""
+"""The share by which a step may be slower than the fastest and count as equal. The lowest stage of these is chosen."""
 
 _DOUBT = 0.03
 """The largest error of an estimate, as a share of the memory. Estimates are made for the full depth from two shallow
@@ -72,7 +72,7 @@ def in_processes(
     """Run jobs in separate processes. Yield (number, result) of each as it ends; a `ZeroshardError` is a result.
 
     Processes are forked, so a job may be any callable. If torch was built for accelerators, and this process has run a
-    backward, forked processes cannot run one. Jobs then run here, one after the other.
+    backward, forked processes cannot run one. Jobs then run in this process, one after another.
 
     Args:
         jobs: functions without arguments.
@@ -208,7 +208,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
-    """Run each single change, and sort the changes by gain. Changes that the engine refuses are left out."""
+    """Run each single change, and return them, the largest gain first. Changes that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
     for done, (number, figures) in enumerate(
@@ -225,7 +225,7 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
 def largest_micro_batch(plan: Plan) -> int:
     """Return the largest micro-batch that fits, with the same accumulation; 0 if one sample does not fit.
 
-    It tries at most `_MOST_SAMPLES`.
+    Above `_MOST_SAMPLES`, the result may be smaller than the largest.
     """
     needs = {plan.figures.config.batch.micro: plan.needed_nbytes}
 
@@ -305,7 +305,10 @@ class Choice:
 
     @property
     def on_cpu(self) -> tuple[bool, bool]:
-        """Whether the optimizer and the parameters are on the CPU. With parameters there, an update copies less back."""
+        """Whether the optimizer and the parameters are on the CPU.
+
+        Parameters there are not always slower, since an update then copies less back.
+        """
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
     def is_dearer_than(self, other: Choice) -> bool:
@@ -446,7 +449,10 @@ class Search:
         return bool(mistaken)
 
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
-        """Run the choices closest to fitting, with the smallest micro-batches or the largest, which keep no sums."""
+        """Run the choices that miss the least memory, with the smallest micro-batch or the largest.
+
+        With the largest, a step has one microbatch, so no gradients are kept between microbatches.
+        """
         extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
         found = self._known | self._estimates(extremes)
         if self._is_shallow:
@@ -518,7 +524,7 @@ class Search:
     def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
         job = self.job
         if layers is not None and self.shallow is not None:
-            # Fewer layers would leave room for optional memory that the full depth lacks, so the engine gets none.
+            # The engine takes optional buffers if memory is free, and a shallow model would leave more than the full one.
             full = job.machine.model_copy(update={"memory": 1})
             job = replace(job, factory=self.shallow(layers), machine=full)
         return partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro))

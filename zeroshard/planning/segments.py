@@ -13,13 +13,13 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most this size have separate segments. From a larger block, only a remainder above this size is split off."""
+"""Blocks of at most this size are small, and share small segments. Of larger ones, only a rest above this size is split off."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20
-"""Blocks from SMALL_NBYTES to this size share segments of LARGE_SEGMENT_NBYTES. Larger ones have separate segments."""
+"""Blocks above SMALL_NBYTES and below this size share segments of LARGE_SEGMENT_NBYTES. Larger ones get a segment each."""
 ROUND_NBYTES = 2 << 20
-"""Segments for a single block are multiples of this."""
+"""Segments of one larger block are multiples of this."""
 
 
 class Block(NamedTuple):

@@ -2,9 +2,9 @@
 
 [Note: ranks and shards]
 If every rank updates all parameters (an unsharded optimizer), the engine makes a view for each rank's shard of each
-parameter. A plan for 1,024 ranks would take 1,024 times as long, for the same result: one rank holds everything. So the
-engine gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with
-their padding.)
+parameter. A plan for 1,024 ranks would make 1,024 times as many, although each rank holds everything. So the engine
+gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with their
+padding.)
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class _CountedBuffer(FlatBuffer):
 
 
 def _purpose_of(label: str) -> str:
-    """Return the category of a slot, by its label for errors."""
+    """Return the category of a slot, from its label."""
     if label.startswith("gradients"):
         return GRADIENTS
     if "master weights" in label:

@@ -40,9 +40,11 @@ class Subject:
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
-    """Return the model of a transformers `config.json`, given as the file or its folder.
+    """Return the model that a transformers `config.json` describes, without reading weights or using the network.
 
-    It reads no weights and uses no network.
+    Args:
+        path: the file, or its folder.
+        sequence: the number of tokens of a sample.
 
     Raises:
         UsageError: there is no such file, it describes no model, or transformers has no such architecture.

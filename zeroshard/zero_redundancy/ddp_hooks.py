@@ -22,7 +22,7 @@ from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zeroshard.zero_redundancy.parameter_bucket import is_dense
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
-"""(state, torch.distributed.GradBucket) -> the reduced buffer, in the future."""
+"""A communication hook of DDP: a function of a state and a `GradBucket` that returns a future of the reduced buffer."""
 
 
 def hook_with_zero_step(
@@ -69,7 +69,7 @@ class _StepInBackward:
 
     # DDP requires a function whose `bucket` is annotated by its own class or not at all.
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Run the user's hook, and return its buffer in a future that is done when the thread has stepped."""
+        """Run the user's hook, and return a future of the bucket's buffer, which is done after this bucket's step."""
         reduced = self._hook(state, bucket)
         buffer = bucket.buffer()
         devices = None
@@ -91,7 +91,7 @@ class _StepInBackward:
         self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
         done: torch.futures.Future[Tensor],
     ) -> None:  # fmt: skip
-        """Wait for one of DDP's buckets, and step. The hook's thread takes buckets in an order that all ranks share."""
+        """Wait for one of DDP's buckets, and step. The one thread takes them in DDP's order, the same on all ranks."""
         try:
             value = reduced.wait()
             if value.data_ptr() != buffer.data_ptr():

@@ -53,8 +53,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved`. `step()` then only warns.
-        elementwise: whether the optimizer updates each element only from its own history; default: True for listed
-            classes.
+        elementwise: whether the optimizer updates each element only from its own history; default: as listed for the
+            optimizers of torch and zeroshard, and False for unknown classes.
         defaults: arguments of the local optimizer.
 
     Raises:
@@ -93,7 +93,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # torch's loop passes over the elements several times. In pieces that fit into a cache, it reads memory once.
         if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
             self._piece_numel = CACHE_NUMEL
-        self._buckets: list[ParameterBucket] = []
+        self.buckets: list[ParameterBucket] = []
+        """The buckets, in the order of their all-gathers."""
         self._homes: list[Home] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         own = self._own_views(self._all_parameters)
@@ -115,15 +116,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     @property
     def _views(self) -> list[OwnView]:
-        return [view for bucket in self._buckets for view in bucket.views]
+        return [view for bucket in self.buckets for view in bucket.views]
 
     def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """Lay these parameters out. Return this rank's views of each, by the parameter's id."""
         added, homes = lay_out_parameters(
-            parameters, len(self._buckets), self.rank, self.world_size,
+            parameters, len(self.buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, piece_numel=self._piece_numel,
         )  # fmt: skip
-        self._buckets += added
+        self.buckets += added
         self._homes += homes
         own: dict[int, list[Tensor]] = {}
         for bucket in added:
@@ -181,13 +182,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         def reduced() -> Any:
             assert closure is not None
             value = closure()
-            self._lend(self._buckets, _GRADIENT)
+            self._lend(self.buckets, _GRADIENT)
             return value
 
-        if closure is not None:  # the optimizer may not call it: until then, the present gradients are used
+        if closure is not None:  # an optimizer that does not call it uses the present gradients
             kwargs["closure"] = reduced
-        loss = self._local_step(self._buckets, _GRADIENT, **kwargs)
-        self.start_gather(self._buckets)()
+        loss = self._local_step(self.buckets, _GRADIENT, **kwargs)
+        self.start_gather(self.buckets)()
         return loss
 
     def step_buckets(
@@ -208,13 +209,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._follow_parameters()
         self._lend(buckets, gradient_of)
         loss = self.optim.step(**kwargs)
-        self._lend(self._buckets, lambda _: None)
+        self._lend(self.buckets, lambda _: None)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         return loss
 
     def _follow_parameters(self) -> None:
-        """Move parameters back into the flat buffers or update the views: trainers and `module.to` replace storages."""
+        """Move parameters back into the flat buffers, or the views to them: trainers and `module.to` replace storages."""
         for view in self._views:
             parameter = view.parameter
             value = view.value
@@ -295,7 +296,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         pieces = [
             (target, bucket.parameters[piece.index], slice(piece.parameter_start, piece.parameter_start + piece.numel))
             for target in sorted({*range(collectives.world_size)} - {*training})
-            for bucket in self._buckets
+            for bucket in self.buckets
             for piece in bucket.layout.shard_pieces(target)
         ]
         pending = []
@@ -327,9 +328,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
-        A consolidated state is returned until the next step. The call runs no collective and never raises. The key
-        "zeroshard" describes shards: its list `pieces` has one [parameter index, start, stop] for each number in "state",
-        in elements of the flattened parameter.
+        A consolidated state is returned until the next step. The call runs no collective, and works without a
+        consolidation. The key "zeroshard" describes shards: its list `pieces` has one [parameter index, start, stop] for
+        each number in "state", in elements of the parameter in the order of its storage.
         """
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
@@ -376,11 +377,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _indices(self) -> dict[int, int]:
         """Return the parameters' numbers in a plain optimizer's state dict, by id."""
         return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
-
-    @property
-    def buckets(self) -> Sequence[ParameterBucket]:
-        """The buckets, in the order of their all-gathers."""
-        return self._buckets
 
 
 class _StepAlong(JoinHook):

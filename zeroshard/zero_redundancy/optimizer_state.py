@@ -23,8 +23,8 @@ class _Transfer(NamedTuple):
     """A transfer of one tensor to the rank that consolidates.
 
     Attributes:
-        own: the tensor, on the rank that has it.
-        target: the place of the tensor, on the rank that consolidates.
+        own: the tensor, on the rank that has it; elsewhere None.
+        target: the memory for the tensor, on the rank that consolidates; elsewhere None.
         source: the rank that has the tensor.
         device: the device of its parameter.
     """
@@ -42,18 +42,18 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """Gather the whole state by parameter index, in CPU memory on rank `to`; None on others. Every rank must call it.
+    """Return the whole state by parameter index, in CPU memory on rank `to`, and None on others. Every rank must call it.
 
     All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
     """
     held = [view for view in views if optimizer.state.get(view.value)]
-    told = [
+    described = [
         [indices[id(view.parameter)], view.start, view.stop, _describe(optimizer.state[view.value], view)]
         for view in held
     ]
     whole: dict[int, State] = {}
     pieces = list[_Transfer]()
-    for source, entries in enumerate(collectives.exchange_json(told, "the description of optimizer state")):
+    for source, entries in enumerate(collectives.exchange_json(described, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
             own: State = {}
             if source == collectives.rank:
@@ -72,14 +72,18 @@ def consolidate(
                     )
                 pieces.append(_Transfer(own.get(name), target, source, parameters[index].device))
     for first in range(0, len(pieces), _AT_ONCE):
-        _bring(pieces[first : first + _AT_ONCE], to, collectives)
+        _send(pieces[first : first + _AT_ONCE], to, collectives)
     if collectives.rank != to:
         return None
     return dict(sorted(whole.items()))
 
 
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
-    """Return (kind, dtype, content) of each entry: a value, a tensor along the parameter, or a tensor of a different shape."""
+    """Return (kind, dtype, content) of each entry.
+
+    The kind is "value" (content: the number or text), "along" (a tensor of the view's shape; None), or "apart" (a
+    tensor of a different shape; that shape).
+    """
     described: dict[str, tuple[str, str | None, Any]] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -103,7 +107,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Return the part of the whole state that a piece fills. The first call for a state allocates the whole."""
+    """Return the part of the whole state that a piece fills, 1-D. The first call for a state allocates the whole."""
     if kind == "along":
         if name not in state:
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
@@ -114,7 +118,7 @@ def _home(
     return whole.view(-1)
 
 
-def _bring(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
+def _send(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
     """Transfer all pieces at once. Every rank must call it, with the same number of pieces."""
     label = "optimizer state on its way to one rank"
     arriving: list[tuple[Tensor, Tensor, Work]] = []
@@ -201,9 +205,9 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
 
 
 def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
-    told = state_dict["zeroshard"]
+    described = state_dict["zeroshard"]
     saved: dict[int, list[tuple[Span, State]]] = {}
-    for number, (index, start, stop) in enumerate(told["pieces"]):
+    for number, (index, start, stop) in enumerate(described["pieces"]):
         saved.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
 
     def find(index: int, view: OwnView) -> State | None:
@@ -217,8 +221,8 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
                 found_numel += common.numel
         if found_numel != view.stop - view.start:
             raise UsageError(
-                f"the loaded state dict holds the shards of rank {told['rank']} of {told['world_size']}, and this rank "
-                "needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
+                f"the loaded state dict holds the shards of rank {described['rank']} of {described['world_size']}, and this "
+                "rank needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
             )
         found: State = {}
         for name, value in needed[0][1].items():

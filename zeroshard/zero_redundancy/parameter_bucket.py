@@ -60,12 +60,12 @@ class OwnView:
     is_whole: bool
 
     def follow(self) -> None:
-        """Follow the parameter to its present storage, if user code gave it another one (`p.data = x`, as trainers do)."""
+        """Point the view at the parameter's present storage, if user code replaced it (`p.data = x`, as trainers do)."""
         if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
             self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
 
     def lend(self, gradient: Tensor | None) -> None:
-        """Give the local optimizer its part of the gradient, or None."""
+        """Set this view's gradient: its part of the parameter's gradient, or None."""
         if gradient is not None and gradient.layout is not torch.strided:
             raise UsageError(
                 f"a gradient is sparse ({gradient.layout}), and zeroshard needs dense ones: use sparse=False embeddings."
@@ -99,7 +99,7 @@ class Home:
 
 @dataclass(frozen=True)
 class ParameterBucket(ABC):
-    """A set of parameters, or ranges of them, that are gathered together. Three final classes implement it.
+    """A set of parameters, or ranges of them, that are gathered together.
 
     Attributes:
         parameters: the parameters that the layout's pieces index.

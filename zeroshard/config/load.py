@@ -180,7 +180,7 @@ class Config:
 
     @property
     def bucket_numel(self) -> int:
-        """The size of the largest bucket, in elements. A shard on disk must fit into the config's buffers."""
+        """The size of the largest bucket, in elements. If shards are on disk, each fits into one of the config's buffers."""
         zero = self.schema.zero_optimization
         numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
         if self.policy.optimizer.place is Place.DISK:
@@ -382,7 +382,7 @@ def _refuse_unknown(schema: Schema) -> None:
 
 
 def _listed(lines: list[str], count: int) -> str:
-    """Return the message about the problems of a config: one line for each, and the number of the others of `count`."""
+    """Return the message about a config's `count` problems, of which `lines` describe the first."""
     more = ""
     if count > len(lines):
         more = f"\n  and {count - len(lines)} more"

@@ -223,7 +223,7 @@ class Engine(Saving, nn.Module):
         with self._progress.measure("step"), self._step_of_shards.driven():
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
-        self._progress.tell(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
+        self._progress.log(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
         self.loss_scaler.update(not self._last.applied)  # where no step is skipped, the scale is constant
         self._step_of_shards.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()

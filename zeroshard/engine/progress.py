@@ -197,7 +197,7 @@ class Progress:
         """Return whether this step prints a line. The answer is the same on every rank."""
         return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
 
-    def tell(self, report: StepReport, step: int, samples: int, lr: float) -> None:
+    def log(self, report: StepReport, step: int, samples: int, lr: float) -> None:
         """Log a step. Every rank must call it; `step` and `samples` count since the start."""
         losses = self._losses
         self._losses = []

@@ -142,7 +142,7 @@ class DistributedState(Stateful):
         self._live = sharded.checkpoints.live
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as live memory.
+        """Return the states, as the memory that training uses.
 
         Before the first step, it makes the optimizer's states, so that a load can read into them.
 

@@ -47,7 +47,7 @@ _STANDARD = {
 
 
 class _LossScaler:
-    """A substitute for DeepSpeed's loss scalers, with attributes only."""
+    """A substitute for DeepSpeed's loss scalers, which has only their attributes."""
 
 
 class _Fragment:

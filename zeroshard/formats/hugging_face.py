@@ -126,7 +126,7 @@ def _contents(
 
 
 def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) -> list[FilePlan]:
-    """Spread tensors over files. A single file is named `single`."""
+    """Spread tensors over files, each of at most `max_shard_nbytes` or one tensor. A single file is named `single`."""
     shards: list[list[Exported]] = [[]]
     filled = 0
     for one in tensors:

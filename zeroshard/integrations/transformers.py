@@ -308,11 +308,11 @@ class LossScale:
         return loss.float() * self._scaler.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scaler's state, in the form of torch's GradScaler."""
+        """Return the loss scaler's own state, which the Trainer saves like that of torch's GradScaler."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a loss scaler's state, in the form of torch's GradScaler."""
+        """Restore a state that `state_dict` returned."""
         self._scaler.load_state_dict(state)
 
 
@@ -422,7 +422,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse settings that exclude each other, before anything is moved or made."""
+        """Refuse settings that exclude each other, and then make the accelerator."""
         refuse_arguments(self.args)
         if self.sharded is None and self.model is not None and any(is_taken(p) for p in self.model.parameters()):
             raise UsageError(
@@ -553,7 +553,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             self._whole = None
 
     def _adapters_whole(self) -> AbstractContextManager[None]:
-        """Unshard adapters inside: on the rank that writes, PEFT runs prompt encoders and makes state dicts of its modules."""
+        """Unshard adapters in the block, since PEFT runs prompt encoders and makes state dicts on the rank that writes."""
         if self.sharded is None or not self.sharded.policy.parameters.sharded:
             return nullcontext()
         return unsharded(adapter_parameters(self.model))
@@ -605,7 +605,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         self.sharded.load(folder, strict=strict, optimizer_states=optimizer_states, random=False)
 
     def _writable(self) -> AbstractContextManager[None]:
-        """Unshard parameters inside, so that every rank can write the same values."""
+        """Unshard parameters in the block, so that every rank can write the same values."""
         if self.sharded is None:
             return nullcontext()
         return unsharded(self.model, modifier_rank=0)

@@ -181,8 +181,9 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_WarmsUp):
     """A schedule of each group's own lr: a warm-up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
 
-    The lr is multiplied by a ratio. With m and c for the two arguments, it is m + (1 - m) * gamma for i < N. Then it is
-    c + (1 - c) * (1 + cos(pi * p)) / 2, with p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the ratio is 0.
+    With m = warmup_min_ratio, c = cos_min_ratio, T = total_num_steps, and N and gamma as in `WarmupLR`: the lr is
+    multiplied by m + (1 - m) * gamma for 0 <= i < N, and then by c + (1 - c) * (1 + cos(pi * p)) / 2, with
+    p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the factor is 0.
     """
 
     def __init__(
@@ -341,7 +342,7 @@ class Floor:
         self._hold()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule from its own last rates, from which some of torch's schedules compute the next."""
+        """Step the schedule. First restore its own rates, since some of torch's schedules compute the next from them."""
         _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()

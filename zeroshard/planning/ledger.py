@@ -219,7 +219,10 @@ class Ledger(TorchDispatchMode):
         return live is not None and live.on_host
 
     def _is_on_host(self, tensors: Iterable[Any]) -> bool:
-        """Return whether an operation on these tensors runs beside the device: where the first one of several elements is."""
+        """Return whether an operation on these tensors runs in CPU memory beside the device.
+
+        It runs where its first tensor with more than one element is.
+        """
         if not self._now[True].total():
             return False
         for tensor in tensors:

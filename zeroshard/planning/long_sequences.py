@@ -1,4 +1,4 @@
-"""Owns the cut sequences and the tiled losses and MLPs of a dry run, which uses `zeroshard.sequence` as a real run does."""
+"""Owns the cut sequences of a dry run, and its tiled losses, MLPs and norms, by `zeroshard.sequence` as in a real run."""
 
 from __future__ import annotations
 

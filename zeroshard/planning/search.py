@@ -121,7 +121,7 @@ def in_processes(
 
 
 def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
-    """Run one job as `in_processes` does. Return its result, or raise its error."""
+    """Return the result of one job, run as `in_processes` does, or raise its error."""
     [(_, result)] = in_processes([job], first_here=first_here)
     if isinstance(result, ZeroshardError):
         raise result
@@ -307,7 +307,7 @@ class Choice:
     def on_cpu(self) -> tuple[bool, bool]:
         """Whether the optimizer and the parameters are on the CPU.
 
-        Parameters there are not always slower, since an update then copies less back.
+        With both there, a step is not always slower than with only the optimizer: an update copies less back.
         """
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
@@ -434,8 +434,10 @@ class Search:
     def _run_promising(self) -> bool:
         """Run the fastest choices that may fit, a few at a time, until one fits.
 
+        If a choice does not fit although its estimate did, its plan replaces the estimate.
+
         Returns:
-            Whether some choices do not fit although their estimates did. Their plans then replace the estimates.
+            Whether an estimate was replaced.
         """
         may_fit = {one: each.seconds for one, each in self._known.items() if self._over(each) <= self._doubt}
         order = _lower_stages_first(may_fit)

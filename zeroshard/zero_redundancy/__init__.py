@@ -1,1 +1,1 @@
-"""The drop-in for torch's ZeroRedundancyOptimizer."""
+"""The replacement for torch's ZeroRedundancyOptimizer."""

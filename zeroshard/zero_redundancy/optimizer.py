@@ -236,7 +236,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 view.lend(gradient_of(view.parameter))
 
     def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
-        """Start to gather the trained parameters of buckets, and return a function that waits for it."""
+        """Start to gather the trained parameters of buckets, and return a function that waits for them."""
         in_place: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
         if self.world_size == 1:

@@ -88,7 +88,7 @@ class Facts:
     """The settings of the Trainer, or of Fabric.
 
     Attributes:
-        precision: Lightning's name of the precision: "32-true", "bf16-mixed".
+        precision: Lightning's name of the precision, such as "32-true" or "bf16-mixed".
         accumulation: microbatches per step; None if the user's loop decides.
         clipping: the maximum norm of the gradients, 0 for none; None if the user's loop decides.
         steps: optimizer steps of the whole run, for the config's scheduler; infinite if unknown.

@@ -93,8 +93,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # torch's loop passes over the elements several times. In pieces that fit into a cache, it reads memory once.
         if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
             self._piece_numel = CACHE_NUMEL
-        self.buckets: list[ParameterBucket] = []
-        """The buckets, in the order of their all-gathers."""
+        self.buckets: list[ParameterBucket] = []  # in the order of their all-gathers
         self._homes: list[Home] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         own = self._own_views(self._all_parameters)

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -60,7 +60,7 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout:
     Raises:
         RankError: with every failed rank's traceback.
     """
-    if changed := _changed(_AS_IMPORTED):
+    if changed := _AS_IMPORTED.changed():
         raise ValueError(f"{', '.join(changed)} is patched in this process, which warm ranks do not see: use run_ranks")
     ranks = _warm.pop(world_size, None) or Ranks(world_size)
     results = ranks.run(function, args, timeout)
@@ -183,9 +183,10 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         own |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        names = _Names()
         while True:
             function, args, environment = pickle.loads(connection.recv_bytes())
-            answer = _case(function, rank, args, {**environment, **own})
+            answer = _case(function, rank, args, {**environment, **own}, names)
             _save_coverage()
             connection.send_bytes(pickle.dumps(answer))
             if answer[0] is not None:
@@ -221,9 +222,11 @@ def _state() -> tuple[Any, ...]:
     return groups, limits, handlers, torch_wide, Path.cwd()
 
 
-def _case(function: Any, rank: int, args: Any, environment: dict[str, str]) -> tuple[str | None, Any, bool]:
+def _case(
+    function: Any, rank: int, args: Any, environment: dict[str, str], names: _Names
+) -> tuple[str | None, Any, bool]:
     """Return (traceback or None, result, whether nothing is left behind)."""
-    names, state, threads = _names(), _state(), set(threading.enumerate())
+    state, threads = _state(), set(threading.enumerate())
     os.environ.clear()
     os.environ.update(environment)
     torch.manual_seed(0)
@@ -238,38 +241,48 @@ def _case(function: Any, rank: int, args: Any, environment: dict[str, str]) -> t
     del function
     gc.collect()
     gc.freeze()  # what is left was imported
-    is_clean = not _changed(names) and _state() == state and set(threading.enumerate()) <= threads
+    is_clean = not names.changed() and _state() == state and set(threading.enumerate()) <= threads
+    names.note_imported()
     return None, result, is_clean
 
 
 # ---------------------------------------------------------------------- what a case may leave behind
 
 
-def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield modules, and the classes that they define, by name."""
-    for name, module in list(sys.modules.items()):
-        if name in PATCHABLE or name.partition(".")[0] == "zeroshard":
-            yield name, vars(module)
-            for key, value in list(vars(module).items()):
-                if type(value) is type and value.__module__ == name:
-                    yield f"{name}.{key}", vars(value)
+class _Names:
+    """What the names of modules, and of the classes that they define, stood for when they were first seen."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, Any] = {}
+        self._scopes: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+        self.note_imported()
+
+    def note_imported(self) -> None:
+        """Take in the modules that were not seen yet."""
+        for name in sys.modules.keys() - self._modules.keys():
+            module = self._modules[name] = sys.modules[name]
+            if name in PATCHABLE or name.partition(".")[0] == "zeroshard":
+                self._note(name, vars(module))
+                for key, value in list(vars(module).items()):
+                    if type(value) is type and value.__module__ == name:
+                        self._note(f"{name}.{key}", vars(value))
+
+    def _note(self, scope: str, names: Mapping[str, Any]) -> None:
+        kept = {key: value for key, value in names.items() if type(value) in PATCHED}
+        self._scopes.append((scope, names, kept))
+
+    def changed(self) -> list[str]:
+        """Return the names whose values are others than before.
+
+        torch wraps `step` in the class of an optimizer when the first object is made: that is no change.
+        """
+        return [
+            f"{scope}.{key}"
+            for scope, names, kept in self._scopes
+            if not kept.items() <= names.items()
+            for key, value in kept.items()
+            if names.get(key) is not value and not hasattr(names.get(key), "hooked")
+        ]
 
 
-def _names() -> dict[str, dict[str, Any]]:
-    return {scope: {key: value for key, value in names.items() if type(value) in PATCHED} for scope, names in _scopes()}
-
-
-def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the names whose values are others than before.
-
-    torch wraps `step` in the class of an optimizer when the first object is made: that is no change.
-    """
-    return [
-        f"{scope}.{key}"
-        for scope, names in _scopes()
-        for key, value in before.get(scope, {}).items()
-        if names.get(key) is not value and not hasattr(names.get(key), "hooked")
-    ]
-
-
-_AS_IMPORTED = _names()
+_AS_IMPORTED = _Names()

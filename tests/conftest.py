@@ -1,9 +1,9 @@
 """Owns what every test shares: one thread in the parent, so that forks are safe, which tests run when, and on which accelerator."""
 
-import gc
 import inspect
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,24 @@ torch.set_num_threads(1)
 # Builds of torch for accelerators let no fork run a backward if the first one here is that of a plan, under FakeTensorMode.
 torch.ones(1, requires_grad=True).sum().backward()
 
+from forks import settle  # noqa: E402
 from sampling import sample  # noqa: E402
 from simgpu import server  # noqa: E402
 from simgpu.device import MODES  # noqa: E402
 
-LONG = (
-    "test_accelerate_contract", "test_trainer_contract", "test_preference_contract", "test_zero_trainer", "test_trainers",
-    "test_lightning", "test_hosts", "test_elastic", "test_simgpu", "test_simgpu_faults", "test_simgpu_budgets",
-    "test_compile", "test_compile_strangers", "test_plan", "test_plan_search",
+SERVED = (
+    ("test_accelerate_contract", "test_trainer_contract", "test_sequence_contract", "test_tensor_parallel_contract",
+     "test_preference_contract"),
+    ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_lead", "test_simgpu_plans",
+     "test_accelerator_collectives", "test_accelerator_storage"),
 )  # fmt: skip
-"""Files with tests of many seconds: they begin first, so that no process is left alone with one at the end."""
+"""Files whose tests share a server, which takes seconds to start, in the order in which they use it: trainers, and the simulated
+accelerator. Each group begins first in one process, so that few processes start its server."""
+LONG = (
+    ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
+    ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli", "test_plan_search"),
+)  # fmt: skip
+"""Files with tests of many seconds: they begin first in other processes, so that none is left alone with one at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,20 +49,50 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param)
 
 
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Take away what libraries keep of a test in this process: later tests would find it, and so would the ranks that they fork."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if deepspeed := sys.modules.get("transformers.integrations.deepspeed"):
+        deepspeed.unset_hf_deepspeed_config()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the quick set, unless asked for more."""
-    items.sort(key=lambda item: item.path.stem not in LONG)
     quick, rest = sample(items)
     runs_quick, runs_rest = not config.getoption("--rest"), config.getoption("--rest") or config.getoption("--all")
     chosen = {id(item) for item in [*quick * runs_quick, *rest * runs_rest]}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-    items[:] = [item for item in items if id(item) in chosen]
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = in_order([item for item in items if id(item) in chosen], processes)
+
+
+def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Return the tests so that each of several processes, which get equal parts in this order, begins with a group of files."""
+    groups = [*SERVED, *LONG]
+    place = {file: (number, index) for number, group in enumerate(groups) for index, file in enumerate(group)}
+    first: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for number in range(len(groups)):
+        mine = [item for item in items if place.get(item.path.stem, (None, 0))[0] == number]
+        first[number % processes] += sorted(mine, key=lambda item: place[item.path.stem])
+    others = [item for item in items if item.path.stem not in place]
+    ordered = []
+    for process, beginning in enumerate(first):
+        part = (len(items) - len(ordered)) // (processes - process)
+        count = max(part - len(beginning), 0)
+        ordered += beginning + others[:count]
+        del others[:count]
+    return ordered + others
 
 
 def pytest_collection_finish() -> None:
     """Keep what was imported out of every later garbage collection, here and in forked ranks: a quarter of all time."""
-    gc.collect()
-    gc.freeze()
+    settle()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import settle
 
 from simgpu.build import why_not
 
@@ -127,6 +128,7 @@ def serve(descriptor: int) -> None:
     simccl.register()
     shapes = torch.ones(2, 2, device="meta")
     torch.nn.functional.layer_norm(shapes + 1, (2,))  # imports torch's meta kernels in Python: two seconds of each rank
+    settle()
     connection = Connection(descriptor)
     while True:
         try:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trainer_contract import IMPORTS, run
+from test_trainer_contract import IMPORTS, STOCK, run
 
 SCRIPT = "long_sequences.py"
-IMPORTS[SCRIPT] = ("transformers", "accelerate")
+IMPORTS[SCRIPT] = STOCK
 
 
 def case(stage: int | None, checkpointing: bool = False) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trainer_contract import IMPORTS, run
+from test_trainer_contract import IMPORTS, STOCK, run
 
 from zeroshard.testing import RankError
 
 SCRIPT = "tensor_parallel.py"
-IMPORTS[SCRIPT] = ("transformers", "accelerate")
+IMPORTS[SCRIPT] = STOCK
 
 
 def case(stage: int | None, **more: Any) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from contracts import server
 from sampling import cover, pairs, values
 
 SCRIPTS = Path(__file__).parent / "contracts"
+STOCK = ("transformers.trainer", "accelerate", "deepspeed")
 IMPORTS = {
-    "trainer.py": ("transformers", "accelerate"),
-    "accelerate_loop.py": ("transformers", "accelerate"),
-    "adapters.py": ("transformers", "accelerate", "peft", "trl"),
-    "preference.py": ("transformers", "accelerate", "peft", "trl"),
+    "trainer.py": STOCK,
+    "accelerate_loop.py": STOCK,
+    "adapters.py": (*STOCK, "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"),
+    "preference.py": (*STOCK, "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"),
 }
+"""What each script imports when it has begun, too: transformers and trl import most of themselves at the first use of a name."""
 AXES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "optimizer": (True, False),

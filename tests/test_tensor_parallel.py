@@ -37,7 +37,7 @@ from zeroshard.formats.consolidated import state_dict_of
 from zeroshard.formats.hugging_face import export
 from zeroshard.sequence import Sequences
 
-WIDTH, HEADS, VOCABULARY, LENGTH, STEPS, LARGEST_NORM = 16, 4, 29, 8, 5, 0.5
+WIDTH, HEADS, VOCABULARY, LENGTH, STEPS, LARGEST_NORM = 16, 4, 29, 8, 3, 0.5
 """The vocabulary is odd: two ranks have 15 and 14 rows of it."""
 
 

@@ -75,11 +75,11 @@ def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pyte
             model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
             return model  # type: ignore[no-any-return]
 
-        plan = zeroshard.plan(made, config, world_size=2, batch=batch, machine="h100", tile_tokens=3)
+        plan = zeroshard.plan(made, config, world_size=2, batch=batch, machine="h100", tile_tokens=5)
         return plan.figures, len(calls)
 
     (few, few_calls), (every, every_calls) = figures(4), figures(100)
-    assert (few_calls, every_calls) == (2 * 2 * 4, 2 * 2 * -(-LENGTH // 3))
+    assert (few_calls, every_calls) == (2 * 2 * 4, 2 * 2 * -(-LENGTH // 5))
     assert (few.peak, few.peaks, few.rest, few.sent) == (every.peak, every.peaks, every.rest, every.sent)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.spent == pytest.approx(every.spent, rel=1e-9)

@@ -18,7 +18,8 @@ from twin import same_on_all_ranks, whole
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
 
-STAGES = pytest.mark.parametrize("stage", range(4))
+STAGES = pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2, 3])
+"""Stage 1 has the gradients of stage 0, and the optimizer states of stage 2: the rest has it."""
 Clip = Callable[[nn.Module], Any]
 """What a loop does with gradients; it returns what it logs."""
 
@@ -233,7 +234,7 @@ def test_torchs_own_clipping_clips(clip: str, ranks: int) -> None:
             torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
         first, first_norms = train(rank, CLIPS[clip], Policy.stage(0))
         assert same_on_all_ranks(first)
-        on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 2, 3)]
+        on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)]
         for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
             found, found_norms = train(rank, CLIPS[clip], policy)
             assert same(found_norms, first_norms), policy

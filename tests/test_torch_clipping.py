@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -427,3 +428,21 @@ def test_clipping_that_would_leave_out_a_parameter_is_refused(stage: int) -> Non
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     assert sharded.clip_grad_norm_(1e-3) > 1e-3
     assert sharded.clip_grad_norm_(1.0) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_model_that_is_pickled_before_clipping_is_clipped(stage: int) -> None:
+    def body(rank: int) -> None:
+        norms = []
+        for is_pickled in (False, True):
+            torch.manual_seed(0)
+            model = Stack()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+            model(*tokens(rank, 0)).backward()
+            if is_pickled:
+                torch.save(model, io.BytesIO())
+            norms.append(by_norm(model))
+            sharded.remove()
+        assert norms[0] > 0 and torch.equal(*norms)
+
+    on_ranks(body, 2)

@@ -648,6 +648,38 @@ def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) ->
     on_ranks(body, 2)
 
 
+class Unsaveable(nn.Linear):
+    """A layer whose state dict can be made only while it is ready."""
+
+    is_ready = True
+
+    def get_extra_state(self) -> int:
+        if not self.is_ready:
+            raise ValueError("not ready")
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_dict_that_raised_does_not_keep_units_whole() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(Unsaveable(4, 4), nn.Linear(4, 4))
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        before = whole(model)
+        model[0].is_ready = False
+        with pytest.raises(ValueError, match="not ready"):
+            model.state_dict()
+        model[0].is_ready = True
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.optimizer.step()
+        assert not same(before, whole(model))
+        assert same(whole(model), {name: model.state_dict()[name] for name in before})
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
 def test_arrays_made_inside_unsharded_are_allowed() -> None:
     """torch cannot free memory that an array was made of: the unit stays whole then, and trains on."""
 

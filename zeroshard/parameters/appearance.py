@@ -395,8 +395,12 @@ def classes_of(
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             owner.before_read(self, "pickle")
+            shown_as = type(self)
             self.__class__ = ordinary  # type: ignore[assignment]
-            return self.__reduce_ex__(protocol)
+            try:
+                return self.__reduce_ex__(protocol)
+            finally:
+                self.__class__ = shown_as
 
     class Away(Taken):
         """A parameter without values: every torch operation on it calls `__torch_function__` first, through any reference."""

@@ -53,6 +53,7 @@ class _Held:
             with unit.collectives.operation(operation):
                 unit.unshard()
             unit.pins += 1
+            unit.pins_of_state_dicts += 1
 
     def copy_and_reshard(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         copies: dict[int, Tensor] = {}
@@ -66,6 +67,7 @@ class _Held:
     def reshard(self, *_: Any) -> None:
         for unit in self._units:
             unit.pins -= 1
+            unit.pins_of_state_dicts -= 1
             unit.reshard()
 
 

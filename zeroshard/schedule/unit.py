@@ -134,7 +134,9 @@ class Unit:
         self.replaced_gradients: set[int] = set()
         """The parameters among these whose `grad` the user has set since."""
         self.pins = 0
-        """The `unsharded` blocks, and reads of state dicts, that keep the unit unsharded through calls of `reshard`."""
+        """The `unsharded` blocks, and state dicts in the making, that keep the unit unsharded through calls of `reshard`."""
+        self.pins_of_state_dicts = 0
+        """The pins of state dicts. If making or loading one raised, its pin stays until `refuse_pinned`."""
         self.is_held = False
         """A graph that outlives its backward may read the unit (`create_graph=True`): it stays until a backward leaves no graph."""
         self._live = context.live
@@ -315,6 +317,9 @@ class Unit:
         self._cpu.leave(changed=changed)
 
     def refuse_pinned(self, what: str) -> None:
+        """Raise if a block that keeps the unit unsharded is open while `what` runs."""
+        self.pins -= self.pins_of_state_dicts
+        self.pins_of_state_dicts = 0
         if self.pins:
             raise UsageError(
                 f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "

@@ -16,7 +16,7 @@ import torch
 from zeroshard.errors import PolicyError, UsageError
 
 PAGE_NBYTES = 4096
-"""In direct I/O, addresses, offsets and lengths are multiples of this."""
+"""In direct I/O, addresses, offsets and lengths are multiples of this number of bytes."""
 
 
 class Place(enum.StrEnum):
@@ -95,10 +95,10 @@ class Offload:
 
 
 def largest_shard_numel(offload: Offload) -> int:
-    """Return the largest number of elements of an optimizer's shard on disk of which several fit into the buffers.
+    """Return the most elements that a shard of an optimizer on disk may have, so that the buffers hold enough shards.
 
-    At one time, one shard is being read, one updated and one written. The buffers must hold four sub-groups (one to
-    spare) of master weights, gradient and, as for Adam, two states in fp32. Half of the buffers stays free for other
+    At one time, one shard is being read, one updated and one written. So the buffers must hold four sub-groups (one to
+    spare), each of master weights, gradients and, as for Adam, two states. Half of the buffers stays free for other
     shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
@@ -350,9 +350,9 @@ class Precision:
             `master_dtype`, since 16-bit sums over microbatches lose precision.
         master_dtype: dtype of the weights that the optimizer updates.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
-        predivide_factor: the divisor of gradients before they are sent. The sum over ranks is then divided by
-            world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow. (Sums over
-            gloo are always in fp32, and NCCL divides while it adds.)
+        predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
+            divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.
+            (Sums over gloo are always in fp32 at least. By default, NCCL divides while it adds.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -363,7 +363,11 @@ class Precision:
     predivide_factor: float = 1.0
 
     def over_microbatches(self, count: int) -> Precision:
-        """Return the dtypes for steps of `count` microbatches. With one, gradients keep their communication dtype."""
+        """Return the dtypes for steps of `count` microbatches.
+
+        A single microbatch's gradients are not summed, so they may be kept in 16 bits. `accumulate_dtype` then becomes
+        `reduce_dtype` or `param_dtype`, unless it is set, or `param_dtype` is not.
+        """
         if count > 1 or self.param_dtype is None or self.accumulate_dtype is not None:
             return self
         return replace(self, accumulate_dtype=self.reduce_dtype or self.param_dtype)
@@ -380,7 +384,7 @@ class Precision:
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
-        # A double-precision parameter keeps its precision: a master weight is never narrower than the user's parameter.
+        # A master weight is never narrower than the parameter that the forward uses: double precision stays.
         master = torch.promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
 

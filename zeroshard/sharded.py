@@ -252,7 +252,7 @@ class Sharded:
 
     @property
     def dtypes(self) -> DTypes:
-        """The dtypes of the model states, for parameters with the dtype of the first."""
+        """The dtypes of the model states of the first parameter, and of all parameters of its dtype."""
         return self._context.dtypes(next(self.model.parameters()).dtype)
 
     def comm_report(self, *, clear: bool = True) -> dict[str, int]:

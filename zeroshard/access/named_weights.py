@@ -35,7 +35,7 @@ class _Part:
     Attributes:
         label: the unit's name.
         plain: parameters and buffers by name, as they are.
-        adapted: the names of PEFT's layers, which are merged with their adapters.
+        adapted: PEFT's layers by name, to be merged with their adapters.
     """
 
     label: str

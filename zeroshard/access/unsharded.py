@@ -36,7 +36,7 @@ class Home:
 
 _numbers = itertools.count()
 _home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# An index, so that `unsharded` finds a parameter's unit without an attribute on the parameter.
+"""The place of each parameter. It is an index, so that the user's parameters need no attribute."""
 
 
 def register(units: Iterable[Unit], hooks: Hooks, step: ShardedStep) -> None:

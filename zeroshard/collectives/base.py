@@ -119,21 +119,21 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ when operations start and end
 
     def together(self) -> AbstractContextManager[None]:
-        """Launch operations that start inside, mostly of one kind, together at the end. None may be waited for inside.
+        """Launch the operations that start inside the block together, at its end. None may be waited for inside.
 
         Every rank must enter it, including ranks that take part in no transfer.
         """
         return nullcontext()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
-        """Group operations that are ready at about the same time into launches. Each starts when all of its own are ready."""
+        """Group operations into launches. A launch starts when all of its operations are ready."""
         return [(operation,) for operation in operations]
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
         """Return how many elements of reductions may be under way while the next gradients are made.
 
         Args:
-            units: elements of each unit, the largest first. The largest is usually the root with its embeddings, and an exception.
+            units: elements of each unit, the largest first. The largest, usually the root with its embeddings, is not typical.
         """
         if not units:
             return 0

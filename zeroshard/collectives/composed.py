@@ -171,7 +171,7 @@ class OverHosts(Composed):
         target_host, target_place = divmod(target, self._size)
         if source_host == target_host == self._host:
             return self._near.transfer(tensor, source_place, target_place, label)
-        if source_host == target_host:  # another host's business
+        if source_host == target_host:  # inside another host: this rank only takes part in the call
             return self._gloo.transfer(tensor, source, source, label)
         return self._gloo.transfer(tensor, source, target, label)
 
@@ -221,7 +221,7 @@ class TwoLevel(Composed):
         far.count_in(CrossingCount(self.sent), self._measure_of_both)
         self._reducer = far if bits is None else QuantizedGradients(far, bits)
         self._latest: Callable[[], _Mean | None] = lambda: None
-        """The last reduction, until it has been waited for."""
+        """Returns the last reduction; None once no other code refers to it."""
 
     @property
     def inside(self) -> Collectives:
@@ -392,7 +392,7 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 class Everyone(Collectives):
     """The ranks of `data` and of `others`, which have this rank in common, in the order of torch's ranks.
 
-    They exchange small messages only. A message goes over one of the two, and all messages of those ranks go over the other.
+    They exchange small messages only: first over `data`, and then, all messages of those ranks in one, over `others`.
 
     Args:
         data: the collectives of the data-parallel ranks.

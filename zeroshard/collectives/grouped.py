@@ -133,7 +133,7 @@ class Transfer(Work):
 
     Attributes:
         works: None until the operation is launched.
-        _pairing: for connections that do not notice that ranks are waiting in vain.
+        _pairing: detects that two ranks wait for each other, over connections that do not detect it.
     """
 
     _collectives: Grouped
@@ -178,11 +178,11 @@ class Transfer(Work):
 class PointToPoint(Grouped):
     """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
 
-    gloo's own reduce-scatter moves twice these bytes. It reads and writes plain memory, so tensors of other devices pass through
-    CPU memory.
+    gloo's own reduce-scatter moves twice these bytes. gloo reads and writes CPU memory, so tensors of other devices pass
+    through it.
 
     Args:
-        peers: the members to connect with, by default all; another object serves the others.
+        peers: the members to connect with; default: all.
     """
 
     def __init__(

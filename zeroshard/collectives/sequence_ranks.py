@@ -19,7 +19,7 @@ from zeroshard.errors import CollectiveError, UsageError
 
 
 class SequenceRanks:
-    """The ranks of a group.
+    """The ranks of a group, and the messages that a computation sends between them.
 
     Args:
         group: a process group, or a mesh of one dimension; None is all ranks, or only this process if
@@ -46,7 +46,7 @@ class SequenceRanks:
         return self
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Return [size, n], in which row r came from rank r, for `parts` [size, n], of which row r goes to rank r.
+        """Send row r of `parts`, [size, n], to rank r, and return [size, n], in which row r came from rank r.
 
         Raises:
             CollectiveError: a rank did not take part, or its shape differs.

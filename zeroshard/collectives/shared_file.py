@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def reserved_nbytes() -> int:
-    """Return the size of one file's address range, which is this host's memory. Unused addresses cost nothing."""
+    """Return the bytes of one file's address range: as many as this host's memory has. Unused addresses cost nothing."""
     return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
 
 
@@ -125,7 +125,7 @@ class Window:
     """Another rank's file, as this process reads it.
 
     Args:
-        descriptor: that of the file; the window closes it.
+        descriptor: the file's descriptor, which the window closes.
 
     Raises:
         OSError: the system does not allow it.
@@ -149,9 +149,9 @@ class Window:
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> int:
-    """Map the whole file, and return its address. Forked children do not have it.
+    """Map the whole file, and return its address. Forked children do not have the mapping.
 
-    Their writes would be ours, and a worker that lives on would keep the memory.
+    A child's writes would change this process's memory, and a child that outlives the process would keep it allocated.
     """
     map_file = _LIBC.mmap
     map_file.restype = ctypes.c_void_p

@@ -350,7 +350,7 @@ class SharedMemory(Grouped):
 
 @dataclass(eq=False)
 class SharedGather(Work):
-    """An all-gather."""
+    """An all-gather that copies each row from its owner's memory."""
 
     _collectives: SharedMemory
     _lent: Lent
@@ -385,7 +385,7 @@ class SharedGather(Work):
             self._read(wanted=False)
 
     def read_early(self) -> None:
-        """Copy the others' rows now. `wait` puts them into the rows, which may have no memory yet."""
+        """Copy the other ranks' rows to separate memory now. `wait` copies them to this rank's rows, which may have none yet."""
         for peer in self._left:
             if peer not in self._early:
                 self._early[peer] = self._row(peer).clone()
@@ -431,7 +431,7 @@ class SentRows(Sent):
 
 @dataclass(eq=False)
 class SharedMean(SentRows, Reduction):
-    """A reduce-scatter."""
+    """A reduce-scatter that sums the ranks' rows in place, in their memory."""
 
     _rows: Tensor
     _divisor: float
@@ -451,7 +451,7 @@ class SharedMean(SentRows, Reduction):
 
 @dataclass(eq=False)
 class SharedRows(SentRows, Work):
-    """An exchange of rows, as bytes."""
+    """An exchange of rows, as bytes, that copies each row from its sender's memory."""
 
     _received: Tensor
 

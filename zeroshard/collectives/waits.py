@@ -18,7 +18,7 @@ OPERATION_SHIFT = 26
 
 @dataclass(eq=False)
 class Pairing:
-    """The place of an operation among those of other ranks, over connections that do not notice that ranks are waiting in vain.
+    """A record by which a watch detects that two ranks wait for each other, over connections that do not detect it.
 
     Attributes:
         _connections: a name for them, the same on every rank.

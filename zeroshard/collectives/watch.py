@@ -106,7 +106,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 
 def _subject(ranks: Sequence[int], one: str, several: str) -> str:
-    """Return the words for ranks, with a verb in its form for one rank or for several."""
+    """Return the ranks in words, followed by `one` or `several`, the verb's forms for one rank and for several."""
     return f"{spell(ranks)} {several if len(ranks) > 1 else one}"
 
 
@@ -201,7 +201,6 @@ class Watch(Waits):
         super().__init__()
         self.ranks = tuple(ranks)
         self._own = own
-        self._notice_seconds = notice_seconds
         self._tick = min(notice_seconds, NOTICE_SECONDS) / _LOOKS
         # Each rank has its own delay, so of ranks that began to wait together only the first one logs.
         self._due_seconds = notice_seconds + self._tick * self.ranks.index(own) / len(self.ranks)

@@ -23,18 +23,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import StorageError
-from zeroshard.parameters.appearance import METADATA, VALUES, whole_class
+from zeroshard.parameters.appearance import CONVERSIONS, METADATA, VALUES, whole_class
 from zeroshard.torch_private import past_torch_function, storage_users, tree_map, version_of
 
 _METADATA = METADATA | {"__format__", "__repr__"}
-_CONVERSIONS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
-"""The conversions of `module.to`, `module.half` and similar calls, in which each rank converts its own part."""
 _MAPPED_NBYTES = 1 << 16
 """The size below which parts stay in memory, even if there is a folder."""
 
 _numbers = itertools.count()
 shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# An index, as in unsharded.py, so that the user's parameters need no attribute.
+"""The shard of each parameter. It is an index, so that the user's parameters need no attribute."""
 
 
 @dataclass(eq=False)
@@ -255,7 +253,7 @@ class BornSharded(nn.Parameter):
                 return args[0]  # writes to it count, as for `data`
             elif func.__name__ == "detach" and shard_of[args[0]].births.detached_stay_cut:
                 return born(shard_of[args[0]], args[0].shape, requires_grad=False)
-            if func.__name__ in _CONVERSIONS:
+            if func.__name__ in CONVERSIONS:  # as in `module.to`: each rank converts its own part
                 return _convert(func, args, kwargs or {})
             if func.__name__ in _METADATA and attribute not in VALUES - {"data"}:
                 return func(*args, **(kwargs or {}))

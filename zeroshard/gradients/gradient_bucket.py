@@ -25,7 +25,7 @@ from zeroshard.storage.transfers import Transfer
 from zeroshard.torch_private import GRAD, foreach_copy_, never_compiled
 
 TAKEN_AT_ONCE = 1 << 16
-"""The most elements that may wait: few enough that they are still in a core's cache when they are copied."""
+"""The most elements of gradients that may wait: few enough that a core's cache still has them when they are copied."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Shard:
         step: the storage in which the optimizer steps.
         home: the storage of its states.
         is_shown: whether the user reads and may write the master weights directly.
-        squares: the sum of squares of the gradient, if that left the accelerator and has not changed since.
+        squares: the gradient's sum of squares, if the gradient left the accelerator and has not changed since.
     """
 
     number: int
@@ -128,7 +128,7 @@ class _Release(Transfer):
 
 
 class Waiting:
-    """The waiting gradients of a unit by parameter, and the parameters that have one. Their buckets take them together.
+    """The gradients of a unit that wait until its buckets take them together, and the parameters that gave one.
 
     Passing one gradient through hooks, schedule, unit and bucket takes a CPU as long as copying some 10,000 elements. So
     small gradients are passed together. The first one passes through all but the bucket. Later ones join it by a short path,
@@ -152,7 +152,7 @@ class Waiting:
         self._limit = limit
         self._numel = 0
         self.backward: Callable[[], object] = lambda: None
-        """Gradients may join until this returns None: the backward can no longer end then."""
+        """Returns None once the backward that added the first gradient has ended or broken off: no gradient may join then."""
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
@@ -346,7 +346,7 @@ class GradientBucket:
     def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool) -> bool:
         """Start the reduction of the microbatch's gradients. Missing ones count as zeros.
 
-        It returns whether one was started: unsharded gradients wait for the last microbatch. None may be in flight before.
+        Return whether one was started: unsharded gradients wait for the last microbatch. None may be in flight before.
 
         Args:
             keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
@@ -453,7 +453,7 @@ class GradientBucket:
             self._gathering = self._collectives.all_gather(self._rows, self.number, label)
 
     def wait_gather(self) -> None:
-        """Block until what `start_gather` started has arrived."""
+        """Block until the gather of `start_gather`, if one is in flight, has arrived."""
         if self._gathering is not None:
             self._wait_released()
             self._gathering.wait()  # which raises again if it raised before

@@ -64,18 +64,21 @@ def clip_coefficient(total_norm: float, max_norm: float) -> float:
 
 
 def norm_of(squares: Tensor) -> float | Tensor:
-    """Return the norm from sums of squares by number of shard, [world_size]. On an accelerator it is a tensor of shape []."""
+    """Return the norm, from the sum of squares of each shard, [world_size]. On an accelerator it is a tensor of shape []."""
     if squares.device.type == "cpu":
         return math.sqrt(sum(squares.tolist()))
     return squares.sum().sqrt()
 
 
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
-    """Return the factor for scaled gradients, so that their norm is at most `max_norm`; 1 if the norm is not finite.
+    """Return the factor that removes the loss scale from gradients, and clips them as torch.nn.utils.clip_grad_norm_ does.
+
+    It is 1 if the norm is not finite.
 
     Args:
         norm: the norm of the gradients without their scale.
         max_norm: the largest norm; None: do not clip.
+        loss_scale: the scale that the gradients have.
     """
     if isinstance(norm, Tensor):
         clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -100,6 +103,6 @@ def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
 
 
 def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the order of shards, which may be on two devices (with a ratio below 1)."""
+    """Return the sum of a shard's parts, in their order. With an offload ratio below 1 they may be on two devices."""
     device = parts[0].device
     return torch.stack([part.to(device) for part in parts]).sum()

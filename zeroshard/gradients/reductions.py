@@ -18,8 +18,8 @@ Reductions are finished in the order in which they started. A rank that finishes
 writes to the scratch again it waits for them to finish it: in orders of their own, ranks could wait for each other.
 
 [Note: room]
-Gradients that rest in CPU memory are copied there behind the backward. Where the accelerator has room, the computation waits for
-no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last one.
+Gradients that rest in CPU memory are copied there while the backward continues. If the accelerator has room, the computation waits
+for no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last.
 Each step checks once, when its first reduction starts: activations have had their peak by then.
 """
 
@@ -73,7 +73,7 @@ class Reductions:
         self.set_units(units)
 
     def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
-        """Replace the model's buckets. Ranks agree on their order again."""
+        """Replace the model's buckets. Ranks agree on their order at the next `finish`."""
         order = list[Group]()  # a first guess, see [Note: order]
         for unit in reversed(units):
             order += self._collectives.launches(unit[::-1])

@@ -1,7 +1,8 @@
 """Owns the grouping of a model's parameters into units, and refuses parameters that no flat buffer can hold.
 
 Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model needs no
-preparation. All other parameters, and those that several units share (tied weights), belong to the root. `Units` overrides this.
+preparation. All other parameters, and those that several units share (tied weights), belong to the root. A `Units` rule
+changes this.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that were declared as one unit each: for a class that only the model itself has, the model."""
+    """Return the modules that `rule` or `MIXTURES` declares as units. A class that only the model has stands for the model."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -111,11 +112,11 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
-    """Group the parameters that share a flat buffer. DTensors, of which this rank holds a part, are in separate groups.
+    """Return the groups of parameters that share a flat buffer each. DTensors are in separate groups.
 
     Args:
-        optimized: the `id`s of the parameters that the optimizer updates. Other trainable parameters are left as PyTorch leaves
-            them, with a local gradient that is never used.
+        optimized: the `id`s of the parameters that the optimizer updates. Others count as frozen. If they require a gradient,
+            autograd gives them this rank's own, which no step uses.
         rule: the user's rule for units.
     """
     rule = rule or Units()
@@ -190,7 +191,7 @@ def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
 
 
 class _Extent(NamedTuple):
-    """A tensor with the bytes of its storage between its first element and its last."""
+    """A tensor, and the bytes `start` to `stop` of its storage that its elements span."""
 
     start: int
     stop: int

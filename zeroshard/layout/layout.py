@@ -154,7 +154,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
     limit = max(bucket_numel // quantum, 1) * quantum
     # Solo parameters first: the others then fill shared buckets without gaps.
     solo = [i for i, numel in enumerate(numels) if numel >= solo_numel and numel % quantum == 0]
-    shared = [i for i in range(len(numels)) if i not in set(solo)]
+    shared = sorted({*range(len(numels))}.difference(solo))
     starts = [0] * len(numels)
     buckets: list[BucketLayout] = []
     cursor = 0  # where the open bucket starts

@@ -33,14 +33,15 @@ class ModelTree:
 
     @property
     def _is_unchanged(self) -> bool:
-        """Whether nothing changed. It runs in every step: it compares identities, without Python calls per parameter."""
+        """Whether nothing changed. Every step asks this, so it compares identities, without a Python call per parameter."""
         content = chain.from_iterable(map(dict.values, self._filled))
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 
     def refuse_changes(self) -> None:
-        """Raise if a parameter was removed from the model, was added to it, or changed places with another.
+        """Raise if a parameter was added, removed or replaced, or now has a name that another parameter had.
 
-        Modules without parameters may be added and removed, and modules may be wrapped in others.
+        Modules without parameters may be added and removed. Modules may be wrapped in others, which gives their parameters
+        new names.
 
         Raises:
             UsageError: the model has changed; the message names the parameter and the remedy.
@@ -87,7 +88,7 @@ class ModelTree:
 
 
 def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:
-    """Map the place of each parameter, its module's `id` and its name there, to its fqn, its module and the parameter."""
+    """Return (fqn, module, parameter) for each place of a parameter: its module's `id`, and its name there."""
     return {
         (id(module), name): (name_of(f"{prefix}.{name}".lstrip(".")), module, parameter)
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Owns the common view of ordinary parameters and DTensors: this rank's part, with its names and its place in the whole.
+"""Owns the interface that ordinary parameters and DTensors share: this rank's part, its names, and its place in the whole.
 
 `torch.compile(module)` returns a new module, which holds the original as `_orig_mod`. Names in checkpoints and exports omit that
 part. So files load into compiled and plain models, and have the names that PEFT and transformers use.
@@ -62,7 +62,7 @@ class NamedParameter:
             self.parameter.data = values
 
     def as_parameter(self, local: Tensor) -> Tensor:
-        """Wrap this rank's part in a DTensor with the parameter's placements. An ordinary tensor is returned unchanged."""
+        """Wrap this rank's part in a DTensor with the parameter's placements; for an ordinary parameter, return it unchanged."""
         return distributed_as(self.parameter, local) if self.is_distributed else local
 
     def own_part(self, gradient: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Runs:
                 yield low, high, number * self.numel + low - begin
 
     def common(self, other: Runs) -> Iterator[Common]:
-        """Intersect two patterns. The result has few blocks if their strides agree, or if one of them is contiguous."""
+        """Yield the blocks that two patterns have in common: few if their strides agree, or if one of them is contiguous."""
         strides = {runs.stride for runs in (self, other) if runs.count > 1}
         stride = next(iter(strides), max(self.stop, other.stop, 1))
         pairs: tuple[tuple[Runs, Runs], ...] = ((self, other),)
@@ -160,7 +160,7 @@ class Placement:
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
     def runs(self, start: int, stop: int) -> Iterator[Runs]:
-        """Find elements `start` to `stop` of the flattened slab in the flattened whole: at most three patterns, in order."""
+        """Yield the patterns, at most three, of elements `start` to `stop` of the flattened slab in the flattened whole."""
         every = self._all
         while start < stop:
             number, within = divmod(start, every.numel)
@@ -175,8 +175,10 @@ class Placement:
             start += numel
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the contiguous pieces: (start, stop) in the flattened whole, and the number of elements between `start` and the
-        piece in the slab."""
+        """Yield the contiguous pieces of elements `start` to `stop` of the flattened slab.
+
+        Each piece is (start, stop) in the flattened whole, with the number of requested elements before it.
+        """
         before = 0
         for runs in self.runs(start, stop):
             for low, high, within in runs.between(runs.start, runs.stop):

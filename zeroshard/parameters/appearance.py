@@ -36,7 +36,7 @@ METADATA = {
     "_has_compatible_shallow_copy_type", "__hash__", "__len__", "is_signed", "__get__", "__set__", "get_device", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "grad", "backward",
 }  # fmt: skip
-"""Operations of torch that describe a tensor without its values, among them getters and setters of attributes."""
+"""Operations of torch that need no values of the tensor, among them getters and setters of attributes."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values. All other attributes describe the tensor."""
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
@@ -90,7 +90,7 @@ class Appearance:
         self._shown_taken: set[int] = set()
         self._in_use = False
         self._own_writes = [0] * len(self._named)
-        """The part of the version counts that is not the user's writes."""
+        """For each parameter, the number of counted writes that are not the user's."""
         self.hides = 0
         self.expect_present_grads()
 
@@ -178,7 +178,7 @@ class Appearance:
 
     @property
     def tells_readers(self) -> bool:
-        """Whether all parameters are of zeroshard's classes. Reads of a user's own class cannot be intercepted."""
+        """Whether reads of all parameters can be intercepted. Those of a parameter of a user's own class cannot."""
         return all(map(self.is_own, self._named))
 
     # ------------------------------------------------------------------ the user's writes
@@ -190,24 +190,24 @@ class Appearance:
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
 
     def begin_look(self) -> list[int]:
-        """Start to count writes, until `end_look`. `restart_looks` resets the counts to compare with."""
+        """Look for writes until `end_look`. Return the write counts to compare with, which `restart_looks` resets."""
         self._looks.append(self.versions())
         return self._looks[-1]
 
     @property
     def has_changes_to_report(self) -> bool:
-        """Whether the parameters were written to, or were assigned new `.data`, since an open look began."""
+        """Whether the parameters were written to, or were assigned new `.data`, since a `begin_look` that has not ended."""
         if not self._looks:
             return False
         now = self.versions()
         return any(look != now for look in self._looks) or any(self._given_data())
 
     def end_look(self, look: list[int]) -> None:
-        """End a `begin_look`."""
+        """End the look that `begin_look` began."""
         self._looks = [other for other in self._looks if other is not look]
 
     def restart_looks(self) -> None:
-        """Mark all writes so far as seen: no open look reports them as a change."""
+        """Reset the counts of all looks that have not ended: they no longer report the writes so far."""
         for look in self._looks:
             look[:] = self.versions()
 
@@ -250,7 +250,7 @@ class Appearance:
         return found
 
     def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
-        """Yield the parameters that show memory other than ours, with their indices, and with the views of ours for them."""
+        """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not is_same_memory(shown, view):
@@ -476,7 +476,7 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 class TakenGradient(Tensor):
     """The `parameter.grad` from the last backward of a step to `zero_grad`: it has a shape and a dtype, but no values.
 
-    The mean over ranks is in shards. Norms, factors and bounds, which torch's clipping uses, are operations on it.
+    The mean over ranks is in shards. The norms, factors and bounds of torch's clipping act on these shards.
     """
 
     fqn: str
@@ -497,7 +497,7 @@ class TakenGradient(Tensor):
         if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args)
         is_for_each = func.__name__ in _FOR_EACH and isinstance(own, list | tuple)
-        # With a list of arguments, each gradient would have its own.
+        # A list of arguments, one for each gradient, is refused below.
         if is_for_each and not any(isinstance(one, list | tuple) for one in args[1:]):
             operation = _FOR_EACH[func.__name__]
             return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]

@@ -1,14 +1,14 @@
-"""The bytes of parameters: the shard at rest on this rank, and the copies from it to the unsharded rows and back.
+"""Owns the bytes of parameters: the shard at rest on this rank, and the copies from it to the unsharded rows and back.
 
 The tensors of a bucket of n elements on one of W ranks (S = n / W):
 
     rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
-    block      [B * S] where they are sharded at rest, the block of rows that rests on this rank: its own row, or, where each host
-                       holds the whole (`Residency.per_host`), a row for each of the B hosts, of which one is its own to update
+    block      [B * S] the rows that rest on this rank, if parameters are sharded at rest: its own row (B = 1). With
+                       `Residency.per_host`, a row for each of the B hosts, of which this rank updates one
 
-and, for each shard that this rank updates, two slots of [S], each in the storage that the policy names: the stored
-parameters, and the master weights. They are one slot where the dtype allows, and where the policy keeps only master
-weights (`rests_as_masters`): then these are rounded on their way to the rows.
+For each shard that this rank updates there are also two slots of [S], each in the storage that the policy names: the
+stored parameters, and the master weights. They are one slot if their dtypes are equal, or if the policy stores only
+master weights (`rests_as_masters`), which are then rounded on their way to the rows.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class ParameterBucket:
                 is_master = rest.dtype == spec.dtypes.master
                 self.masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
         self.copies = {shard: master for shard, master in self.masters.items() if master is not self.rests[shard]}
-        # On their way to the rows: this rank's part from its place, and the other ranks' parts.
         self._reloading: Transfer | None = None
+        """The copy of this rank's part from its place to its row."""
         self.gathering: Work | None = None
         self._spreading: Work | None = None
-        """The other hosts' rows of the block, on their way to its place."""
+        """The all-gather of the rows of the block that other hosts have updated."""
 
     def _make_held(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
         if self.block is not None and self._replicas is None:
@@ -229,7 +229,7 @@ class ParameterBucket:
     def broadcast_masters(self, replicas: Collectives | None) -> None:
         """Copy separate master weights from the ranks that own them to all ranks that update them.
 
-        Another rank may have stored a written row in its master weights, which thereby lost digits. Every rank must call it.
+        A write to a row on another rank may have rounded that rank's master weights. Every rank must call it.
 
         Args:
             replicas: the ranks of other dimensions, where these hold the same parameters.

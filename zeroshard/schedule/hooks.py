@@ -130,7 +130,7 @@ class Hooks:
         for number, unit in enumerate(schedule.units):
             for index, entry in enumerate(unit.named if unit.trainable else ()):
                 hook: Callable[[Tensor], None] = parameter_hook_of(self._post_accumulate, number, index)
-                # Otherwise each gradient is moved to the stream of the forward; those of DTensors may still need a sum.
+                # The short path neither changes streams nor sums a DTensor's gradient over ranks.
                 if self._schedule.stream.is_only_one and not entry.is_distributed:
                     hook = unit.waiting.joining(index, hook, unit.appearance.whole_class)
                 handle = entry.parameter.register_post_accumulate_grad_hook(hook)
@@ -158,7 +158,7 @@ class Hooks:
             self._take = before
 
     def _keep_places(self) -> None:
-        """Move our hooks on modules around the user's, and those on gradients behind the user's, including later ones."""
+        """Put our hooks on modules around the user's, and ours on gradients after the user's, whenever those were registered."""
         for module, first, last in self._outermost:
             make_outermost(module, first, last)
         with past_torch_function():  # a parameter whose values are elsewhere has hooks, too
@@ -168,7 +168,7 @@ class Hooks:
     # ------------------------------------------------------------------ forward
 
     def _forget_what_broke_off(self) -> None:
-        """Clean up after a backward that never reached its end, when another one or a forward outside of backwards begins."""
+        """Clean up after a backward that broke off. Call it when another backward, or a forward outside of one, begins."""
         if self._backward_is_open:
             if self._close_backward():
                 self._schedule.break_off()
@@ -321,7 +321,7 @@ class Hooks:
             return False  # autograd.grad with respect to parameters, or torch.func's: they get no .grad
 
     def _before_saved_read(self, unit: Unit) -> None:
-        """Prepare a read of a saved parameter by an operation of a backward, or by code that inspects the graph."""
+        """Unshard a unit before autograd, or code that inspects the graph, reads a parameter that was saved."""
         if not in_backward():
             unit.unshard()
             return

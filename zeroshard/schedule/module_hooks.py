@@ -85,7 +85,7 @@ _Kind = TypeVar("_Kind", Hook, WeakHook)
 
 @functools.cache
 def untraced(kind: type[_Kind]) -> type[_Kind]:
-    """Make the class of hooks that torch.compile does not trace: its graph breaks there, at a unit's border.
+    """Return a subclass of `kind` that torch.compile does not trace: its graph breaks there, at a unit's border.
 
     Parameters need it too, since a backward may run inside a compiled function. The class is made at its first use:
     torch.compiler.disable imports the compiler, which takes a second.
@@ -120,7 +120,9 @@ class Part:
 
 @functools.cache
 def part_hooks() -> tuple[type[Hook], type[Hook]]:
-    """Make two classes of hooks `(method, part)` around modules inside a unit. torch.compile skips them while they are idle.
+    """Return two classes of hooks, made as `(method, part)`: before and after the forward of a module inside a unit.
+
+    torch.compile skips them while they have nothing to do.
 
     It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only values that
     torch guards on: the classes of parameters, and a plain attribute.
@@ -169,7 +171,7 @@ class Call:
 
 
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
-    """Return whether the code that is running a module was compiled: before or after `shard`, or around a whole step.
+    """Return whether compiled code is running a module, at whatever time and around whatever code `torch.compile` was called.
 
     Only the stack shows it. Inside our hooks `torch.compiler.is_compiling()` is False, and torch.compile's callback for frames is
     off, since it must not trace them. A compiled step, or a wrapper that the user calls, leaves no mark on the module, and torch

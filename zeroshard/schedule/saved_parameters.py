@@ -1,9 +1,9 @@
 """Owns the sharded parameters that autograd saves, so that every reader in a backward finds them whole.
 
 A forward saves views of parameters in its graph, and their storage is freed before the backward reads them. torch's hooks on
-saved tensors see every tensor that any operation saves, and every read. In place of a view of a flat buffer they keep the unit
-and the geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes. Hooks
-of the user, or of activation checkpointing, get these as before.
+saved tensors get every tensor that any operation saves, and every read. Instead of a view of a flat buffer they keep the unit
+and the geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes, or go to
+the hooks of the user or of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -174,7 +174,12 @@ class SavedParameters:
         return (tensor if tensor.grad_fn is None else tensor.detach()), version_of(tensor)
 
     def _view_of(self, tensor: Tensor, caller: FrameType | None) -> _View | None:
-        """Find the part of a unit that a tensor views. `caller` is the Python autograd function that saves it, or None."""
+        """Return the part of a unit that a tensor views; None if it views none.
+
+        Args:
+            caller: the frame that runs while the tensor is saved, possibly of a Python autograd function; None for the local
+                tensor of a DTensor.
+        """
         try:
             storage = storage_id(tensor)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one of torch.func
@@ -184,7 +189,7 @@ class SavedParameters:
             hidden = self._placeholders.get(storage)
             if hidden is not None and (
                 caller is None or not _saves(caller)
-            ):  # a Python autograd function may only save it
+            ):  # a Python autograd function may save it without reading it
                 # An error from here would lose its message inside torch.jit.script, so `pop` raises it.
                 self._read_as_nan = hidden.named[int(tensor.storage_offset())].fqn
             return None
@@ -249,7 +254,7 @@ class _Unpacked(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0]
-        if func is not torch.ops.aten.detach.default:  # only torch has it
+        if func is not torch.ops.aten.detach.default:  # no code of the user's has this tensor
             raise NotImplementedError(f"{func} of a saved parameter that was not detached")
         values = own.whole.detach()
         if type(values) is not Tensor:  # of a dry run: a tensor without values is a subclass already

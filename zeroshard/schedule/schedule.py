@@ -37,12 +37,12 @@ _NOWHERE = nullcontext()
 
 
 class StepState(enum.Enum):
-    """The states of a model between two `zero_grad`.
+    """The states of a model between two calls of `zero_grad`.
 
-    The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, from which only `zero_grad`
-    leads to new gradients. Gradients of a backward before that are dropped, since loops that train two models against each other
-    rely on it, and a step on them is refused. A backward that ends with an exception leads to BROKEN: the mean already contains
-    some of its gradients, which cannot be separated from those of earlier microbatches.
+    The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, which only `zero_grad` leaves
+    for new gradients. A backward before that drops its gradients, as loops that train two models against each other expect, and
+    leads to UNWANTED, in which a step is refused. A backward that ends with an exception leads to BROKEN: the mean already
+    contains some of its gradients, which cannot be separated from those of earlier microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"
@@ -152,7 +152,7 @@ class ForwardStream:
             self._stream = torch.accelerator.current_stream(self._device)
 
     def here(self) -> AbstractContextManager[None]:
-        """Run the work inside on the forward's stream: after earlier work of that stream, and before later work."""
+        """Run the work inside the block on the forward's stream, in order with the current stream's other work."""
         if self._stream is None:
             return _NOWHERE
         now = torch.accelerator.current_stream(self._device)
@@ -171,7 +171,7 @@ class ForwardStream:
 
 
 class Schedule:
-    """Drives the units of one model.
+    """The driver of one model's units.
 
     Args:
         units: in the order of registration.
@@ -184,8 +184,9 @@ class Schedule:
         self.tree = tree
         self.state = StepState.CLEAN
         self.arrivals = 0
-        """The number of moves by gradients since the model was sharded: unchanged if no gradient has arrived."""
+        """The number of `Move.GRADIENT` since the model was sharded. If it has not changed, no gradient has arrived."""
         self.gradients_taken = 0
+        """The number of times that a unit's waiting gradients were taken since the model was sharded."""
         self.optimized: set[int] = set()
         """`id`s of the parameters that the optimizer lists, including frozen ones."""
         self._policy = context.policy
@@ -309,7 +310,10 @@ class Schedule:
             yield from following
 
     def reshard_after_forward(self, units: Run, *, backward_follows: bool) -> None:
-        """Reshard units after their use in a forward, except the last to run, with which the backward begins."""
+        """Reshard units after their use in a forward, unless the policy keeps them for the backward.
+
+        The last units of a forward are kept, since the backward begins with them, if `max_live_numel` allows it.
+        """
         policy = self._policy
         # The elements that are used between a unit's forward and its backward: twice those of all units after it.
         is_reused_soon = not policy.reshard_after_forward or 2 * self._last.numel_after(units) <= policy.max_reuse_numel

@@ -1,4 +1,4 @@
-"""A unit: the parameters that are unsharded together, their flat buffer and its buckets.
+"""Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets.
 
 A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. The tensor that it shows,
 and its class at that time, depend on the unit's state (see parameters/appearance.py):
@@ -12,9 +12,9 @@ and its class at that time, depend on the unit's state (see parameters/appearanc
                 values back first. No other rank is needed for that
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
-`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Beside the state a unit has two
-flags. While `pins` is not 0 (an `unsharded` block is open), and while `is_held` (a graph that outlives its backward may read the
-unit), it does not leave UNSHARDED to rest.
+`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Besides its state, a unit has two
+flags. While `pins` is not 0 (an `unsharded` block is open), it makes no move to rest. While `is_held` (a graph that outlives its
+backward may read the unit), it is not resharded.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Unit:
         layout: their places in it.
         buckets: the parameters' buckets, in the order of the layout.
         gradients: the gradients' buckets, in the same order; none for frozen parameters.
-        is_cut: whether the parameters are divided over `others`. If not, each of these ranks has the same whole parameters.
+        is_cut: whether the parameters are DTensors that are divided over the ranks of `Context.others`. If not, each of
+            those ranks has the same whole parameters.
         comes_and_goes: whether the unsharded parameters have memory only while they are used.
     """
 
@@ -345,7 +346,7 @@ class Unit:
         """Return whether the user has a view of the parked parameters, such as `parameter.detach()`.
 
         Args:
-            updated: views of the flat buffer that an optimizer updates.
+            updated: the number of views of the flat buffer that an optimizer updates.
         """
         return storage_users(self.flat.tensor) - updated > self._own_uses
 
@@ -402,7 +403,7 @@ class Unit:
     # ------------------------------------------------------------------ the user's reads and gradients (see appearance.py)
 
     def is_summed_here(self, index: int) -> bool:
-        """Whether this rank holds a sum over microbatches of a parameter's gradient that is not reduced yet."""
+        """Return whether this rank holds a sum over microbatches of a parameter's gradient that is not reduced yet."""
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def before_read(self, parameter: Tensor, what: str) -> None:

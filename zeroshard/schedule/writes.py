@@ -27,7 +27,7 @@ class Writes:
 
     Attributes:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
-        is_cut: whether the parameters are divided over the ranks of another dimension. If not, these have the same parameters.
+        is_cut: whether the parameters are divided over the ranks of `context.others`, see `Unit`.
         found: the parameters that the user wrote to since `spread_owners_values`, by index.
         masters_wait: whether parameters were written while master weights were parked.
     """
@@ -46,7 +46,8 @@ class Writes:
         """Add the user's writes on this rank to `found`. Return whether any left a trace.
 
         Args:
-            scans: if none did, compare values if the user may have read `data`, which a user's own class cannot record.
+            scans: whether to compare values if no write left a trace, and the user may have read `data`. (A parameter of a
+                user's own class does not record such reads.)
         """
         new = self.appearance.collect_written()
         may_be_hidden = self.context.live.data_was_read or not self.appearance.tells_readers
@@ -131,9 +132,10 @@ class Writes:
             self.cpu.is_current = False
 
     def written_since(self, versions: Sequence[int]) -> set[int]:
-        """Return the parameters written since `versions`. If sharded at rest, return all and undo the writes.
+        """Return the parameters that were written to since `versions`, by index. Every rank must call it.
 
-        Every rank must call it.
+        If parameters are sharded at rest, and values of a bucket changed on any rank, return all of the unit's parameters, and
+        restore the bucket's values.
         """
         replaced = self.appearance.adopt_new_data()
         if replaced and not self.context.policy.parameters.sharded:

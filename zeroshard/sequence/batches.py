@@ -81,7 +81,11 @@ def own_slice(ranks: SequenceRanks, tensor: Tensor, dim: int = 1) -> Tensor:
 
 
 def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield this rank's slices of batches that are the same on all ranks of a sequence."""
+    """Yield this rank's slices of batches that are the same on all ranks of a sequence.
+
+    Raises:
+        UsageError: the ranks' batches differ.
+    """
     batches = iter(loader)
     while True:
         batch = next(batches, None)

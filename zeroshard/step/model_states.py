@@ -40,7 +40,7 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Range:
-    """A contiguous part of one flattened parameter. `tensor` [numel] is live memory, and `start` counts elements."""
+    """A contiguous part of a flattened parameter or of a state of it: `tensor`, [numel], begins at element `start`."""
 
     start: int
     tensor: Tensor
@@ -187,7 +187,7 @@ class ModelStates:
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
         """Return this rank's ranges of a state. They are live memory, except that 16-bit gradients and states on disk are copied.
 
-        They count elements of the flattened parameter; of a DTensor, those of its flattened local tensor.
+        Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor.
 
         Runs no collective; for gradients, call it after `clip_grad_norm_` (or a `get` of any gradient) on every rank.
         """
@@ -342,7 +342,7 @@ class ModelStates:
             return True
 
     def _describe(self, fqn: str, state: str) -> dict[str, Any] | None:
-        """Describe a state to the ranks that hold no part of it. Every rank must call it."""
+        """Return the description of a state, which the ranks with a part of it send to the others. Every rank must call it."""
         own: dict[str, Any] | None = None
         for held in self._parts(fqn):
             if state == PARAMETERS or (state == GRADIENTS and held.view is not None):

@@ -138,7 +138,7 @@ class StatesOfAnotherRank(UserDict[str, Any]):
 
 
 class ShardStates(defaultdict[Any, dict[str, Any]]):
-    """The states of this rank's shards, instead of an optimizer's `state`.
+    """The states of this rank's shards, which replace an optimizer's `state`.
 
     Args:
         find: returns the states of a parameter of the model, by its `id`; None if the model has no such parameter.

@@ -27,9 +27,12 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class _Parked:
-    """Parked memory, which was freed unless a user's view keeps it.
+    """Parked memory, and the place of its content.
 
-    `content` is all of it, as bytes, in its present place; if transient, until `zero_grad`.
+    Attributes:
+        content: all of the memory, as bytes, in its present place.
+        is_transient: whether `zero_grad` drops the content.
+        is_kept: whether a view of the user's keeps the memory, so that it was not freed.
     """
 
     memory: FlatBuffer

@@ -62,7 +62,7 @@ class Replicas:
         if not torch.is_grad_enabled():
             return
         for one in tree_leaves((args, kwargs)):
-            # A DTensor records itself that ranks hold parts of it.
+            # Ranks hold different parts of a DTensor, as it records itself.
             if isinstance(one, Tensor) and not is_distributed(one) and not one.is_complex():
                 self._entered.append(digest_of(one.detach().flatten().double()))
 

@@ -254,7 +254,7 @@ class MeanGradients:
         return math.prod(self.factors, start=1.0)
 
     def _multiply(self, shard: Shard, gradient: Tensor) -> None:
-        """Multiply values of a shard in place by the factors that are left; values in 16 bits once, by their product."""
+        """Multiply values of a shard in place by the factors that are left; those of a 16-bit gradient once, by the product."""
         for factor in [self._product] if _is_narrow(shard) else self.factors:
             scale_([gradient], factor)
 

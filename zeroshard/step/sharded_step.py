@@ -1,7 +1,7 @@
 """Owns the step: an unmodified torch optimizer that gets views of shards.
 
-Each parameter that has elements in a shard is one 1-D tensor there, in the parameter's own param group: so it keeps its own state,
-step count and hyperparameters, and one that no rank used in a step is skipped, as in plain PyTorch.
+Each parameter that has elements in a shard is one 1-D tensor there, in the parameter's own param group. So each parameter keeps
+its own state, step count and hyperparameters, and a parameter that no rank used in a step is skipped, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zeroshard.torch_private import in_backward, step_without_hooks
 
 
 class ShardedStep:
-    """The update of this rank's shards by the user's optimizer, once in each of its `step()`s.
+    """The update of this rank's shards by the user's optimizer, once in each call of its `step()`.
 
     Args:
         inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
@@ -58,7 +58,7 @@ class ShardedStep:
         self.steps_begun = 0
         """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
         self._broke_off = False
-        """Whether a step was broken off, and another was taken since: parameters are still of two steps."""
+        """Whether a step was broken off, and another one has begun since: parameters are still of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
@@ -110,7 +110,7 @@ class ShardedStep:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """Let `step` run only the update inside, since the driver calls it."""
+        """Make `step` run only the update inside the block, since the driver calls it."""
         self._is_driven = True
         self.steps_begun += 1
         try:
@@ -183,7 +183,7 @@ class ShardedStep:
         self._make_first_states()
 
     def _make_first_states(self) -> None:
-        """Give the views that have no states yet those that their optimizer begins with, if any."""
+        """Give each view that has no states the initial states of its optimizer, if there are any."""
         first_of = {
             parameter: one.first_state for one in self._optimizers if one.first_state for parameter in one.parameters
         }
@@ -328,7 +328,7 @@ class ShardedStep:
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if steps[view.flag]:
-                view.value.grad = part.detach()  # a new tensor, which shows if other code keeps it after zero_grad
+                view.value.grad = part.detach()  # a new tensor: `FlatBuffer.free` detects other code that keeps it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Their buffers stay, to be overwritten."""
@@ -460,7 +460,7 @@ class ShardedStep:
         return [value for value in kept if isinstance(value, Tensor)]
 
     def _exchange(self, norm: bool) -> float | Tensor:
-        """Exchange the parameters that ranks used or wrote and, with `norm`, the norm, in one small message. Return the norm."""
+        """Exchange, in one small message, which parameters ranks used or wrote, and with `norm` the norm. Return the norm."""
         if norm:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
@@ -523,8 +523,8 @@ def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()
-"""Steps of models whose other optimizers are refused. torch's hook on all optimizers stays: to remove one in the middle of a
-step, as the garbage collector might, would break that step off."""
+"""The steps of all sharded models, which `_before_any_step` notifies. torch's hook on all optimizers stays: if the garbage
+collector removed it in the middle of a step, that step would raise an error."""
 
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
 

@@ -47,7 +47,7 @@ class Frame:
         self._busy: list[Transfer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Take room for `numel` elements, aligned for direct I/O. If the first step has filled the frame, it is new memory."""
+        """Take room for `numel` elements, aligned for direct I/O. In a full frame, as in the first step, it is new memory."""
         nbytes = numel * dtype.itemsize
         start = self._used
         self._used += in_pages(nbytes)
@@ -103,7 +103,7 @@ class Travelling(Resident):
         self._master_version = 0
 
     def expect_new_states(self) -> None:
-        """Take the optimizer's states, when the shard is opened next, for values to keep, as after `load_state_dict`."""
+        """Treat the optimizer's states as new values, as after `load_state_dict`: the next write stores them."""
         self._away.clear()
 
     def nbytes(self, states: int) -> int:
@@ -262,7 +262,7 @@ class Travelling(Resident):
 
 
 class SubGroupsInFrames(SubGroups):
-    """The groups of a rank of whose shards some rest elsewhere, with the frames through which those pass.
+    """The groups of a rank that has shards which rest elsewhere, and the frames that these shards pass through.
 
     While one sub-group is updated, those after it are read and those before it are written:
 

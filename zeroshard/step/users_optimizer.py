@@ -56,7 +56,7 @@ class UsersOptimizer:
         self._zero_grad = zero_grad
         self._schedule = schedule
         self._groups: list[dict[str, Any]] = []
-        """The groups' parameters before the optimizer's own step."""
+        """The param groups as they were before the optimizer's own step."""
         self._depth = 0
         """The depth of nested calls of the optimizer's own step: a class may call the step of the class that it extends."""
         self._stepped_at = -1
@@ -213,10 +213,10 @@ class ParamGroups:
 
 
 class GroupOptions:
-    """A comparison over ranks of the numbers that optimizers' constructors take and their param groups hold.
+    """A comparison, over ranks, of the numeric options in optimizers' param groups, such as learning rates.
 
-    Ranks that update shards at different rates train no model that one rank would train, and unsharded models drift apart. The
-    step's small message has a digest of them.
+    If ranks update shards with different options, the model is not one that a single rank would train, and unsharded models drift
+    apart. The step's small message has a digest of the options.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives) -> None:

@@ -71,7 +71,7 @@ class Slot(ABC):
 
     @abstractmethod
     def write(self, source: Tensor) -> Transfer:
-        """Start to replace the content with `source` [numel], of any dtype, on any device. A read after it sees it."""
+        """Start to replace the content with `source` [numel], of any dtype, on any device. Later reads return this content."""
 
     def before_write(self) -> None:
         """Block until no other reader uses the content in `memory_in`, which is about to change."""
@@ -171,7 +171,7 @@ class Storage(ABC):
 
 
 class MemoryStorage(Storage):
-    """A storage that is memory: values go with their tensors."""
+    """A storage whose slots are tensors in memory."""
 
     nbytes = 0
 
@@ -278,9 +278,9 @@ class DeviceStorage(MemoryStorage):
 
     @abstractmethod
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more were free at this process's peak: for scratch that only saves time.
+        """Return whether `nbytes` more were free at this process's peak. Ask only for scratch that saves time.
 
-        False if nothing is copied between the device and CPU memory.
+        The result is False if the device's memory is CPU memory.
         """
 
 

@@ -2,9 +2,9 @@
 
 [Note: freed storage]
 Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed, and before the
-backward it is allocated again under the same views: they see the values again. Until then nothing may read them, because a read of
-freed memory is a segmentation fault, not an error. So a parameter at rest looks at a placeholder instead of this memory, see
-`unit.py`. Memory that other code uses is kept until that ends: a view that a module returned, an alias that the user
+backward it is allocated again under the same views, which then have values again. Until then nothing may read them, because a read
+of freed memory is a segmentation fault, not an error. So a parameter at rest shows a placeholder instead of this memory, see
+`unit.py`. Memory is kept as long as other code uses it: a view that a module returned, an alias that the user
 keeps, a tensor that autograd saved outside of our hooks.
 
 The storage of a device's memory, or of small memory, shrinks to nothing and grows again. Larger CPU memory stays at its addresses
@@ -44,11 +44,11 @@ class FlatBuffer(ABC):
         self._own_uses: int | None = None
 
     def view(self, start: int, shape: torch.Size) -> Tensor:
-        """Return the elements from `start` on, in `shape`."""
+        """Return the elements from `start` on as a view of this shape."""
         return self.tensor[start : start + shape.numel()].view(shape)
 
     def rows(self, start: int, numel: int, count: int) -> Tensor:
-        """Return the elements from `start` on as a matrix of `count` rows."""
+        """Return the `numel` elements from `start` on as a view of `count` rows."""
         return self.tensor[start : start + numel].view(count, numel // count)
 
     @final
@@ -100,7 +100,7 @@ class ResizedBuffer(FlatBuffer):
         storage = self.tensor.untyped_storage()
         if storage.resizable():
             if (stream := self._stream) != self._taken_on:
-                self.tensor.record_stream(stream)  # it may still be reading; the memory returns to the other's pool
+                self.tensor.record_stream(stream)  # may still read the memory, which returns to the pool of `_taken_on`
             storage.resize_(0)
         elif not self._is_borrowed:
             self._is_borrowed = True
@@ -116,7 +116,7 @@ class ResizedBuffer(FlatBuffer):
 
     @property
     def _stream(self) -> Any:
-        """Return the current stream, if memory belongs to a stream."""
+        """The current stream, if memory belongs to a stream."""
         device = self.tensor.device
         return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
@@ -185,16 +185,16 @@ class ShareableBuffer(FlatBuffer):
 class BufferPool:
     """A pool of 1-D scratch tensors.
 
-    It holds at most as many buffers as were ever out at once, each as large as the largest request: when none of the
-    free ones is large enough, one of them makes room for the new one.
+    If no free buffer is large enough for a request, a new one replaces one of them. So, while `spare_nbytes` is 0, the pool
+    holds at most as many buffers as were ever acquired at once, each at most as large as the largest request.
 
     Args:
         buffer: makes memory of a CPU, from which other ranks may be able to read; default: ordinary memory.
 
     Attributes:
-        spare_nbytes: the maximum number of bytes that wait for copies to CPU memory while the computation goes on in other
-            buffers; with 0, it waits for the copy. A host that is ahead of its device cannot see which copies are over, so each
-            counts until its turn comes.
+        spare_nbytes: the maximum number of bytes that wait for copies to CPU memory while the computation continues in
+            other buffers. With 0, the computation waits for the copies. A host that is ahead of its device cannot see which
+            copies are over, so each counts until its buffer is used again.
     """
 
     def __init__(self, device: torch.device, buffer: Callable[[int, torch.dtype], Tensor] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Owns model states on disk: one file for each rank, and the reads ahead from it.
+"""Owns model states on disk: the files of a rank, and the reads ahead from them.
 
-Threads read and write blocks of the file, around the page cache, with checksums. The file has no name: it is removed from its
+Threads read and write blocks of a file, around the page cache, with checksums. A file has no name: it is removed from its
 folder before it is used, so the operating system frees it whatever happens to this process, and no other job can open it.
 """
 
@@ -197,7 +197,7 @@ class DirectFile:
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (its start, a part of `data`, pages for it): the part itself if direct I/O takes it, otherwise a buffer."""
+        """Yield (start, part of `data`, pages to transfer): the part itself if direct I/O allows it, otherwise a buffer."""
         whole = len(data)
         if self.is_direct:
             whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES
@@ -300,7 +300,7 @@ class DiskSlot(Slot):
             storage.ahead[self] = buffer, storage.file.read(self._start, buffer[: self.nbytes], self.label)
 
     def forget_prefetched(self) -> None:
-        """Give the buffer back unused."""
+        """Release the buffer, if there is one, of content that was read ahead."""
         if self in self._storage.ahead:
             self._storage.staging.release(*self._storage.ahead.pop(self))
 

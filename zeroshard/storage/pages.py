@@ -45,7 +45,7 @@ class KernelMemory:
     """The private anonymous mappings of this process. Addresses are plain integers: the caller keeps them alive.
 
     Raises:
-        OSError: the kernel refused (in all functions); its number has the reason.
+        OSError: the kernel refused (in `reserve`, `fill` and `move`); its number has the reason.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def kernel_memory() -> KernelMemory | None:
 
 
 class Pages:
-    """The pool of one model. See [Note: freed pages].
+    """The pool of freed pages of one model. See [Note: freed pages].
 
     Attributes:
         limit_nbytes: the limit on freed pages together with the units' memory, as far as `Pages` controls it.
@@ -186,7 +186,7 @@ class Pages:
         self.kernel.fill(address, nbytes)
 
     def take(self, address: int, nbytes: int) -> None:
-        """Park the memory at these addresses, if there is room. The caller hides the addresses next."""
+        """Keep the memory at these addresses for the next unit, if there is room. The caller hides the addresses next."""
         if nbytes > self._room:
             return
         with suppress(OSError):  # such as too many mappings
@@ -265,7 +265,7 @@ class Arena:
     """The addresses of one model, and its pool of pages. Ranges and parts refer to the pool, and nothing refers to the arena.
 
     Raises:
-        OSError: there are no addresses (in all functions).
+        OSError: there are no addresses (in `unit` and `part`).
     """
 
     def __init__(self, kernel: KernelMemory) -> None:
@@ -288,7 +288,7 @@ class Arena:
 
 
 class Part:
-    """Bytes of a range, which have memory or none. It is freed when neither this nor its tensor is alive.
+    """Bytes of a range, with memory or without. The memory is freed when neither this nor its tensor is alive.
 
     Args:
         is_unit: the pool counts it as memory of a unit.

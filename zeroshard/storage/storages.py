@@ -39,7 +39,7 @@ class Storages:
         pin: whether CPU memory for transfers to and from the accelerator is pinned.
 
     Args:
-        param_itemsize: bytes of a parameter.
+        param_itemsize: the bytes of one element of the parameters.
         collectives: the transport by which other ranks read the stored parameters, if they can.
     """
 
@@ -144,7 +144,7 @@ class Storages:
         return ResizedBuffer(label, memory)
 
     def open(self, place: Place, offload: Offload) -> Storage:
-        """Open a storage that the caller closes. If `place` is on the accelerator, return the accelerator's storage."""
+        """Open a storage that the caller closes. If the model already computes in `place`, return the accelerator's storage."""
         pin = offload.pin_memory and self.accelerator.device.type != "cpu"
         if place is Place.DISK:
             nbytes = offload.buffer_numel * torch.float32.itemsize

@@ -34,7 +34,7 @@ class Transfer(ABC):
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Return whether `wait` would not block."""
+        """Whether `wait` would not block."""
 
 
 class _Lane:
@@ -58,7 +58,7 @@ class _Lane:
             self._kept.append((copy, on_device))
 
     def end(self, copy: _Copy) -> None:
-        """Drop the memory of `copy` and of the copies before it: the computing stream or the host comes after them."""
+        """Drop the memory of `copy`, and of earlier copies, once the computing stream or the host has waited for `copy`."""
         with self._lock:
             if any(copy is kept for kept, _ in self._kept):
                 while self._kept.popleft()[0] is not copy:

@@ -19,7 +19,7 @@ from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.watch import Watch
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding import BACKEND, Backend, shard_on
+from zeroshard.sharding.shard import BACKEND, Backend, shard_on
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LEARNING_RATE = 1e-4

@@ -36,8 +36,8 @@ from rich.table import Table
 from torch import Tensor
 
 import zeroshard
-from zeroshard.emulation import is_emulated
 from zeroshard.launch import init_distributed, local_device
+from zeroshard.observe.emulation import is_emulated
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens of one training sequence

@@ -9,7 +9,7 @@ import pytest
 from test_trainer_contract import run, zeroshard
 
 import zeroshard as package
-from zeroshard.shim_path import shim_path
+from zeroshard.integrations.shim_path import shim_path
 
 SCRIPT = "accelerate_loop.py"
 TOLERANCE = {"no": 1e-6, "bf16": 3e-2}

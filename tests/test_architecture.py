@@ -18,13 +18,11 @@ PACKAGE = Path(zeroshard.__file__).parent
 SHIM = PACKAGE / "shim"
 """A package of its own, named deepspeed: it imports zeroshard, and nothing here imports it."""
 ORDER = [
-    {"version", "uncaught", "shim_path"},
+    {"version"},
     {"errors"},
     {"torch_private"},
-    {"torch_private_tests"},
-    {"as_deepspeed"},
     {"policy"},
-    {"launch", "emulation"},
+    {"launch"},
     {"config"},
     {"layout"},
     {"optim"},
@@ -41,11 +39,11 @@ ORDER = [
     {"checkpoint"},
     {"formats"},
     {"access"},
-    {"sharded"},
     {"sharding"},
     {"sequence"},
     {"engine"},
     {"integrations"},
+    {"as_deepspeed"},
     {"planning"},
     {"training_progress"},
     {"testing"},

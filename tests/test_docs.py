@@ -119,11 +119,11 @@ def test_insides_that_the_api_pages_leave_out_exist_and_no_page_needs_them() -> 
 
 def test_methods_for_authors_of_trainers_are_on_the_page_of_trainers() -> None:
     """Each method of `Sharded` that the page of training leaves out is there."""
-    left_out = {member for target, member in hidden() if target == "zeroshard.sharded.Sharded"}
+    left_out = {member for target, member in hidden() if target == "zeroshard.sharding.sharded.Sharded"}
     found = directives()
     named = {name.removeprefix("Sharded.") for name in found if name.startswith("Sharded.") and " " not in name}
     assert left_out == named - {"checkpoints"}
-    assert all(found[f"Sharded.{member}"] == f"zeroshard.sharded.Sharded.{member}" for member in left_out)
+    assert all(found[f"Sharded.{member}"] == f"zeroshard.sharding.sharded.Sharded.{member}" for member in left_out)
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import zeroshard
-from zeroshard import Policy, Precision, emulation
+from zeroshard import Policy, Precision
+from zeroshard.observe import emulation
 
 BF16 = {
     "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

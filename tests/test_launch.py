@@ -19,9 +19,9 @@ from ports import free_port
 
 import zeroshard
 from zeroshard import UsageError
+from zeroshard.errors.uncaught import Hook, report_uncaught, restore
 from zeroshard.launch import Launch, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
-from zeroshard.uncaught import Hook, report_uncaught, restore
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

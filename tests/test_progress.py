@@ -172,7 +172,7 @@ class Noted(Display):
 def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of saves, loads, exports and commands add up to what was announced."""
     Noted.rows.clear()
-    for module in ("sharding", "formats.pretrained", "formats.hugging_face", "observe.display"):
+    for module in ("sharding.shard", "formats.pretrained", "formats.hugging_face", "observe.display"):
         monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
     config = GPTConfig(layers=2, width=64, heads=2, context=16)
     engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})

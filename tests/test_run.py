@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import zeroshard
 from zeroshard.cli.main import app
 from zeroshard.errors import UsageError
-from zeroshard.shim_path import shim_path
+from zeroshard.integrations.shim_path import shim_path
 
 ROOT = Path(zeroshard.__file__).parent.parent
 SCRIPT = """

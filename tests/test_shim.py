@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.shim_path import shim_path
+from zeroshard.integrations.shim_path import shim_path
 
 ROOT = Path(zeroshard.__file__).parent.parent
 TRAINERS = ("accelerate", "transformers", "trl", "peft", "lightning")

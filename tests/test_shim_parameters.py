@@ -20,7 +20,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.shim_path import put_on_path, shim_path
+from zeroshard.integrations.shim_path import put_on_path, shim_path
 
 sys.path.insert(0, str(Path(__file__).parent / "recorded"))
 from deepspeed_checkpoints import FOLDER, make_model

@@ -21,7 +21,7 @@ from zeroshard.testing import run_ranks
 
 PACKAGE = Path(zeroshard.__file__).parent
 HOME = Path(torch_private.__file__)
-SELF_TESTS = HOME.with_name("torch_private_tests.py")
+SELF_TESTS = HOME.with_name("self_tests.py")
 PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._\w+|\bfrom torch(?:\.\w+)*\._\w+|\b_C\._\w+|\._execution_engine\b|\._version\b|\._parameters\b"
     r"|\._cdata\b|\._local_tensor\b|\._spec\b|(?<!self)\._buffers\b|\._non_persistent_buffers_set\b|\._forward_(?:pre_)?hooks\b|\._compiled_call_impl\b|\._post_accumulate_grad_hooks\b|\._optimizer_step_(?:pre|post)_hooks\b"
@@ -62,13 +62,15 @@ def remove(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def import_anew(*, late: bool = True) -> ModuleType:
     """Run the module and its tests once more, beside those in use; with `late`, ask for the names of the plan too."""
-    spec = importlib.util.spec_from_file_location("torch_private_anew", HOME)
+    spec = importlib.util.spec_from_file_location(
+        "torch_private_anew", HOME, submodule_search_locations=[str(HOME.parent)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     in_use = patch.dict(sys.modules, {"zeroshard.torch_private": module})
     with in_use, patch.object(zeroshard, "torch_private", module):
-        del sys.modules["zeroshard.torch_private_tests"]
+        del sys.modules["zeroshard.torch_private.self_tests"]
         spec.loader.exec_module(module)
     if late:
         for name in module._AT_FIRST_USE:

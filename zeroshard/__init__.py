@@ -23,8 +23,8 @@ _NAMES = {
     "planning": "Plan plan",
     "policy": "Offload Place Policy Precision Residency Units Wire",
     "recompute": "checkpointing",
-    "sharded": "Sharded",
-    "sharding": "shard",
+    "sharding.shard": "shard",
+    "sharding.sharded": "Sharded",
     "training_progress": "TrainingProgress progress",
     "zero_redundancy.ddp_hooks": "hook_with_zero_step hook_with_zero_step_interleaved",
     "zero_redundancy.optimizer": "ZeroRedundancyOptimizer",
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from zeroshard.policy import Units as Units
     from zeroshard.policy import Wire as Wire
     from zeroshard.recompute import checkpointing as checkpointing
-    from zeroshard.sharded import Sharded as Sharded
-    from zeroshard.sharding import shard as shard
+    from zeroshard.sharding.shard import shard as shard
+    from zeroshard.sharding.sharded import Sharded as Sharded
     from zeroshard.training_progress import TrainingProgress as TrainingProgress
     from zeroshard.training_progress import progress as progress
     from zeroshard.zero_redundancy.ddp_hooks import hook_with_zero_step as hook_with_zero_step

@@ -14,7 +14,7 @@ import sys
 from types import ModuleType
 
 from zeroshard.errors import UsageError
-from zeroshard.shim_path import is_ours, put_on_path, real_deepspeed
+from zeroshard.integrations.shim_path import is_ours, put_on_path, real_deepspeed
 
 
 def _refuse_late() -> None:

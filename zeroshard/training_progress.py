@@ -33,7 +33,7 @@ from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
 from zeroshard.observe.readings import Readings
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 READ_SECONDS = 0.5
 """The time between two reads of steps' figures."""

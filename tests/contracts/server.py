@@ -38,7 +38,7 @@ class Server:
     """The process, from the side of the tests."""
 
     def __init__(self, imports: Sequence[str]) -> None:
-        from zeroshard.shim_path import PYTHONPATH, python_path
+        from zeroshard.integrations.shim_path import PYTHONPATH, python_path
 
         ours, theirs = socket.socketpair()
         code = f"from contracts.server import serve; serve({theirs.fileno()}, {list(imports)})"

@@ -71,7 +71,7 @@ def _print_machine(console: Console) -> None:
     from torch import __version__ as torch_version
 
     from zeroshard.collectives.meeting import refusal_here
-    from zeroshard.emulation import is_emulated
+    from zeroshard.observe.emulation import is_emulated
 
     console.print(
         f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; "

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.errors.uncaught import is_users
 from zeroshard.observe.plots import require_matplotlib
-from zeroshard.uncaught import is_users
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from zeroshard.errors import UsageError
-from zeroshard.shim_path import PYTHONPATH, python_path, real_deepspeed, shim_path
+from zeroshard.integrations.shim_path import PYTHONPATH, python_path, real_deepspeed, shim_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from zeroshard.collectives.waits import Pairing, Wait, Waits
 from zeroshard.errors import UsageError
-from zeroshard.uncaught import is_users
+from zeroshard.errors.uncaught import is_users
 
 NOTICE_SECONDS = 30.0
 NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"

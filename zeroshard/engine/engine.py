@@ -29,7 +29,7 @@ from zeroshard.optim.from_config import create_loss_scaler
 from zeroshard.optim.lr_schedules import Floor, LRSchedule, refuse_without_metrics
 from zeroshard.policy import Offload, Place
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.parking import STATES
 from zeroshard.torch_private import compiled_call_of, tree_map
 

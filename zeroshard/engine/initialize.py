@@ -24,16 +24,16 @@ from zeroshard.construction.tensor_parallel import (
     replace_parameters,
     tensor_mesh,
 )
-from zeroshard.emulation import warn_if_emulated
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.engine_optimizer import EngineOptimizer
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks, local_device
+from zeroshard.observe.emulation import warn_if_emulated
 from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler, floored
 from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding import BACKEND, Backend, refuse_sharded, shard_on
+from zeroshard.sharding.shard import BACKEND, Backend, refuse_sharded, shard_on
 
 
 def initialize(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from zeroshard.config.load import Config
 from zeroshard.errors import UsageError
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 
 class Microbatches:

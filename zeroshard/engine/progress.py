@@ -22,7 +22,7 @@ from torch import __version__ as torch_version
 from zeroshard.config.load import Config
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 from zeroshard.version import __version__
 
 _MIB = 2**20

@@ -16,7 +16,7 @@ from zeroshard.engine.progress import StepReport
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.optim.lr_schedules import rates
 from zeroshard.policy import Place
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 T = TypeVar("T")
 

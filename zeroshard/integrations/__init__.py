@@ -1,1 +1,1 @@
-"""Integrations with trainers of other libraries. Each module here imports its library; no other part of zeroshard does."""
+"""Integrations with trainers of other libraries. No other part of zeroshard imports such a library."""

@@ -32,8 +32,8 @@ from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLos
 from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.policy import Policy, Precision
-from zeroshard.sharded import Sharded
-from zeroshard.sharding import shard
+from zeroshard.sharding.shard import shard
+from zeroshard.sharding.sharded import Sharded
 from zeroshard.torch_private import compiled_call_of
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 

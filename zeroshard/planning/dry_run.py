@@ -43,7 +43,7 @@ from zeroshard.planning.machine import Clock, Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
 from zeroshard.planning.tensor_parallel import divide_on_paper
 from zeroshard.policy import Place, Wire
-from zeroshard.sharding import Backend
+from zeroshard.sharding.shard import Backend
 from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
 

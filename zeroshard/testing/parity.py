@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from zeroshard.access.unsharded import unsharded
 from zeroshard.policy import Policy, Precision
-from zeroshard.sharded import Sharded
-from zeroshard.sharding import DEFAULT_BUCKET_NUMEL, shard
+from zeroshard.sharding.shard import DEFAULT_BUCKET_NUMEL, shard
+from zeroshard.sharding.sharded import Sharded
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:

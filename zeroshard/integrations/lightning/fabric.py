@@ -16,7 +16,7 @@ from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, fabric_class
 from zeroshard.optim.several import optimizers_of
 from zeroshard.policy import Policy, Units
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 _DDPStrategy: Any = fabric_class("strategies", "DDPStrategy")
 

@@ -23,7 +23,7 @@ from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.schedule.state_dicts import state_dict_in_memory
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 _TAG = "checkpoint"
 _KEY = "lightning"

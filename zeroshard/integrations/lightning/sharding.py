@@ -24,8 +24,8 @@ from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.policy import Policy, Units
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharded import Sharded
-from zeroshard.sharding import shard
+from zeroshard.sharding.shard import shard
+from zeroshard.sharding.sharded import Sharded
 
 _HONOURED = {
     "zero_optimization", "aio", "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "bf16",

@@ -19,7 +19,7 @@ from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, trainer_class
 from zeroshard.policy import Policy, Units
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 
 _DDPStrategy: Any = trainer_class("strategies", "DDPStrategy")
 _LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")

@@ -1,4 +1,4 @@
-"""Owns the tests of torch's private names (see torch_private.py), which run when zeroshard is imported.
+"""Owns the tests of torch's private names (see the package), which run when zeroshard is imported.
 
 No test uses an accelerator, runs a backward or reads a value, so each takes microseconds.
 """

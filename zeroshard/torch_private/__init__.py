@@ -432,4 +432,4 @@ def never_compiled(function: Callable[..., Any]) -> None:
     __getattr__("_skip_code")(function.__code__)
 
 
-import_module("zeroshard.torch_private_tests").run()  # it uses names that are defined above
+import_module("zeroshard.torch_private.self_tests").run()  # it uses names that are defined above

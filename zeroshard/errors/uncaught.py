@@ -19,7 +19,7 @@ from typing import Any
 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _WHOLE = "ZEROSHARD_TRACEBACK"
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _PYTHON = Path(os.__file__).parent
 
 

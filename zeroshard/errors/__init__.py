@@ -3,7 +3,7 @@
 Every error's message names the cause, and ends with the remedy.
 """
 
-from zeroshard.uncaught import report_uncaught
+from zeroshard.errors.uncaught import report_uncaught
 
 PAGES = ("troubleshooting.md", "refused_calls.md")
 """Pages of the docs with a heading for each class and its messages. `zeroshard explain` reads the package's copies."""

@@ -18,7 +18,7 @@ PYTHONPATH = "PYTHONPATH"
 
 def shim_path() -> Path:
     """Return the folder with zeroshard's package named `deepspeed`, and the metadata that version checks read."""
-    return Path(__file__).parent / "shim"
+    return Path(__file__).parents[1] / "shim"
 
 
 def is_ours(file: str | None) -> bool:

@@ -36,12 +36,12 @@ from zeroshard.construction.meshes import (
     refuse_crossed,
     refuse_different_replicas,
 )
-from zeroshard.emulation import warn_if_emulated
 from zeroshard.errors import UsageError
 from zeroshard.launch import join_ranks
 from zeroshard.layout.bucketing import Group, group_parameters, refuse_shared_memory
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.observe.display import Display
+from zeroshard.observe.emulation import warn_if_emulated
 from zeroshard.optim.several import Several
 from zeroshard.optim.states import needs_whole_parameters
 from zeroshard.parameters.appearance import notes_data, whole_class
@@ -51,7 +51,7 @@ from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.module_hooks import refuse_cuda_graphs
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import make_units
-from zeroshard.sharded import Sharded
+from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep

@@ -1,0 +1,1 @@
+"""Training with a policy: `shard`, and the object that it returns."""

@@ -49,7 +49,7 @@ PATCHABLE = ("os", "time", "socket", "select", "signal", "pathlib", "torch.accel
 """Modules besides those of zeroshard that cases patch."""
 
 
-def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `function(rank, *args)` on `world_size` ranks that are joined, and return their results in rank order.
 
     Args:
@@ -178,7 +178,7 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
         faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
         gc.freeze()  # what was imported is in no cycle that a case makes
         # Less than `on_ranks` waits, so that the error names who is missing; more than a rank waits for a busy machine's processor.
-        timeout = timedelta(seconds=150)
+        timeout = timedelta(seconds=270)
         store = join_store(door, rank, world_size, timeout)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         own |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}

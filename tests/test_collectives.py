@@ -78,7 +78,7 @@ def test_what_a_group_holds_is_given_back() -> None:
             agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
         assert falls_to(before), (lent(), before)
 
-    on_ranks(body, 3, timeout=180)
+    on_ranks(body, 3)
 
 
 def test_any_ranks_make_groups_in_any_order() -> None:

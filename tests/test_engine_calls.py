@@ -136,7 +136,7 @@ def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
             engine.backward(engine(*tokens(rank, 1)))
         assert sums.step().grad_norm == 2 * means.step().grad_norm
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 @pytest.mark.quick(2)
@@ -159,7 +159,7 @@ def test_several_backwards_of_a_microbatch_are_summed(stage: int) -> None:
             run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
         )
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -183,7 +183,7 @@ def test_fp16_asks_for_the_loss_scale(stage: int) -> None:
         engine.backward(engine(*tokens(rank, 0)))
         assert engine.step().applied and not engine.optimizer.overflow
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 def test_mixed_backwards_are_refused() -> None:

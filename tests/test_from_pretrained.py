@@ -55,7 +55,7 @@ def trained(
         engine.save_checkpoint(folder / "ckpt", **(save or {}))
         return logits(model)
 
-    return on_ranks(body, 2, timeout=120)[0]
+    return on_ranks(body, 2)[0]
 
 
 @pytest.mark.quick(2)

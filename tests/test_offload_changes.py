@@ -95,7 +95,7 @@ def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
         for result in results[1:]:
             assert same(result, results[0])
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 class Counting(torch.optim.SGD):

@@ -137,7 +137,7 @@ def test_states_by_name(tmp_path: Path) -> None:
         for result in results[1:]:
             assert same(result, results[0])
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 def test_frozen_and_freed(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_frozen_and_freed(tmp_path: Path) -> None:
         for result in results[1:]:
             assert same(result, results[0])
 
-    on_ranks(body, 2, timeout=120)
+    on_ranks(body, 2)
 
 
 def test_optimizer_state_dicts(tmp_path: Path) -> None:

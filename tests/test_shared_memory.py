@@ -499,7 +499,7 @@ def slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def both_ways(body: Callable[[int], dict[str, Tensor]], count: int = 2) -> None:
     """Run `body` over gloo, and over shared memory with each rank slow in turn: its results are the same."""
-    on_ranks(_both_ways, count, body, range(count), timeout=120)
+    on_ranks(_both_ways, count, body, range(count))
 
 
 def both_ways_with_children(body: Callable[[int], dict[str, Tensor]]) -> None:

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 # Builds of torch for accelerators let no fork run a backward if the first one here is that of a plan, under FakeTensorMode.
 torch.ones(1, requires_grad=True).sum().backward()
 
-from forks import settle  # noqa: E402
+from forks import prepare  # noqa: E402
 from sampling import sample  # noqa: E402
 from simgpu import server  # noqa: E402
 from simgpu.device import MODES  # noqa: E402
@@ -92,7 +92,7 @@ def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
 
 def pytest_collection_finish() -> None:
     """Keep what was imported out of every later garbage collection, here and in forked ranks: a quarter of all time."""
-    settle()
+    prepare()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,7 +11,7 @@ HUGE = 2**21
 MADV_COLLAPSE = 25
 
 
-def settle() -> None:
+def prepare() -> None:
     """Keep everything that exists out of every later garbage collection, here and in forks, and in huge pages.
 
     A kernel that knows no such pages leaves the memory as it is.

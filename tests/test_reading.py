@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, tokens
+from ranks import on_ranks
 from torch import nn
 from twin import step
 
@@ -44,7 +45,7 @@ def test_a_reader_right_after_the_step_sees_the_new_value(stage: int, reader: st
                 assert torch.equal(seen, READERS[reader](model, held))
         torch.save(model.state_dict(), io.BytesIO())
 
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 WANTING_VALUES = {
@@ -84,7 +85,7 @@ def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() ->
             with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight"):
                 model.blocks[0].up.weight.isnan()
 
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -118,7 +119,7 @@ def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
 
         assert torch.equal(run(False), run(True))
 
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.quick(2)
@@ -161,8 +162,8 @@ def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> Non
             assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(seen, plain_seen, strict=True))
         torch.testing.assert_close(values, plain)
 
-    zeroshard.testing.run_ranks(body, 1)
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 1)
+    on_ranks(body, 2)
 
 
 @pytest.mark.quick(2)
@@ -202,7 +203,7 @@ def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16
             dist.broadcast(first, src=0)
             assert torch.equal(first, value), f"ranks differ in {fqn}"
 
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("through_data", [False, True])
@@ -226,4 +227,4 @@ def test_a_change_without_a_modifier_rank_is_an_error(stage: int, through_data: 
             change()
         step(model, sharded, rank, 1)
 
-    zeroshard.testing.run_ranks(body, 2)
+    on_ranks(body, 2)

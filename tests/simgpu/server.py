@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import settle
+from forks import prepare
 
 from simgpu.build import why_not
 
@@ -128,7 +128,7 @@ def serve(descriptor: int) -> None:
     simccl.register()
     shapes = torch.ones(2, 2, device="meta")
     torch.nn.functional.layer_norm(shapes + 1, (2,))  # imports torch's meta kernels in Python: two seconds of each rank
-    settle()
+    prepare()
     connection = Connection(descriptor)
     while True:
         try:

@@ -230,8 +230,8 @@ def refuse_transforms(units: Sequence[Unit]) -> None:
     away = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
     if away and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(
-            f"{away[0].label} is sharded at rest, and torch.jit.trace would record placeholders: trace inside "
-            "`with zeroshard.unsharded(model):`."
+            f"{away[0].label} is sharded at rest, and torch.jit.trace would record placeholders. Call it "
+            "inside `with zeroshard.unsharded(model):`."
         )
     if away and in_transform():
         raise UsageError(

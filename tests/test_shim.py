@@ -530,7 +530,7 @@ import zeroshard.as_deepspeed
 import importlib.metadata, deepspeed
 assert deepspeed.__implementation__.startswith("zeroshard") and importlib.metadata.version("deepspeed") == "0.19.8"
 subprocess.run([sys.executable, "-c", "import deepspeed; deepspeed.__implementation__"], check=True)
-assert sum(part.endswith("shim") for part in os.environ["PYTHONPATH"].split(os.pathsep)) == 1
+assert sum(part.endswith("zeroshard/shim") for part in os.environ["PYTHONPATH"].split(os.pathsep)) == 1
 import zeroshard.as_deepspeed
 sys.exit(7)
 """

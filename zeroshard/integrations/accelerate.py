@@ -1,4 +1,4 @@
-"""Owns the setting of accelerate's backend on CPUs, and refusals of wrong uses of accelerate beside tensor parallelism.
+"""Owns corrections of accelerate's backend and batch size, and refusals of wrong uses of accelerate beside tensor parallelism.
 
 On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
 then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Without this module, every
@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.config.load import read, tensor_parallel_ranks
 from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import Hook, untraced
 
@@ -29,6 +30,29 @@ def tell_backend() -> None:
     is_being_made = "backend" in attributes and "num_processes" not in attributes
     if is_being_made and attributes["backend"] is None:
         state().backend = dist.get_backend()
+
+
+def count_samples_once(config: Any, mpu: Any) -> Any:
+    """Return a config with accelerate's `train_batch_size` corrected: the engine counts over all ranks, each sample once.
+
+    Args:
+        config: a dict, or the path of a file.
+        mpu: an object with accelerate's groups of ranks, or None.
+    """
+    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    is_divided = tensor_parallel_ranks(config) > 1
+    if size == 1 and not is_divided:
+        return config
+    found = dict(read(config))
+    if isinstance(found.get("train_batch_size"), int):
+        found["train_batch_size"] *= size  # it counts the ranks of a sequence as one
+    micro = found.get("train_micro_batch_size_per_gpu")
+    accumulation = found.get("gradient_accumulation_steps")
+    if is_divided and isinstance(micro, int) and isinstance(accumulation, int):
+        of_all = dist.get_world_size() * micro * accumulation
+        if found.get("train_batch_size") == of_all:
+            del found["train_batch_size"]  # it counts the same samples of several ranks more than once
+    return found
 
 
 def refuse_tensor_parallel() -> None:

@@ -67,9 +67,9 @@ def configure(
     return configured()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, and recompute its activations in the backward instead of keeping them."""
-    return configured().checkpoint(function, *args)
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `function(*args, **kwargs)`, and recompute its activations in the backward instead of keeping them."""
+    return configured().checkpoint(function, *args, **kwargs)
 
 
 def configured() -> Checkpointer:

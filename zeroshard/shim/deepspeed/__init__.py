@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from deepspeed._finder import fill  # first: it finds the modules of the table
@@ -26,10 +25,10 @@ from deepspeed.utils.z3_leaf_module import with_leaf_modules
 from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
-from zeroshard.config.load import read, tensor_parallel_ranks
+from zeroshard.config.load import read
 from zeroshard.construction.meshes import mesh_of
 from zeroshard.construction.tensor_parallel import divide, tensor_mesh
-from zeroshard.integrations.accelerate import refuse_dispatched_batches, refuse_tensor_parallel
+from zeroshard.integrations.accelerate import count_samples_once, refuse_dispatched_batches, refuse_tensor_parallel
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 __implementation__ = f"zeroshard {_zeroshard_version}"
@@ -63,28 +62,24 @@ def initialize(
         ranks=[0],
     )
     given = _one_config(args, config if config is not None else config_params)
+    auto = {}
     if given is not None:
-        given = _with_our_batch_size(given, mpu)
-    if given is not None and isinstance(model, nn.Module):
-        given = with_leaf_modules(model, given)
+        given = count_samples_once(given, mpu)
+        if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & read(given).keys():
+            log_dist("the config sets no batch size: a microbatch counts as one sample.", ranks=[0])
+            auto["train_micro_batch_size_per_gpu"] = 1  # for trainers that count batches themselves
+        if isinstance(model, nn.Module):
+            given = with_leaf_modules(model, given)
     made = _initialize(
         model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
         lr_scheduler=lr_scheduler, dist_init_required=dist_init_required, collate_fn=collate_fn, config=given,
-        auto=_samples_of_a_microbatch(given), group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
+        auto=auto, group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
     )  # fmt: skip
     divided = mesh_of(made[0].module)
     if divided is not None and divided.size() > 1:
         refuse_dispatched_batches(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return made
-
-
-def _samples_of_a_microbatch(config: Any) -> dict[str, int]:
-    """Return a microbatch of one sample for trainers that count batches themselves, and set no batch size."""
-    if config is None or {"train_batch_size", "train_micro_batch_size_per_gpu"} & read(config).keys():
-        return {}
-    log_dist("the config sets no batch size: a microbatch counts as one sample.", ranks=[0])
-    return {"train_micro_batch_size_per_gpu": 1}
 
 
 def _one_config(args: Any, config: Any) -> Any:
@@ -95,24 +90,6 @@ def _one_config(args: Any, config: Any) -> Any:
                 raise UsageError(f"initialize got two configs, args.{name} and config. Leave one of them out.")
             config = of_args
     return config
-
-
-def _with_our_batch_size(config: Any, mpu: Any) -> Any:
-    """Correct accelerate's `train_batch_size`: the engine counts samples over all ranks, and each sample once."""
-    size = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
-    is_divided = tensor_parallel_ranks(config) > 1
-    if size == 1 and not is_divided:
-        return config
-    found = dict(read(config))
-    if isinstance(found.get("train_batch_size"), int):
-        found["train_batch_size"] *= size  # it counts the ranks of a sequence as one
-    micro = found.get("train_micro_batch_size_per_gpu")
-    accumulation = found.get("gradient_accumulation_steps")
-    if is_divided and isinstance(micro, int) and isinstance(accumulation, int):
-        of_all = dist.get_world_size() * micro * accumulation
-        if found.get("train_batch_size") == of_all:
-            del found["train_batch_size"]  # it counts the same samples of several ranks more than once
-    return found
 
 
 def _data_parallel_group(mpu: Any) -> Any:
@@ -147,21 +124,9 @@ def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """Divide a transformers model over `tp_size` neighbouring ranks, in place, by its `tp_plan`.
+    """Divide a transformers model over `tp_size` neighbouring ranks, in place, by its `tp_plan`, and return it.
 
-    Every rank must call it.
-
-    Args:
-        model: a model of transformers.
-        tp_size: the number of tensor-parallel ranks.
-        dtype: the dtype of the parameters; None keeps their dtype.
-        config: accepted, but has no effect here: `initialize` reads the config.
-
-    Returns:
-        The same model.
-
-    Raises:
-        UsageError: other arguments are given, or the model cannot be divided.
+    Every rank must call it. `dtype` is that of the parameters; None keeps theirs. `initialize` reads the config.
     """
     if any(value is not None for value in kwargs.values()):
         raise UsageError(

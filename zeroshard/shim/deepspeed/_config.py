@@ -6,6 +6,7 @@ import enum
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,41 +24,16 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
-class ZeroStageEnum(int, enum.Enum):
-    """The stages of ZeRO."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
-
-
-class OffloadDeviceEnum(str, enum.Enum):  # noqa: UP042 (of str also where Python has StrEnum)
-    """The places of offloaded model states."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, enum.Enum):  # noqa: UP042
-    """The states that `engine.offload_states(include=...)` accepts."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+ZeroStageEnum = enum.Enum("ZeroStageEnum", _STAGES, type=int)  # type: ignore[misc]
+OffloadDeviceEnum = enum.Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+OffloadStateTypeEnum = enum.Enum("OffloadStateTypeEnum", {name: name for name in _STATES}, type=str)  # type: ignore[misc]
+"""The states that `engine.offload_states(include=...)` accepts."""
 
 
 class DeepSpeedConfig:
-    """A config that was read and checked. Other attributes are the config's keys of the same name.
-
-    Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the resolved batch sizes.
-        zero_config: the block `zero_optimization`.
-    """
+    """A config that was read and checked, with resolved batch sizes. Other attributes are the config's keys."""
 
     def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
         if mesh_device is not None:
@@ -118,14 +94,13 @@ def _is_of(module: nn.Module, wanted: type | str) -> bool:
 
 
 def _mark_classes(
-    model: nn.Module, classes: Sequence[type | str] | str, flag: bool, raise_if_not_found: bool
+    model: nn.Module, leaf_module_classes: Sequence[type | str] | str, raise_if_not_found: bool = True, *, flag: bool
 ) -> list[nn.Module]:
-    if isinstance(classes, str):  # one name: do not iterate over its letters
-        classes = [classes]
+    """Set the marks of the modules of these classes or class names, and return them, children first as in DeepSpeed."""
+    classes = [leaf_module_classes] if isinstance(leaf_module_classes, str) else leaf_module_classes
     wrong = [one for one in classes if not isinstance(one, type | str)]
     if wrong:
         raise AssertionError(f"leaf_module_classes must be a list of types or names, got {wrong[0]!r}.")
-    # Children first, as DeepSpeed lists them.
     found = [module for module in reversed(list(model.modules())) if any(_is_of(module, one) for one in classes)]
     if not found and raise_if_not_found:
         raise ValueError(f"No modules of type {classes} found in model {type(model).__name__}.")
@@ -134,17 +109,8 @@ def _mark_classes(
     return found
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these classes or class names, and return them."""
-    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
-
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+set_z3_leaf_modules = partial(_mark_classes, flag=True)
+unset_z3_leaf_modules = partial(_mark_classes, flag=False)
 
 
 def set_z3_leaf_modules_by_name(

@@ -69,12 +69,14 @@ def _each(sentences: Mapping[str, str]) -> dict[str, str]:
 
 
 def _missing(module: str, row: Row) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` (PEP 562), whose error names a replacement."""
+    """Return a module's `__getattr__` (PEP 562), which imports submodules. Its error names a replacement."""
     instead = _each(row.instead)
 
     def getattr_(name: str) -> Any:
         if row.otherwise and not name.startswith("_") and hasattr(sys.modules[row.otherwise], name):
             return getattr(sys.modules[row.otherwise], name)
+        if f"{module}.{name}" in TABLE:
+            return import_module(f"{module}.{name}")
         text = f"zeroshard has no {module}.{name}. {instead.get(name, _ADVICE)}"
         # `from module import name` swallows an AttributeError together with its message.
         frame = sys._getframe(1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import DynamicLossScaler, StaticLossScaler, checkpointing
+from zeroshard import DynamicLossScaler, StaticLossScaler
 from zeroshard.integrations.accelerate import refuse_divided_by_transformers
 
 # ---------------------------------------------------------------------- training loops
@@ -40,18 +39,6 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, and recompute its activations in the backward instead of keeping them."""
-    if not kwargs:
-        return checkpointing.checkpoint(function, *args)
-    # Pass them as positional arguments, so that tensors among them get gradients.
-    return checkpointing.checkpoint(partial(_call, function, len(args), tuple(kwargs)), *args, *kwargs.values())
-
-
-def _call(function: Callable[..., Any], count: int, names: tuple[str, ...], *values: Any) -> Any:
-    return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Unshard the engine's parameters in this context, in which each rank may generate independently."""
@@ -67,20 +54,21 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
     Tied tensors stay tied. Without a copy, torch.save would save the whole flat buffer of a view.
     """
-    return _clone(item, torch.device(device), {})
+    copies: dict[Any, Tensor] = {}
 
+    def clone(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            same = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
+            if same not in copies:
+                copies[same] = item.detach().to(device, copy=True)
+            return copies[same]
+        if isinstance(item, list | tuple):
+            return type(item)([clone(one) for one in item])
+        if isinstance(item, dict):
+            return type(item)({key: clone(one) for key, one in item.items()})
+        return item
 
-def _clone(item: Any, device: torch.device, copies: dict[Any, Tensor]) -> Any:
-    if isinstance(item, Tensor):
-        same = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
-        if same not in copies:
-            copies[same] = item.detach().to(device, copy=True)
-        return copies[same]
-    if isinstance(item, list | tuple):
-        return type(item)([_clone(one, device, copies) for one in item])
-    if isinstance(item, dict):
-        return type(item)({key: _clone(one, device, copies) for key, one in item.items()})
-    return item
+    return clone(item)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
@@ -99,25 +87,21 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     return item.to(device)
 
 
-class OnDevice:
-    """A context (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
-
-    def __init__(
-        self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
-    ) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.enabled = enabled
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self.dtype or torch.get_default_dtype())
-            self._stack.enter_context(torch.device(self.device))
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
+@contextmanager
+def OnDevice(
+    dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
+) -> Iterator[None]:
+    """Create new tensors on a device, and with a default dtype, in this context."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 # ---------------------------------------------------------------------- the logger
@@ -157,15 +141,6 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
     line = _line(message, ranks)
     if line is not None:
         print(line)
-
-
-@cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, None if ranks is None else list(ranks), level)
-
-
-def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
 def _line(message: str, ranks: list[int] | None) -> str | None:
@@ -236,16 +211,16 @@ class _Builder:
         )
 
 
-def _builder(name: str, kernel: str, product: str) -> type[_Builder]:
-    return type(name, (_Builder,), {"__doc__": f"{product}.", "__module__": __name__, "NAME": kernel})
+def _builder(name: str, kernel: str) -> type[_Builder]:
+    return type(name, (_Builder,), {"__module__": __name__, "NAME": kernel})
 
 
-FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", "FusedAdam")
-CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", "DeepSpeedCPUAdam")
-CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", "DeepSpeedCPUAdagrad")
-CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "DeepSpeedCPULion")
-FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "FusedLion")
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "Files of offload")
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
 
 
 # ---------------------------------------------------------------------- hooks that trainers remove before generation
@@ -255,16 +230,13 @@ class DeepSpeedZeRoOffload:
     """The `optimizer.parameter_offload` of an engine. It has no hooks, since models run inside `unsharded`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        def no_parameters(*_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-            return iter(())
-
-        self.module = SimpleNamespace(named_parameters=no_parameters, ds_external_parameters=no_parameters)
+        self.module = SimpleNamespace(named_parameters=_nothing, ds_external_parameters=_nothing)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         # No trace of parameters is ever recorded.
         self.param_coordinator = SimpleNamespace(is_invalid_trace=lambda: True, _invalidate_trace=lambda: None)
+        self._register_deepspeed_module = self.setup_zero_stage3_hooks = _nothing
 
-    def _register_deepspeed_module(self, *_: Any, **__: Any) -> None:
-        return
 
-    setup_zero_stage3_hooks = _register_deepspeed_module
+def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
+    return ()

@@ -49,7 +49,6 @@ _OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
 _GROUPS = """
     _get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group
     _get_sequence_data_parallel_group=get_world_group
-    _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
     _get_model_parallel_world_size get_model_parallel_world_size=_get_model_parallel_world_size
     get_tensor_model_parallel_world_size=_get_model_parallel_world_size _get_model_parallel_rank
     get_model_parallel_rank=_get_model_parallel_rank get_tensor_model_parallel_rank=_get_model_parallel_rank
@@ -57,14 +56,18 @@ _GROUPS = """
     _get_data_parallel_world_size=get_world_size get_data_parallel_world_size=get_world_size
     _get_sequence_data_parallel_world_size=get_world_size
     _get_data_parallel_rank=get_rank get_data_parallel_rank=get_rank _get_sequence_data_parallel_rank=get_rank
+    zeroshard.integrations.accelerate_sequences:
+    sequence_groups _get_sequence_parallel_group=get_sequence_parallel_group
+    _get_sequence_parallel_world_size=get_sequence_parallel_world_size
+    _get_sequence_parallel_rank=get_sequence_parallel_rank
 """
 
 # fmt: off
 _ROWS = {
     "": Row(
-        "deepspeed: checkpoint checkpointing comm dist=comm launcher moe ops pipe runtime utils zero .comm: init_distributed "
-        ".git_version_info: version __version__=version __git_hash__=git_hash __git_branch__=git_branch .pipe: PipelineModule "
-        ".runtime.base_optimizer: DeepSpeedOptimizer .runtime.config: DeepSpeedConfig DeepSpeedConfigError "
+        "deepspeed: dist=comm .comm: init_distributed .git_version_info: version __version__=version __git_hash__=git_hash "
+        "__git_branch__=git_branch .pipe: PipelineModule .runtime.base_optimizer: DeepSpeedOptimizer "
+        ".runtime.config: DeepSpeedConfig DeepSpeedConfigError "
         ".runtime.engine: DeepSpeedEngine .accelerator: get_accelerator .utils: OnDevice log_dist logger",
         {"InferenceEngine": "It has no inference: serve the files that engine.export() writes with transformers, vLLM or SGLang.",
          "DeepSpeedHybridEngine": "Train with initialize(). Inside zeroshard.unsharded(model) each rank may generate.",
@@ -74,11 +77,11 @@ _ROWS = {
         {"set_accelerator": "torch finds the accelerator. CUDA_VISIBLE_DEVICES hides devices."}),
     ".accelerator.real_accelerator": Row(
         "._accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported"),
-    ".checkpoint": Row(".checkpoint: utils", {
+    ".checkpoint": Row(instead={
         "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` imports DeepSpeed's."}),
     ".checkpoint.utils": Row("._functions: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
     ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
-    ".comm": Row(".comm.comm: * __getattr__ .comm: comm"),
+    ".comm": Row(".comm.comm: * __getattr__"),
     ".comm.comm": Row(
         "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group "
         "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
@@ -90,21 +93,18 @@ _ROWS = {
         "torch_info": {
             "version": ".".join(torch.__version__.split(".")[:2]), "cuda_version": torch.version.cuda or "0.0",
             "nccl_version": "0.0", "hip_version": torch.version.hip or "0.0", "bf16_support": True}}),
-    ".launcher": Row(".launcher: runner"),
     ".launcher.runner": Row(
         instead={"main": "Start scripts with `zeroshard run`, torchrun, srun or mpirun."},
         values={"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"}),
     ".linear": Row(refused={
         "LoRAConfig OptimizedLinear QuantizationConfig QuantizedParameter": "Use PEFT's LoraConfig and get_peft_model."}),
-    ".moe": Row(".moe: layer utils"),
-    ".monitor": Row(),
     ".monitor.config": Row(instead={"DeepSpeedMonitorConfig get_monitor_config": _MONITORS}),
     ".monitor.monitor": Row(refused={"Monitor MonitorMaster": _MONITORS}),
     ".moe.layer": Row(
         refused={"MoE": "The experts of transformers' models, such as Mixtral, are sharded like other parameters."}),
     ".moe.utils": Row("._functions: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
     ".ops": Row(
-        ".ops: adagrad adam aio lamb lion op_builder", {"transformer": "zeroshard has no compiled kernels."},
+        "", {"transformer": "zeroshard has no compiled kernels."},
         values={"__compatible_ops__": dict.fromkeys(_KERNELS, True)}),
     ".ops.adagrad": Row(".ops.adagrad.cpu_adagrad: *"),
     ".ops.adagrad.cpu_adagrad": Row("._optimizers: DeepSpeedCPUAdagrad"),
@@ -119,14 +119,9 @@ _ROWS = {
     ".ops.op_builder": Row(
         "._functions: AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder"),
     ".pipe": Row(".runtime.pipe.module: *"),
-    ".runtime": Row(
-        ".runtime: activation_checkpointing base_optimizer config config_utils dataloader engine fp16 lr_schedules "
-        "pipe sequence_parallel utils zero .runtime.base_optimizer: *",
-        {"hybrid_engine": "Train with initialize()."}),
-    ".runtime.activation_checkpointing": Row(),
+    ".runtime": Row(".runtime.base_optimizer: *", {"hybrid_engine": "Train with initialize()."}),
     ".runtime.activation_checkpointing.checkpointing": Row(
-        "zeroshard.recompute.checkpointing: configure is_configured reset "
-        "._functions: checkpoint non_reentrant_checkpoint=checkpoint",
+        "zeroshard.recompute.checkpointing: configure is_configured reset checkpoint non_reentrant_checkpoint=checkpoint",
         {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
             "checkpoint() itself saves and restores torch's random state of every device.",
          "partition_activations_in_checkpoint": "Use configure(None, partition_activations=True).",
@@ -142,7 +137,6 @@ _ROWS = {
     ".runtime.dataloader": Row(
         "._functions: RepeatingLoader", {"DeepSpeedDataLoader": "initialize(training_data=...) returns a loader."}),
     ".runtime.engine": Row("zeroshard: DeepSpeedEngine=Engine"),
-    ".runtime.fp16": Row(".runtime.fp16: fused_optimizer loss_scaler"),
     ".runtime.fp16.fused_optimizer": Row("zeroshard.engine.engine_optimizer: FP16_Optimizer=EngineOptimizer"),
     ".runtime.fp16.loss_scaler": Row(
         "zeroshard: DynamicLossScaler LossScaler=StaticLossScaler ._functions: LossScalerBase",
@@ -160,9 +154,9 @@ _ROWS = {
     ".runtime.pipe.topology": Row(refused={
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology":
             "There is no pipeline parallelism. All ranks are data-parallel."}),
-    ".runtime.sequence_parallel": Row(".runtime.sequence_parallel: ulysses_sp"),
     ".runtime.sequence_parallel.ulysses_sp": Row(
-        "._ranks: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        "zeroshard.integrations.accelerate_sequences: UlyssesSPAttentionHF=SequenceAttention "
+        "UlyssesSPDataLoaderAdapter=SequenceLoader",
         {"SequenceTiledCompute TiledMLP": "zeroshard.sequence.tile(model, '*.mlp') runs modules in tiles.",
          "TiledFusedLogitsLoss": "zeroshard.sequence.head_loss computes a loss without whole logits."}),
     ".runtime.utils": Row(
@@ -194,29 +188,29 @@ _ROWS = {
         {"shutdown_init_context restore_init_context":
             "Build modules that must not be sharded outside the `with zero.Init()` block."}),
     ".runtime.zero.stage3": Row(
-        "._functions: unwrap_model_for_generation ._accelerator: model_to_params estimate_zero3_model_states_mem_needs "
+        "._functions: unwrap_model_for_generation ._estimates: model_to_params estimate_zero3_model_states_mem_needs "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live",
         refused={"DeepSpeedZeroOptimizer_Stage3": _OPTIMIZER}),
     ".runtime.zero.stage_1_and_2": Row(
-        "._accelerator: model_to_params=number_of_parameters estimate_zero2_model_states_mem_needs "
+        "._estimates: model_to_params=number_of_parameters estimate_zero2_model_states_mem_needs "
         "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
         refused={"DeepSpeedZeroOptimizer": _OPTIMIZER}),
     ".runtime.zero.utils": Row(
         "._functions: ZeRORuntimeException is_zero_supported_optimizer .runtime.zero.partition_parameters: is_zero_param"),
     ".utils": Row(
-        "torch.distributed: is_initialized .runtime.dataloader: RepeatingLoader .utils: groups logging "
-        ".utils.init_on_device: OnDevice .utils.logging: log_dist log_dist_once logger set_log_level_from_string "
+        "torch.distributed: is_initialized .runtime.dataloader: RepeatingLoader "
+        ".utils.init_on_device: OnDevice .utils.logging: log_dist logger set_log_level_from_string "
         ".utils.tensor_fragment: * .utils.z3_leaf_module: *",
         {"instrument_w_nvtx": "Use torch.profiler."}),
     ".utils.comms_logging": Row(instead={
         "CommsLogger calc_bw_log convert_size get_caller_func":
             'The config\'s {"comms_logger": {"enabled": true}} prints the bytes sent, with the line of each step.'}),
     ".utils.groups": Row(
-        f"._ranks: sequence_groups {_GROUPS}", {
+        f"._ranks: {_GROUPS}", {
         "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":
             "All ranks are data-parallel. There are no groups of experts, tensors or pipeline stages."}),
     ".utils.init_on_device": Row("._functions: OnDevice"),
-    ".utils.logging": Row("._functions: log_dist log_dist_once logger print_dist set_log_level_from_string"),
+    ".utils.logging": Row("._functions: log_dist logger print_dist set_log_level_from_string"),
     ".utils.tensor_fragment": Row(
         "._parameters: safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_full_grad safe_set_full_fp32_param "
         "safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
@@ -233,3 +227,7 @@ _ROWS = {
 }
 # fmt: on
 TABLE = {f"deepspeed{name}": row for name, row in _ROWS.items()}
+for _name in list(TABLE):
+    while "." in _name:  # a package needs no row of its own
+        _name = _name.rpartition(".")[0]
+        TABLE.setdefault(_name, Row())

@@ -19,7 +19,7 @@ class FusedAdam(torch.optim.Adam):
         self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
     ) -> None:  # fmt: skip
-        _check_adam(type(self).__name__, bias_correction, amsgrad)
+        _check(type(self).__name__, amsgrad, bias_correction)
         super().__init__(params, lr, betas, eps, weight_decay, fused=True, decoupled_weight_decay=bool(adam_w_mode))
 
 
@@ -31,8 +31,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
         adamw_mode: bool = True, fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
-        _check_adam(type(self).__name__, bias_correction, amsgrad)
-        _check_states("DeepSpeedCPUAdam", fp32_optimizer_states)
+        _check(type(self).__name__, amsgrad, bias_correction, fp32_optimizer_states)
         groups = list(model_params)
         for number, one in enumerate(groups):
             if isinstance(one, dict):
@@ -70,21 +69,18 @@ class DeepSpeedCPULion(Lion):
         self, model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0, fp32_optimizer_states: bool = True,
     ) -> None:  # fmt: skip
-        _check_states("DeepSpeedCPULion", fp32_optimizer_states)
+        _check("DeepSpeedCPULion", fp32_states=fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay)
 
 
-def _check_adam(name: str, bias_correction: bool, amsgrad: bool) -> None:
+def _check(name: str, amsgrad: bool = False, bias_correction: bool = True, fp32_states: bool = True) -> None:
     if amsgrad:
         raise UsageError(f"{name} has no amsgrad, like DeepSpeed's class: use torch.optim.AdamW(amsgrad=True).")
     if not bias_correction:
         raise UsageError(
             f"{name}(bias_correction=False) is not offered: torch's Adam always corrects the bias. Leave it out."
         )
-
-
-def _check_states(name: str, fp32: bool) -> None:
-    if not fp32:
+    if not fp32_states:
         raise UsageError(
             f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype. Leave it out."
         )

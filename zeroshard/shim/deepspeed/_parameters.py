@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,62 +19,8 @@ from deepspeed.comm import init_distributed
 from zeroshard import UsageError
 from zeroshard.config.load import Birth, load_birth, tensor_parallel_ranks
 
-
-class ZeroParamType(enum.Enum):
-    """The kind of a parameter."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParamStatus(enum.Enum):
-    """The status of a parameter's values."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class DeepSpeedParameter:
-    """The `ds_` attributes of parameters while their model is sharded at stage 3."""
-
-    @property
-    def ds_id(self) -> int:
-        return _states(self).number
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        return self.shape  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def ds_numel(self) -> int:
-        return self.numel()  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        states = _states(self)
-        if states.is_arriving:
-            return ZeroParamStatus.INFLIGHT
-        return ZeroParamStatus.AVAILABLE if states.is_here else ZeroParamStatus.NOT_AVAILABLE
-
-    @property
-    def ds_tensor(self) -> Tensor:
-        """A copy of this rank's part of the parameter, 1-D."""
-        part = _states(self).flat()
-        return torch.empty(0) if part is None else part
-
-    @property
-    def ds_active_sub_modules(self) -> set[int]:
-        return set()
-
-    @property
-    def ds_persist(self) -> bool:
-        return not _states(self).is_sharded
-
-    @property
-    def ds_param_type(self) -> ZeroParamType:
-        return ZeroParamType.PARTITIONED
+ZeroParamType = enum.Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])
+ZeroParamStatus = enum.Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
 
 
 def _states(parameter: Any) -> zeroshard.ParameterStates:
@@ -81,6 +28,32 @@ def _states(parameter: Any) -> zeroshard.ParameterStates:
         return zeroshard.parameter_states(parameter)
     except UsageError as error:
         raise AttributeError(str(error)) from None
+
+
+def _status(parameter: Any) -> ZeroParamStatus:
+    states = _states(parameter)
+    if states.is_arriving:
+        return ZeroParamStatus.INFLIGHT
+    return ZeroParamStatus.AVAILABLE if states.is_here else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _own_part(parameter: Any) -> Tensor:
+    """Return a copy of this rank's part of a parameter, 1-D."""
+    part = _states(parameter).flat()
+    return torch.empty(0) if part is None else part
+
+
+class DeepSpeedParameter:
+    """The `ds_` attributes of parameters while their model is sharded at stage 3."""
+
+    ds_id = property(lambda self: _states(self).number)
+    ds_shape = property(lambda self: self.shape)
+    ds_numel = property(lambda self: self.numel())
+    ds_status = property(_status)
+    ds_tensor = property(_own_part)
+    ds_active_sub_modules = property(lambda _: set())
+    ds_persist = property(lambda self: not _states(self).is_sharded)
+    ds_param_type = property(lambda _: ZeroParamType.PARTITIONED)
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -203,9 +176,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 # `full` means a whole state, on every rank, and `local` this rank's elements, 1-D. Both are copies in fp32.
 
-_MASTER_WEIGHTS = "parameters"
-_GRADIENTS = "gradients"
-
 
 def _trained(param: Tensor) -> zeroshard.ParameterStates | None:
     """Return the states of a parameter, or None if no engine trains it."""
@@ -222,7 +192,29 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     return value.float() if value is not None and value.is_floating_point() else value
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    states = _trained(param)
+    value = states.flat(optim_state_key) if states is not None else None
+    return value.float() if value is not None else None
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    zeroshard.parameter_states(param).set(value, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    zeroshard.parameter_states(param).set_flat(value, optim_state_key)
+
+
+safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key="parameters")
+safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key="parameters")
+safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key="parameters")
+safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key="parameters")
+safe_set_full_grad = partial(safe_set_full_optimizer_state, optim_state_key="gradients")
+safe_set_local_grad = partial(safe_set_local_optimizer_state, optim_state_key="gradients")
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return a parameter's whole mean gradient on every rank, or its `grad` outside an engine.
 
     Before the gradients are reduced, as inside `no_sync`, it is this rank's sum over microbatches.
@@ -231,55 +223,17 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if states is None:
         return param.grad
     own = states.own_gradient()
-    return own.float() if own is not None else safe_get_full_optimizer_state(param, _GRADIENTS)
+    return own.float() if own is not None else safe_get_full_optimizer_state(param, "gradients")
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    states = _trained(param)
-    value = states.flat(optim_state_key) if states is not None else None
-    return value.float() if value is not None else None
-
-
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's elements of a gradient. Every rank must call it."""
-    zeroshard.parameter_states(param).get(_GRADIENTS)  # wait for gradients in flight
-    return safe_get_local_optimizer_state(param, _GRADIENTS)
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    zeroshard.parameter_states(param).set(value, optim_state_key)
-
-
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    zeroshard.parameter_states(param).set_flat(value, optim_state_key)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_full_optimizer_state(param, value, _GRADIENTS)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_local_optimizer_state(param, value, _GRADIENTS)
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return safe_get_full_optimizer_state(param, _MASTER_WEIGHTS)
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return safe_get_local_optimizer_state(param, _MASTER_WEIGHTS)
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_full_optimizer_state(param, value, _MASTER_WEIGHTS)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_local_optimizer_state(param, value, _MASTER_WEIGHTS)
+    zeroshard.parameter_states(param).get("gradients")  # wait for gradients in flight
+    return safe_get_local_optimizer_state(param, "gradients")
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
+    param_list: Iterable[Tensor], update_func: Callable[[Tensor, Tensor], Any]
 ) -> None:
     for param in param_list:
         gradient = safe_get_full_grad(param)

@@ -35,15 +35,9 @@ def convert_zero_checkpoint_to_state_dict(
     """Write the whole model of a checkpoint to a folder, with torch.save or as safetensors."""
     wanted: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     limit = float("inf") if max_shard_size is None else nbytes_of(str(max_shard_size))
+    write = hugging_face.export if safe_serialization else consolidated.write_files
     with consolidated.open_any(checkpoint_dir, tag) as reader:
-        if safe_serialization:
-            hugging_face.export(
-                reader, output_dir, wanted, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters
-            )
-        else:
-            consolidated.write_files(
-                reader, output_dir, dtype=wanted, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters
-            )
+        write(reader, output_dir, dtype=wanted, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -57,17 +51,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint_dir", help="the folder of checkpoints")
-    parser.add_argument("output_dir", help="the folder to write to")
-    parser.add_argument(
-        "--max_shard_size", default="5GB", help="the maximum size of a file; a larger model has several"
-    )
-    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's tag; default: the tag in `latest`")
-    parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
-    )
-    parser.add_argument("-d", "--debug", action="store_true", help="(has no effect)")
+    add = parser.add_argument
+    add("checkpoint_dir", help="the folder of checkpoints")
+    add("output_dir", help="the folder to write to")
+    add("--max_shard_size", default="5GB", help="the maximum size of a file; a larger model has several")
+    add("--safe_serialization", action="store_true", help="write safetensors")
+    add("-t", "--tag", default=None, help="the checkpoint's tag; default: the tag in `latest`")
+    add("--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained")
+    add("-d", "--debug", action="store_true", help="(has no effect)")
     arguments = vars(parser.parse_args())
     del arguments["debug"]
     convert_zero_checkpoint_to_fp32_state_dict(**arguments)

@@ -73,7 +73,7 @@ class Reductions:
         self.set_units(units)
 
     def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
-        """Replace the model's buckets. Ranks agree on their order at the next `finish`."""
+        """Replace the model's buckets. The next `finish` makes all ranks use one order of these buckets."""
         order = list[Group]()  # a first guess, see [Note: order]
         for unit in reversed(units):
             order += self._collectives.launches(unit[::-1])
@@ -176,7 +176,10 @@ class Reductions:
     # ------------------------------------------------------------------ one step
 
     def land(self) -> None:
-        """Block until the reductions that were started have ended. It sends no messages of its own, so a backward may call it."""
+        """Block until the reductions that were started have ended. A backward may call it, since it exchanges no control messages.
+
+        If the optimizer is unsharded, it also starts the all-gathers of the means.
+        """
         while self._in_flight:
             self._land()
 

@@ -319,7 +319,7 @@ class LossScale:
 class NeedsOtherRanks:
     """The value of `_is_fsdp_managed_module`: whether transformers must run equally many forwards on all ranks.
 
-    It is true while a forward gathers parameters. A copied or pickled model gets False.
+    It is true as long as forwards need to gather parameters. A copied or pickled model gets False.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -405,7 +405,8 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             from `args`.
 
     Raises:
-        ConfigError, UsageError: the config contradicts `args`, or `args` combine settings that exclude each other.
+        ConfigError: the config contradicts `args`.
+        UsageError: `args` enable a feature that is not supported, or the model is sharded already.
     """
 
     sharded: Sharded | None

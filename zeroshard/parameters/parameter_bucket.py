@@ -115,7 +115,7 @@ class ParameterBucket:
         """Start to all-gather the parameters for their next use.
 
         Args:
-            make_room: allocates the rows when they are needed, which may be as late as in `wait_unsharded`. Default: they have
+            make_room: allocates the rows when they are needed, at the latest in `wait_unsharded`. None: the rows already have
                 memory.
         """
         if self.block is not None and self.gathering is None:

@@ -65,12 +65,12 @@ _Spent = dict[str, Counter[str]]
 
 @dataclass(frozen=True)
 class Job:
-    """A training run to plan. Attributes that are not listed here are `plan`'s arguments.
+    """A training run to plan. The attributes that are not listed here correspond to arguments of `plan`.
 
     Attributes:
         hosts: the number of hosts, over which the ranks are spread evenly.
         born_sharded: whether the model is built inside `sharded_init`.
-        tensor_parallel: the number of ranks that divide one model; the others are data-parallel.
+        tensor_parallel: the number of ranks that divide one model. The groups of such ranks are data-parallel.
     """
 
     factory: Callable[[], nn.Module]

@@ -388,7 +388,7 @@ class Unit:
             self.writes.write_back()
 
     def spread_owners_values(self) -> None:
-        """Give all ranks the owner's value of each element, after the user wrote on any rank. Every rank must call it."""
+        """Give all ranks the owner's value of each element, after a write on any rank. Every rank must call it."""
         if self.is_arriving:
             self.unshard()
         self.writes.spread_owners_values()

@@ -95,7 +95,7 @@ class ShardedStep:
         _TAKEN.add(self)
 
     def users_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that the user made."""
+        """Return the optimizers that `step` calls: the members of a `Several`, or the only one."""
         return [one.optimizer for one in self._optimizers]
 
     @property

@@ -199,7 +199,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         return self._loads_file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict; {} while it is sharded, since each rank then saves its own part."""
+        """Return the module's state dict; {} while the module is sharded, since `save_checkpoint` then saves its weights."""
         if self.sharded is not None:
             return {}
         return dict(self.lightning_module.state_dict())

@@ -251,11 +251,13 @@ def a_clone_for_torch_save_has_no_more_memory_than_it_shows() -> None:
 def on_device_builds_there_and_leaves_the_defaults() -> None:
     import deepspeed
 
-    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
-        made = nn.Linear(2, 2)
-    assert made.weight.is_meta
-    assert made.weight.dtype is torch.bfloat16
-    assert torch.zeros(1).dtype is torch.float32
+    there = deepspeed.OnDevice(dtype=torch.bfloat16, device="meta")
+    for _ in range(2):
+        with there:
+            made = nn.Linear(2, 2)
+        assert made.weight.is_meta
+        assert made.weight.dtype is torch.bfloat16
+        assert torch.zeros(1).dtype is torch.float32
     with deepspeed.OnDevice(dtype=torch.bfloat16, enabled=False):
         assert nn.Linear(2, 2).weight.dtype is torch.float32
 

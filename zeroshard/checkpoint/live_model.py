@@ -259,8 +259,9 @@ def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]
     name.
     """
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
-    names = {id(buffer): name_of(fqn) for fqn, buffer in reversed(persistent_buffers(live.model))}
-    first |= {name_of(fqn): names[id(buffer)] for fqn, buffer in persistent_buffers(live.model, all_names=True)}
+    first_of: dict[int, str] = {}  # by the buffer's id
+    for fqn, buffer in persistent_buffers(live.model, all_names=True):
+        first[name_of(fqn)] = first_of.setdefault(id(buffer), name_of(fqn))
     key = (adapter, *first)
     # PEFT may query the Hub about the vocabulary's size: call it once, whether it succeeds or not.
     if key not in live.adapter_names:

@@ -344,7 +344,9 @@ class Loader:
             there = held.state.get(name)
             dtype = dtype_of(saved.dtype)
             if saved.dtype == record.states[PARAMETERS].dtype:
-                dtype = like.dtype  # optimizers compute with both
+                dtype = (
+                    like.dtype
+                )  # a state in the saved master weights' dtype gets ours: an optimizer computes with both
             if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
                 there = torch.empty(like.shape, dtype=dtype, device=like.device)
             state[name] = there

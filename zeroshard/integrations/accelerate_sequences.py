@@ -49,7 +49,7 @@ class SequenceGroups:
                 f"sp_size={size} does not divide the {world} ranks: each sequence needs {size} of them. Choose "
                 "a divisor."
             )
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator.type
         self._mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("dp", "sp"))["sp"]
         self.sequences = Sequences(self._mesh)

@@ -318,7 +318,7 @@ class Unit:
         self._cpu.leave(changed=changed)
 
     def refuse_pinned(self, what: str) -> None:
-        """Raise if a block that keeps the unit unsharded is open while `what` runs."""
+        """Raise if a block that keeps the unit unsharded is open while `what` runs. Drop the pins of state dicts that raised."""
         self.pins -= self.pins_of_state_dicts
         self.pins_of_state_dicts = 0
         if self.pins:

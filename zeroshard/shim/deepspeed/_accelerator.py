@@ -20,7 +20,7 @@ class DeepSpeedAccelerator:
     """The accelerator that torch finds. Indices default to the current device."""
 
     def __init__(self) -> None:
-        self._kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._kind = torch.accelerator.current_accelerator(check_available=True)
         self._name = "cpu" if self._kind is None else self._kind.type
 
     def __getattr__(self, name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -87,21 +87,25 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     return item.to(device)
 
 
-@contextmanager
-def OnDevice(
-    dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
-) -> Iterator[None]:
-    """Create new tensors on a device, and with a default dtype, in this context."""
-    if not enabled:
-        yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+class OnDevice:
+    """A context (`with OnDevice(dtype, device):`) with a default dtype and device for new tensors."""
+
+    def __init__(
+        self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype or torch.get_default_dtype())
+            self._stack.enter_context(torch.device(self.device))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
 
 
 # ---------------------------------------------------------------------- the logger

@@ -680,6 +680,31 @@ def test_a_state_dict_that_raised_does_not_keep_units_whole() -> None:
     on_ranks(body, 2)
 
 
+def test_a_step_while_a_state_dict_is_made_is_refused_and_leaves_nothing_behind() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+
+        def train(*_: Any) -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+
+        handle = model[1].register_state_dict_pre_hook(train)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"1\.weight is sharded at rest"):
+                model.state_dict()
+        handle.remove()
+        before = whole(model)
+        train()
+        assert not same(before, whole(model))
+        assert not any(unit.is_pinned for unit in units(sharded))
+        assert same(whole(model), model.state_dict())
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
 def test_arrays_made_inside_unsharded_are_allowed() -> None:
     """torch cannot free memory that an array was made of: the unit stays whole then, and trains on."""
 

@@ -79,7 +79,7 @@ def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> I
 def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
     live.schedule.refuse_unseen_changes()
     steps = live.schedule.steps_ended
-    is_together = any(unit.sharded_at_rest and not unit.pins for unit in live.units)
+    is_together = any(unit.sharded_at_rest and not unit.is_pinned for unit in live.units)
     with live.collectives.operation("named_weights()"):  # PEFT may read parameters to name them
         parts = _merged_parts(live) if merge_adapters else _parts(live)
     unit_of = _units_by_parameter(live)
@@ -113,7 +113,7 @@ def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> N
     """Unshard a part's units until the stack ends. Undo writes to sharded parameters, and refuse writes to others."""
     wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
     # An outer `unsharded` already holds the other units, and checks for writes when it ends.
-    wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].pins]
+    wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].is_pinned]
     for are_sharded in (True, False):
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
         if chosen:

@@ -237,7 +237,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
         if unit in kept:
             unit.appearance.adopt_new_data()
             unit.flat.tensor.copy_(kept[unit])
-        elif unit.pins > 1 or unit not in at_rest:
+        elif unit.pins > 1 or unit.state_dicts or unit not in at_rest:
             unit.writes.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
@@ -249,7 +249,7 @@ def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[
         unit.pins -= 1
     for unit in at_rest:
         # Writes before an exception must not be stored.
-        if forget_writes and unit.state is UnitState.UNSHARDED and not unit.pins:
+        if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
             unit.appearance.collect_written()
         unit.reshard()
     for unit in offloaded:

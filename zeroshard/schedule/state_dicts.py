@@ -52,8 +52,7 @@ class _Held:
         for unit in self._units:
             with unit.collectives.operation(operation):
                 unit.unshard()
-            unit.pins += 1
-            unit.pins_of_state_dicts += 1
+            unit.state_dicts += 1
 
     def copy_and_reshard(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         copies: dict[int, Tensor] = {}
@@ -66,8 +65,7 @@ class _Held:
 
     def reshard(self, *_: Any) -> None:
         for unit in self._units:
-            unit.pins -= 1
-            unit.pins_of_state_dicts -= 1
+            unit.state_dicts = max(unit.state_dicts - 1, 0)  # a step in between has forgotten it
             unit.reshard()
 
 

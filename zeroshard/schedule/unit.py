@@ -13,8 +13,8 @@ and its class at that time, depend on the unit's state (see parameters/appearanc
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
 `UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Besides its state, a unit has two
-flags. While `pins` is not 0 (an `unsharded` block is open), it makes no move to rest. While `is_held` (a graph that outlives its
-backward may read the unit), it is not resharded.
+flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made), it makes no move to rest. While `is_held` (a
+graph that outlives its backward may read the unit), it is not resharded.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ class Unit:
         self.replaced_gradients: set[int] = set()
         """The parameters among these whose `grad` the user has set since."""
         self.pins = 0
-        """The `unsharded` blocks, and state dicts in the making, that keep the unit unsharded through calls of `reshard`."""
-        self.pins_of_state_dicts = 0
-        """The pins of state dicts. If making or loading one raised, its pin stays until `refuse_pinned`."""
+        """The open `unsharded` blocks."""
+        self.state_dicts = 0
+        """The state dicts in the making. One whose making or loading raised is counted until `refuse_pinned`."""
         self.is_held = False
         """A graph that outlives its backward may read the unit (`create_graph=True`): it stays until a backward leaves no graph."""
         self._live = context.live
@@ -199,11 +199,11 @@ class Unit:
     def _move(self, move: UnitMove) -> None:
         """Change the state, and show the user the parameters of the new state."""
         there = UNIT_MOVES[self.state].get(move)
-        is_kept = bool(self.pins) or (self.is_held and move is UnitMove.RESHARD)
+        is_kept = self.is_pinned or (self.is_held and move is UnitMove.RESHARD)
         if there is None or (is_kept and move in MOVES_TO_REST):
             raise RuntimeError(
-                f"zeroshard's own fault, please report it: {self.label} is {self.state.value}, with {self.pins} pins, and was to "
-                f"make the move {move.name}."
+                f"zeroshard's own fault, please report it: {self.label} is {self.state.value}, with {self.pins} pins and "
+                f"{self.state_dicts} state dicts, and was to make the move {move.name}."
             )
         before = self.state
         self.state = there
@@ -215,6 +215,11 @@ class Unit:
             self.appearance.show_views()
         elif before is UnitState.UNSHARDED:
             self.appearance.hide()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the unit stays unsharded through calls of `reshard` and `offload`."""
+        return self.pins > 0 or self.state_dicts > 0
 
     @property
     def is_arriving(self) -> bool:
@@ -283,7 +288,12 @@ class Unit:
         """Free the unsharded parameters after their use. Do nothing unless they are sharded at rest."""
         if self.state is UnitState.SHARDED and self.flat.nbytes:  # the user had a view of it when it was resharded
             self._free()
-        if not self.sharded_at_rest or self.state in (UnitState.SHARDED, UnitState.PARKED) or self.pins or self.is_held:
+        if (
+            not self.sharded_at_rest
+            or self.state in (UnitState.SHARDED, UnitState.PARKED)
+            or self.is_pinned
+            or self.is_held
+        ):
             return
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight may still be writing to the storage
@@ -310,7 +320,7 @@ class Unit:
     @property
     def _may_leave(self) -> bool:
         """Whether the values may be offloaded. A read of a parameter of a user's own class could not bring them back."""
-        return self._cpu is not None and not self.pins and self.appearance.tells_readers
+        return self._cpu is not None and not self.is_pinned and self.appearance.tells_readers
 
     def _leave(self, *, changed: bool) -> None:
         assert self._cpu is not None
@@ -318,9 +328,8 @@ class Unit:
         self._cpu.leave(changed=changed)
 
     def refuse_pinned(self, what: str) -> None:
-        """Raise if a block that keeps the unit unsharded is open while `what` runs. Drop the pins of state dicts that raised."""
-        self.pins -= self.pins_of_state_dicts
-        self.pins_of_state_dicts = 0
+        """Raise if a block that keeps the unit unsharded is open while `what` runs. Forget state dicts that raised."""
+        self.state_dicts = 0
         if self.pins:
             raise UsageError(
                 f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "

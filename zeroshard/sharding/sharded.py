@@ -289,7 +289,7 @@ class Sharded:
     def needs_other_ranks(self) -> bool:
         """Whether a forward gathers parameters: they are sharded, and no `unsharded` block holds them."""
         is_attached = not self._hooks.is_removed
-        return is_attached and any(unit.sharded_at_rest and not unit.pins for unit in self._schedule.units)
+        return is_attached and any(unit.sharded_at_rest and not unit.is_pinned for unit in self._schedule.units)
 
     @property
     def trains(self) -> bool:

@@ -264,6 +264,19 @@ def test_a_model_has_one_engine(stage: int) -> None:
     assert engine.step().applied
 
 
+def test_arguments_of_wrong_types_are_named(tmp_path: Path) -> None:
+    model = Stack()
+    with pytest.raises(UsageError, match=r"initialize\(optimizer=\.\.\.\) is a str\. Pass a torch optimizer"):
+        zeroshard.initialize(model=model, optimizer="adam", config=config(2))
+    engine, *_ = zeroshard.initialize(model=model, config=config(2))  # the refused call left nothing behind
+    with pytest.raises(UsageError, match="client_state is a list: pass a dict"):
+        engine.save_checkpoint(tmp_path, client_state=[1])
+    assert not any(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path, client_state={"one": 1})
+    assert engine.load_checkpoint(tmp_path)[1] == {"one": 1}
+    engine.destroy()
+
+
 def test_a_destroyed_engine_does_not_train() -> None:
     engine = make(3, 1)
     engine.destroy()

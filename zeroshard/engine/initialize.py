@@ -72,6 +72,11 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}. Pass the model.")
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+        raise UsageError(
+            f"initialize(optimizer=...) is a {type(optimizer).__name__}. Pass a torch optimizer, a callable that makes one from a "
+            'list of parameters, or None, and name the optimizer in the config: "optimizer": {"type": "AdamW"}.'
+        )
     if config is None:
         config = getattr(args, "deepspeed_config", None)
     if config is None:

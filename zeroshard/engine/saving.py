@@ -122,6 +122,10 @@ class Saving(Readers):
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the values that a checkpoint holds beside model states. An object without a `state_dict` becomes None."""
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise UsageError(
+                f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
+            )
         values: dict[str, Any] = {
             "engine": {name: getattr(self, name) for name in _COUNTERS},
             "lr_scheduler": None,

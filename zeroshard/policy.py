@@ -255,7 +255,7 @@ class Policy:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether any state is on disk, so that the buffers limit CPU memory."""
+        """Whether any model state is on disk."""
         return Place.DISK in (self.parameters.place, self.gradients.place, self.optimizer.place)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 The table is read from the source of the modules in ROAD. A module with waits is in it, or in ELSEWHERE with the reason. What is
 removed is the call alone: what it is called on is still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A
-comment right above a wait excuses it: `# no test can miss this wait: why`.
+comment right above a wait excuses it: `# no test needs this wait: why`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ NO_WAITS = {
 """Beginnings of statements that are no waits."""
 
 
-EXCUSE = "no test can miss this wait:"
+EXCUSE = "no test needs this wait:"
 
 reached: set[str] = set()
 """Where this process has been since `plant`, by name."""
@@ -77,7 +77,7 @@ class Site:
     """One place. `name` tells it from all others, and stays when lines move.
 
     Attributes:
-        excuse: why no test can miss it, where the source says so.
+        excuse: why no test needs it, where the source says so.
     """
 
     name: str

@@ -60,7 +60,7 @@ class LiveModel:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """The numbers of ranks that shard the model and that divide its tensors; None if no tensors are divided."""
+        """The number of ranks that shard the model, and the number that divide its tensors; None if no tensors are divided."""
         context = self.context
         if context.others.world_size == 1:
             return None

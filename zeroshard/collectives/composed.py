@@ -99,7 +99,7 @@ class ComposedGather(Work):
             work.wait()
 
     def push(self) -> None:
-        # no test can miss this wait: it only starts early the operation that readers wait for.
+        # no test needs this wait: it only starts early the operation that readers wait for.
         self.wait()
 
 
@@ -311,7 +311,7 @@ class TwoLevel(Composed):
         is_end = self.rank in (source, target)
         passing = tensor if is_end else tensor.new_empty(nbytes, dtype=torch.uint8)
         if host != to_host and self._place == place:
-            # no test can miss this wait: no transfer between two levels is of an accelerator's memory.
+            # no test needs this wait: no transfer between two levels is of an accelerator's memory.
             self._far.transfer(passing, host, to_host, label).wait()
         if place == to_place or self._host != to_host:
             return Done()

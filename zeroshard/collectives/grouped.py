@@ -255,7 +255,7 @@ class PointToPoint(Grouped):
         """Close all of gloo's connections, as a wait that times out does."""
         nothing_comes = torch.empty(1, dtype=torch.uint8)
         with suppress(RuntimeError):
-            # no test can miss this wait: it is there to time out.
+            # no test needs this wait: it is there to time out.
             self._engine.recv([nothing_comes], self.peers[0], TRANSFER_TAG + 1).wait(_PROBE)
 
     @property
@@ -272,7 +272,7 @@ class PointToPoint(Grouped):
         options.rootTensor = 0
         plain = tensor.detach().to("cpu").contiguous()
         with self.guarded(f"a broadcast of rank {self.members.ranks[source]}"):
-            # no test can miss this wait: the host waits for gloo, whose memory is the CPU's.
+            # no test needs this wait: the host waits for gloo, whose memory is the CPU's.
             self._engine.broadcast([plain.view(-1).view(torch.uint8)], options).wait()
         if self.rank != source and plain.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(plain)
@@ -326,7 +326,7 @@ class PointToPoint(Grouped):
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = {peer: torch.empty_like(own) for peer in self.peers}
         self.sent["exchange"] += own.nbytes * len(self.peers)
-        # no test can miss this wait: the host waits for gloo, whose memory is the CPU's.
+        # no test needs this wait: the host waits for gloo, whose memory is the CPU's.
         self._start(dict.fromkeys(self.peers, own), received, self._tag(0, 2, label), "exchange", label).wait()
         return {peer: one.numpy().tobytes() for peer, one in received.items()}
 

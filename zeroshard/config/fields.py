@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 class Kind(StrEnum):
-    """The effect of a key in zeroshard."""
+    """A kind of effect that a key has in zeroshard."""
 
     WORKS = "works"
     NO_MEANING = "has no meaning here"

@@ -84,7 +84,7 @@ class FP16Block(Block):
     """`fp16`: parameters and gradients in fp16, master weights in fp32, and loss scaling."""
 
     enabled: Annotated[bool, works("train in fp16. \"auto\": true if the model's parameters are in fp16.")] = False
-    auto_cast: Annotated[bool, works("cast floating-point inputs of the model to fp16.")] = False
+    auto_cast: Annotated[bool, works("cast the model's floating-point inputs to fp16.")] = False
     loss_scale: Annotated[NonNegative, works("a fixed loss scale. 0 selects a dynamic scale.")] = 0
     initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the dynamic scale starts at 2 to this power.")] = 16
     loss_scale_window: Annotated[Positive, works("the number of steps without overflow after which a dynamic scale doubles.")] = 1000

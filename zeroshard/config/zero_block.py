@@ -14,7 +14,8 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 class OffloadParamBlock(Block):
     """`offload_param`: the place of parameters while they are not in use.
 
-    At stage 3 the block applies to their shards, and at lower stages to whole parameters between steps.
+    At stage 3 the block applies to the shards of parameters. At stages 1 and 2 it applies to whole parameters between steps.
+    Stage 0 does not support it.
     """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
@@ -107,7 +108,7 @@ class ZeroBlock(Block):
     stage3_model_persistence_threshold: Annotated[Count, works(
         "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded. The smallest parameters count first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
-        "the maximum number of unsharded elements up to which units are prefetched, or kept for reuse.")] = 1_000_000_000
+        "the limit on unsharded elements: beyond it, no unit is prefetched, or kept for reuse.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
         "keep a unit unsharded after its forward if at most this many elements are used before its backward. "
         "Default: only the last unit.")] = 0

@@ -54,7 +54,7 @@ def initialize(
         model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
         training_data: a dataset; `initialize` returns a loader over this rank's part of it.
         lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
-        collate_fn: the loader's function that makes a batch of samples.
+        collate_fn: the loader's function that collates samples into a batch.
         config: a path, a dict or any other Mapping.
         dist_init_required: whether to initialise torch.distributed; default: if the launcher's environment names
             several ranks. With False, the caller must have initialised it.

@@ -170,7 +170,7 @@ class Reductions:
                 bucket.start_gather()
         if not self._overlap:
             for bucket in group:
-                # no test can miss this wait: without overlap it only comes earlier than the one in `finish`.
+                # no test needs this wait: without overlap it only comes earlier than the one in `finish`.
                 bucket.wait_gather()
 
     # ------------------------------------------------------------------ one step

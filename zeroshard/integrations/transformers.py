@@ -189,23 +189,27 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise if TrainingArguments enable a feature that ZeroTrainer does not support, and name it."""
+    """Raise an error that names the feature if TrainingArguments enable one that ZeroTrainer does not support."""
     clashes = {
         "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
         "fsdp": (args.fsdp, "zero=3 shards parameters, too"),
         "parallelism_config": (getattr(args, "parallelism_config", None), "the stock Trainer takes its sp_size"),
         "fp16_full_eval": (args.fp16_full_eval, "evaluation runs in the dtypes of the training"),
         "bf16_full_eval": (args.bf16_full_eval, "evaluation runs in the dtypes of the training"),
-        "fp16 and bf16": (args.fp16 and args.bf16, "a model trains in one precision"),
-        "optim=lomo": ("lomo" in str(args.optim).lower(), "it updates inside of the backward, before gradients are reduced"),
-        "optim=..._layerwise": ("layerwise" in str(args.optim).lower(), "it updates inside of the backward"),
+        "optim=lomo": ("lomo" in str(args.optim).lower(), "it updates inside the backward, before gradients are reduced"),
+        "optim=..._layerwise": ("layerwise" in str(args.optim).lower(), "it updates inside the backward"),
     }  # fmt: skip
     for name, (asked, instead) in clashes.items():
         if asked:
             raise UsageError(f"ZeroTrainer does not support TrainingArguments({name}): {instead}. Leave it out.")
+    if args.fp16 and args.bf16:
+        raise UsageError(
+            "ZeroTrainer trains in one precision, not in fp16 and bf16: leave one of these TrainingArguments out."
+        )
     if args.n_gpu > 1:
         raise UsageError(
-            f"one process sees {args.n_gpu} accelerators: start one for each, torchrun --nproc-per-node {args.n_gpu} SCRIPT."
+            f"this process has {args.n_gpu} accelerators. Start one process for each: "
+            f"torchrun --nproc-per-node {args.n_gpu} SCRIPT."
         )
 
 

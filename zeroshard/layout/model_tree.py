@@ -33,7 +33,7 @@ class ModelTree:
 
     @property
     def _is_unchanged(self) -> bool:
-        """Whether nothing changed. Every step asks this, so it compares identities, without a Python call per parameter."""
+        """Whether the model is unchanged. Every step reads it, so it compares identities, without a Python call per parameter."""
         content = chain.from_iterable(map(dict.values, self._filled))
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 

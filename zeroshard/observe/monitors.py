@@ -219,7 +219,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """A run of Weights & Biases."""
+    """A monitor that logs to a run of Weights & Biases."""
 
     def __init__(self, block: WandbBlock) -> None:
         wandb = _import("wandb", "wandb", "wandb")
@@ -233,7 +233,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """An experiment of Comet."""
+    """A monitor that logs to an experiment of Comet."""
 
     def __init__(self, block: CometBlock) -> None:
         comet = _import("comet_ml", "comet", "comet_ml")
@@ -246,7 +246,7 @@ class CometMonitor:
         self._next = 0
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Log the figures, if at least the interval in samples has passed since the last point."""
+        """Log the figures if at least `samples_log_interval` samples have passed since the last point."""
         if figures.samples >= self._next:
             self._next = figures.samples + self._interval
             self._experiment.log_metrics(dict(events), step=figures.samples)

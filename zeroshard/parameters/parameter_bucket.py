@@ -189,7 +189,7 @@ class ParameterBucket:
     # ------------------------------------------------------------------ the user's writes
 
     def save_rows(self, *, masters: bool = True) -> None:
-        """Copy unsharded parameters that the user wrote to on this rank to the slots and, with `masters`, to the master weights."""
+        """Copy this rank's rows of the unsharded parameters to their slots and, with `masters`, to the master weights."""
         self.settle()
         if not self._rests_in_rows:
             for rank, rest in self._held.items():
@@ -245,7 +245,7 @@ class ParameterBucket:
         """Copy master weights that were set to the parameters at rest and, with `regather`, to the unsharded ones."""
         for rank, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool) as values:
-                # no test can miss this wait: `Slot.write` asks for it. What rests beside master weights is of another
+                # no test needs this wait: `Slot.write` asks for it. What rests beside master weights is of another
                 # dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
                 self.rests[rank].write(values).wait(values.device)
         self._spread("set")
@@ -326,7 +326,7 @@ def _new_master(spec: BucketSpec, values: Tensor, context: Context) -> Slot:
     home = context.storages.optimizer(context.policy)
     master = home.slot(f"master weights of {spec.label}", spec.layout.shard_numel, spec.dtypes.master)
     master.write(values)
-    # no test can miss this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
+    # no test needs this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
     # which keeps its source. Without this wait the whole values of many units would be alive at start-up.
     master.wait()
     return master

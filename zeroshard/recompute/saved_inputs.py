@@ -88,7 +88,7 @@ class HostCopies:
         self._leaving.append((leaving, tensor.detach()))
         while len(self._leaving) > KEPT_COUNT:
             transfer, _tensor = self._leaving.popleft()
-            # no test can miss this wait: without it the copies keep the input's memory until the host sees that they ended.
+            # no test needs this wait: without it the copies keep the input's memory until the host sees that they ended.
             transfer.wait(tensor.device)
         copy = _HostInput(memory, tensor.device, leaving, self)
         if self._slots is not None:
@@ -115,7 +115,7 @@ class HostCopies:
     def recalled(self, copy: _HostInput) -> None:
         """Start to copy back the input before this one, which the backward needs next."""
         for transfer, _tensor in self._leaving:
-            # no test can miss this wait: without it the copies keep the inputs' memory until the host sees that they ended.
+            # no test needs this wait: without it the copies keep the inputs' memory until the host sees that they ended.
             transfer.wait(copy.device)
         self._leaving.clear()
         before = None

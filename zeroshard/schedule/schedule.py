@@ -152,7 +152,7 @@ class ForwardStream:
             self._stream = torch.accelerator.current_stream(self._device)
 
     def here(self) -> AbstractContextManager[None]:
-        """Run the work inside the block on the forward's stream, in order with the current stream's other work."""
+        """Return a context whose work runs on the forward's stream, in order with the current stream's other work."""
         if self._stream is None:
             return _NOWHERE
         now = torch.accelerator.current_stream(self._device)
@@ -160,8 +160,8 @@ class ForwardStream:
 
     @contextmanager
     def _between(self, now: torch.Stream, stream: torch.Stream) -> Iterator[None]:
-        # no test can miss this wait: on the simulated device autograd uses only the forward's stream. On another device it
-        # may add up gradients on a different stream, whose sums the work inside reads.
+        # no test needs this wait: on the simulated device autograd uses only the forward's stream. On other devices it
+        # may sum gradients on a different stream, and the work inside reads these sums.
         stream.wait_stream(now)  # type: ignore[attr-defined]
         try:
             with stream:

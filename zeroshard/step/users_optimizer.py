@@ -279,9 +279,10 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 class DroppedGradients:
-    """The optimizers, of several, whose `zero_grad()` was called since the gradients arrived.
+    """A record of which of a model's optimizers have dropped their gradients since these arrived.
 
-    The gradients of one optimizer's parameters lie beside the others', and are freed with them. Until then nothing uses them.
+    All optimizers' gradients share buffers, which are freed once every optimizer has dropped its own. Until then nothing uses
+    dropped gradients.
     """
 
     def __init__(self, optimizers: list[UsersOptimizer], schedule: Schedule) -> None:
@@ -290,7 +291,7 @@ class DroppedGradients:
         self._dropped: list[UsersOptimizer] = []
         self._dropped_at = 0
         self._arrivals = 0
-        """The schedule's `arrivals` when the last of them was recorded."""
+        """The schedule's `arrivals` at the last recorded `zero_grad()`."""
 
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
@@ -298,7 +299,7 @@ class DroppedGradients:
         # A backward that broke off counts as running until the next one begins.
         is_late = self._schedule.state in (StepState.BACKWARD, StepState.BROKEN, StepState.UNWANTED)
         if is_late and self._schedule.arrivals != self._arrivals:
-            self._dropped = []  # that backward has given them gradients since, to be dropped, too
+            self._dropped = []  # that backward has since added gradients, which must be dropped, too
         self._arrivals = self._schedule.arrivals
         if self._schedule.is_between_steps:
             for group in optimizer.optimizer.param_groups:
@@ -323,8 +324,9 @@ class DroppedGradients:
         """Raise if a backward ran between the `zero_grad()` of one optimizer and that of another."""
         if self._dropped and self._schedule.backwards_ended != self._dropped_at:
             raise UsageError(
-                "gradients came after zero_grad() of one of the model's optimizers, and before that of another: they lie "
-                "together. Call zero_grad() of all of them before a backward, or shard the parts as models of their own."
+                "a backward ran after zero_grad() of one of the model's optimizers, and before that of another, but their "
+                "gradients share buffers. Call zero_grad() of all of them before a backward, or shard the parts as models of "
+                "their own."
             )
 
     def refuse(self, what: str) -> None:

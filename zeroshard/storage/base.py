@@ -215,7 +215,7 @@ class MemorySlot(Slot):
     def empty(self) -> None:
         if self.buffer is not None:
             if self._memory.device.type != "cpu":
-                # no test can miss this wait: every reader of gradients waits for the copy before the step ends. Without
+                # no test needs this wait: every reader of gradients waits for the copy before the step ends. Without
                 # it, memory that a late copy still reads would go to its next user.
                 self._in_flight.wait(self._memory.device)
             self.buffer.free()

@@ -360,7 +360,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
 
-        A whole state may come from any number of ranks.
+        A consolidated state dict loads whatever the number of ranks that saved it.
 
         Args:
             state_dict: the state dict, which is not changed.

@@ -76,7 +76,7 @@ def _short(sentence: str) -> str:
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Try to be this machine's first process to report. Return the first one's rank and message: None if it is this one."""
+    """Try to be this machine's first process to report. Return the first one's rank, and its message unless it is this one."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent

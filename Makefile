@@ -70,9 +70,9 @@ bench: .venv/ready
 accelerator:
 	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 
-# Fills docs/accelerators.md with the figures in $(OUT).
+# Fills docs/accelerators_measured.md with the figures in $(OUT).
 accelerator-page:
-	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators.md
+	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators_measured.md
 
 # Wheels of the libraries that a machine with an accelerator may lack, for its Python, in $(OUT)/wheels.
 wheels: .venv/ready

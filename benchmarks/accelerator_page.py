@@ -1,6 +1,6 @@
-"""Owns the figures of docs/accelerators.md: writes the results of `make accelerator` into the page.
+"""Owns the figures of docs/accelerators_measured.md: writes the results of `make accelerator` into the page.
 
-    python benchmarks/accelerator_page.py runs/accelerator/results.json docs/accelerators.md
+    python benchmarks/accelerator_page.py runs/accelerator/results.json docs/accelerators_measured.md
 
 It replaces everything between the page's two marks, and refuses figures of a rehearsal.
 """
@@ -15,10 +15,10 @@ from typing import Any
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 TITLES = {
     "facts": "The machine",
-    "right": "What is right",
+    "right": "Correctness",
     "memory": "Memory of a Llama of 1.3 B parameters",
-    "speed": "A step",
-    "offload": "States elsewhere",
+    "speed": "Speed of a step",
+    "offload": "Offload",
 }
 
 
@@ -45,15 +45,38 @@ def tables(results: dict[str, Any]) -> str:
         if found is None:
             continue
         about = found.get("about", {})
-        where = ", ".join(str(about[key]) for key in ("device", "torch") if key in about)
+        where = f"{about.get('device', 'an unknown device')}, torch {about.get('torch', 'unknown')}"
         lines += [
-            f"### {title}",
+            f"## {title}",
             "",
-            f"{where}; the part took {found['seconds']:.0f} s, and its end: {found['end']}.",
+            f"{where}. The part took {found['seconds']:.0f} s; its end: {found['end']}.",
             "",
         ]
-        lines += [*_table(found["rows"]), ""]
+        lines += [*_table(counted(found["rows"]) if part == "right" else found["rows"]), ""]
     return "\n".join(lines)
+
+
+def counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each check of the part `right`: how many comparisons had each result, and what was wrong or left out."""
+    checks: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        checks.setdefault(row["what"].partition(": ")[0], []).append(row)
+    found = []
+    for check, members in checks.items():
+        results: dict[str, list[str]] = {}
+        for row in members:
+            results.setdefault(row["result"].partition(": ")[0], []).append(row["what"].partition(": ")[2])
+        if len(members) == 1:
+            said = members[0]["result"]
+        else:
+            named = ("WRONG", "left out")
+            said = "; ".join(
+                f"{len(names)} {kind}" + (f" ({'; '.join(names)})" if kind in named else "")
+                for kind, names in results.items()
+            )
+        worst = [float(row["result"].rpartition(" ")[2]) for row in members if "differs by" in row["result"]]
+        found.append({"check": check, "result": said, "largest difference": max(worst, default=None)})
+    return found
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -69,7 +92,7 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value).replace("|", "/").replace("\n", " ")
 
 

@@ -11,6 +11,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from accelerator_setting import GIB, Setting, host_memory_available
 from accelerator_systems import (
     BF16,
     BUCKET_NUMEL,
+    KEEP_MEMORY,
     LEARNING_RATE,
     Step,
     adamw,
@@ -69,7 +71,23 @@ def facts(setting: Setting, tell: Tell) -> None:
     nbytes = 1 << 16 if setting.rehearse else 1 << 30
     seconds = setting.seconds(lambda: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).zero_())
     tell(fact="pinning, GB/s", value=nbytes / seconds / 1e9)
+    if setting.device.type == "cuda":
+        tell(fact=f"pinning with PYTORCH_ALLOC_CONF={accelerator_offload.PINNING}, GB/s", value=_pinned_by_threads())
     _time_copies(setting, tell, nbytes)
+
+
+def _pinned_by_threads() -> float:
+    """Return the speed of pinning 4 GiB with the settings of the part `offload`, which a process reads as it starts."""
+    code = """
+import time, torch
+torch.zeros(1, device="cuda")
+start = time.perf_counter()
+torch.empty(4 << 30, dtype=torch.uint8, pin_memory=True)
+print((4 << 30) / (time.perf_counter() - start) / 1e9)
+"""
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": accelerator_offload.PINNING}
+    command = [sys.executable, "-c", code]
+    return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 def _version(name: str) -> str | None:
@@ -162,8 +180,10 @@ def right(setting: Setting, tell: Tell) -> None:
                 tell(**row, result=result)
                 is_right &= not result.startswith("WRONG")
     is_right &= _bodies(setting, tell)
-    if setting.left > 120 or setting.rehearse:
+    if setting.left > 45 or setting.rehearse:
         is_right &= accelerator_ranks.run(2, rehearse=setting.rehearse, tell=tell, limit=min(90, max(setting.left, 1)))
+    else:
+        tell(what="2 processes on one device over gloo", result="left out: no time")
     if not is_right:
         raise SystemExit("not everything is right")
 
@@ -193,10 +213,10 @@ def _bodies(setting: Setting, tell: Tell) -> bool:
     is_right = True
     for name, body in rare.EVERY_BODY.items():
         if name in NEED_PYDANTIC and _version("pydantic") is None:
-            tell(what=f"body: {name}", result="left out: no pydantic")
+            tell(what=f"feature: {name}", result="left out: no pydantic")
             continue
         if setting.left < 30:
-            tell(what=f"body: {name}", result="left out: no time")
+            tell(what=f"feature: {name}", result="left out: no time")
             continue
         try:
             body(0)
@@ -205,7 +225,7 @@ def _bodies(setting: Setting, tell: Tell) -> bool:
             traceback.print_exc()
             result = f"WRONG: {first_line(error)}"
             is_right = False
-        tell(what=f"body: {name}", result=result)
+        tell(what=f"feature: {name}", result=result)
     return is_right
 
 
@@ -309,23 +329,60 @@ def forget() -> None:
 
 ROUNDS = 3
 STEPS = 3
+TURNS = ("FSDP2, reduces fp32", "FSDP2, reduces bf16", "zeroshard, stage 3")
+"""The systems whose small steps are also timed in turns, all in memory together. The others are compared with the first."""
+ROUNDS_OF_TURNS = 9
 
 
 def speed(setting: Setting, tell: Tell) -> None:
     """Measure a step of each system, with its launches, the device's idle time, and a trace."""
     torch.set_float32_matmul_precision("high")
-    for name, batch, length in (("1.2 B", 8, 2048), ("3.2 B", 8, 2048), ("1.2 B", 1, 512)):
-        first: float | None = None
-        for system, make in systems().items():
-            row: dict[str, Any] = {"model": name, "tokens": f"{batch} x {length}", "system": system}
-            if setting.left < 45 and not (setting.rehearse and setting.left > 0):
-                tell(**row, left_out="no time")
-                continue
-            found = attempted(partial(_timed, setting, make, name, batch, length, system))
-            if "ms" in found:
-                first = first or found["ms"]
-                found["x_first"] = found["ms"] / first
-            tell(**row, **found)
+    _profiled(torch.Tensor.exp, torch.zeros(1), None)  # the profiler's first use takes longer
+    _in_turns(setting, tell)
+    sizes = (("1.2 B", 8, 2048), ("1.2 B", 1, 512), ("3.2 B", 8, 2048))
+    every = systems()
+    runs = [(size, system) for size in sizes for system in every]
+    runs.sort(key=lambda run: run[1] in KEEP_MEMORY)
+    first: dict[tuple[str, int, int], float] = {}
+    for size, system in runs:
+        name, batch, length = size
+        row: dict[str, Any] = {"model": name, "tokens": f"{batch} x {length}", "system": system}
+        if setting.left < 45 and not (setting.rehearse and setting.left > 0):
+            tell(**row, left_out="no time")
+            continue
+        found = attempted(partial(_timed, setting, every[system], name, batch, length, system))
+        if "ms" in found:
+            found["x_first"] = found["ms"] / first.setdefault(size, found["ms"])
+        tell(**row, **found)
+
+
+def _in_turns(setting: Setting, tell: Tell) -> None:
+    """Time steps of one short sequence, whose launches take longest, in turns: other work on the host slows all systems alike."""
+    about: dict[str, Any] = {"model": "1.2 B", "tokens": "1 x 512, in turns"}
+    if setting.left < 45 and not setting.rehearse:
+        tell(**about, left_out="no time")
+        return
+    shape = setting.shape("1.2 B")
+    batch, length = setting.tokens(1, 512)
+
+    def timed() -> dict[str, Any]:
+        made = {system: systems()[system](setting, shape) for system in TURNS}
+        data = batch_of(setting, shape, batch, length)
+        rounds: dict[str, list[float]] = {system: [] for system in TURNS}
+        for number in range(1 + (1 if setting.rehearse else ROUNDS_OF_TURNS)):
+            for system, one in made.items():
+                seconds = setting.seconds(partial(_repeat, one, data)) / STEPS
+                if number > 0:  # the first warms up
+                    rounds[system].append(seconds)
+        return rounds
+
+    found = attempted(timed)
+    if "failed" in found:
+        tell(**about, **found)
+        return
+    for system, seconds in found.items():
+        ratios = [one / first for one, first in zip(seconds, found[TURNS[0]], strict=True)]
+        tell(**about, system=system, ms=1e3 * statistics.median(seconds), x_first=statistics.median(ratios))
 
 
 def attempted(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -416,7 +473,7 @@ def _profiled(one: Step, data: torch.Tensor, trace: Path | None) -> dict[str, An
     calls = [event.name for event in events]
     return {
         "launches": sum(name.startswith(LAUNCHES) for name in calls),
-        "host_waits": sum(name in WAITS for name in calls) - 1,  # the one above
+        "host_waits": sum(name in WAITS for name in calls) - 2,  # the one above, and the profiler's own at its end
         "idle_share": idle_share(ranges),
         **more,
     }

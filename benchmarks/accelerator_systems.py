@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,8 @@ def fsdp2(reduce_dtype: torch.dtype) -> Callable[[Setting, Shape], Step]:
 def deepspeed(setting: Setting, shape: Shape) -> Step:
     """Return DeepSpeed's engine at stage 2, with torch's optimizer."""
     setting.alone()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():  # which its launcher sets
+        os.environ.setdefault(name, value)
     module: Any = importlib.import_module("deepspeed")
     model = llama(setting, shape)
     config = {
@@ -189,6 +192,10 @@ def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> C
         return loop(model, sharded(model, policy, BF16, forced=setting if forced else None).optimizer)
 
     return make
+
+
+KEEP_MEMORY = ("DeepSpeed, stage 2",)
+"""The systems whose model states stay on the device after their last use: their rows run last."""
 
 
 def systems() -> dict[str, Callable[[Setting, Shape], Step]]:

@@ -74,7 +74,8 @@ def main() -> None:
         sharded = ModelCheckpoint(arguments.out, "{step}", every_n_train_steps=arguments.steps // 2, save_last=True)
         weights = ModelCheckpoint(arguments.out, "weights", save_weights_only=True, enable_version_counter=False)
         return lightning.Trainer(
-            strategy=ZeroStrategy(stage), devices=2, accelerator=arguments.accelerator, max_steps=steps, gradient_clip_val=1.0,
+            strategy=ZeroStrategy(stage), devices=2 if arguments.accelerator == "cpu" else "auto",
+            accelerator=arguments.accelerator, max_steps=steps, gradient_clip_val=1.0,
             callbacks=[sharded, weights], logger=False, enable_model_summary=False, default_root_dir=arguments.out,
         )  # fmt: skip
 

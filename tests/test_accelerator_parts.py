@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("facts", "right", "memory", "speed", "offload")
 EXPECTED = {
     "facts": "pinning, GB/s",
-    "right": '"body: failing_disk", "result": "right"',
+    "right": '"feature: failing_disk", "result": "right"',
     "memory": "peak_reserved_gib",
     "speed": "zeroshard, stage 3, collectives forced",
     "offload": '"row": 8, "model": "1.3 B", "where": "disk", "microbatches": 8, "ratio": 1.0, "parameters_b"',
@@ -103,6 +103,7 @@ def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     parts = importlib.import_module("accelerator_parts")
     rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
     parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
@@ -120,7 +121,7 @@ def test_bodies_that_need_pydantic_are_left_out_without_it(monkeypatch: pytest.M
     assert parts._bodies(setting, lambda **row: rows.append(row))
     left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
     assert left_out == [
-        "body: checkpoints", "body: asynchronous_checkpoints", "body: engine", "body: failing_disk",
+        "feature: checkpoints", "feature: asynchronous_checkpoints", "feature: engine", "feature: failing_disk",
     ]  # fmt: skip
     assert len(ran) == len(rare.EVERY_BODY) - 4
 
@@ -185,11 +186,29 @@ def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch
 
     rows: list[dict[str, Any]] = []
     monkeypatch.setattr(parts, "systems", lambda: {"a rival": fails})
+    monkeypatch.setattr(parts, "TURNS", ("a rival",))
     monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: make())
     monkeypatch.setattr(parts, "forget", lambda: gone.append(held[-1]() is None))
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
+    setting = SimpleNamespace(left=500.0, rehearse=False, shape=lambda _: None, tokens=lambda *sizes: sizes)
+    parts.speed(setting, lambda **row: rows.append(row))
+    assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 4
+    assert gone == [True] * 4
+    assert [row["tokens"] for row in rows] == ["1 x 512, in turns", "8 x 2048", "1 x 512", "8 x 2048"]
+
+
+def test_systems_that_keep_memory_run_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "systems", lambda: {"first": 1, parts.KEEP_MEMORY[0]: 2, "last": 3})
+    monkeypatch.setattr(parts, "attempted", lambda work: work())
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
+    monkeypatch.setattr(parts, "_in_turns", lambda *_: None)
+    monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: {"ms": float(make)})
     parts.speed(SimpleNamespace(left=500.0, rehearse=False), lambda **row: rows.append(row))
-    assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 3
-    assert gone == [True] * 3
+    assert [row["system"] for row in rows] == ["first", "last"] * 3 + [parts.KEEP_MEMORY[0]] * 3
+    assert [row["x_first"] for row in rows] == [1.0, 3.0] * 3 + [2.0] * 3
 
 
 def test_traces_move_into_the_archive_and_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +263,23 @@ def test_the_page_takes_the_figures(tmp_path: Path) -> None:
     assert "61 s" in text
 
 
-def test_the_page_of_the_docs_has_its_marks() -> None:
-    text = (ROOT / "docs/accelerators.md").read_text()
-    assert text.count("<!-- figures: begin -->") == text.count("<!-- figures: end -->") == 1
+def test_the_page_of_the_docs_shows_the_figures_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = json.loads((ROOT / "benchmarks/results/accelerator.json").read_text())
+    text = (ROOT / "docs/accelerators_measured.md").read_text()
+    assert importlib.import_module("accelerator_page").filled(text, results) == text
+
+
+def test_results_are_counted_and_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rows = [
+        {"what": "forced: stage 1", "result": "equal"},
+        {"what": "forced: stage 2", "result": "equal"},
+        {"what": "forced: stage 3", "result": "close: differs by 1.0e-04"},
+        {"what": "forced: stage 3, on disk", "result": "WRONG: differs by 2.0e+00"},
+        {"what": "twice", "result": "equal"},
+    ]
+    assert importlib.import_module("accelerator_page").counted(rows) == [
+        {"check": "forced", "result": "2 equal; 1 close; 1 WRONG (stage 3, on disk)", "largest difference": 2.0},
+        {"check": "twice", "result": "equal", "largest difference": None},
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,16 @@ def test_a_rank_that_fails_is_told_once(script: Path, tmp_path: Path, how: str, 
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert len(lines) <= (8 if how == "--raise" else 1), done.stderr  # the rank's own traceback
     assert done.stderr.count("KeyError: 'what the rank says'") == (how == "--raise")
+
+
+def test_a_port_in_use_is_named_with_the_remedy(script: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = run(script.parent, "--nproc-per-node", "1", "--master-port", port, "train.py")
+    assert done.returncode == 2
+    assert f"port: {port}" in done.stderr
+    assert "pass --standalone, or --master-port with a free one" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
-from simgpu.bodies import BF16, BODIES, CPU, Checkpointed, Training, folder_of_all, offloaded, on_both, same
+from simgpu.bodies import (
+    BF16,
+    BODIES,
+    CPU,
+    Checkpointed,
+    Training,
+    expect_the_cpus,
+    folder_of_all,
+    offloaded,
+    on_both,
+    same,
+)
 from zeroshard import Offload, Place, Policy, StorageError
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 
@@ -81,7 +92,7 @@ def unclipped(rank: int) -> None:
         )
         training.step(3)
         results.append(training.end())
-    assert same(results[1], results[0])
+    expect_the_cpus(results[1], results[0], "the CPU's step")
 
 
 def several_backwards(rank: int) -> None:
@@ -184,7 +195,8 @@ def masters_set(rank: int) -> None:
                 training.sharded.states.set(name, "parameters", value * 0.5 + 1)
             training.step(1)
             results.append(training.end())
-        assert all(same(one, results[0]) for one in results), f"stage {stage}"
+        for one in results:  # some steps are the CPU's
+            expect_the_cpus(one, results[0], f"stage {stage}")
 
 
 def frozen_states(rank: int) -> None:
@@ -263,8 +275,9 @@ def late_files(rank: int) -> None:
                 training = Training(device, policy, precision)
                 run(training)
                 results.append(training.end())
-        others = results if precision is None else results[:2]  # in 16 bits the wire rounds
-        assert all(same(one, results[0]) for one in others), f"late requests change bits: {precision}"
+        assert same(results[1], results[0]), f"late writes change bits: {precision}"
+        if precision is None:  # in 16 bits the wire rounds
+            expect_the_cpus(results[2], results[0], "late reads change bits")
 
 
 def parking_on_late_files(rank: int) -> None:

@@ -196,6 +196,7 @@ def _allow_restarts(options: argparse.Namespace) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     """Run the ranks until all have ended. Raises `UsageError` if they cannot start, and `typer.Exit` if one failed."""
+    from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -211,9 +212,12 @@ def _launch(options: argparse.Namespace) -> None:
     except SignalException as error:
         _say(f"stopped by {error.sigval.name}, with all ranks.")
         raise typer.Exit(128 + error.sigval) from None
-    except (ValueError, AssertionError, RendezvousError) as error:
+    except (ValueError, AssertionError, RendezvousError, DistNetworkError) as error:
+        remedy = ""
+        if "EADDRINUSE" in str(error):
+            remedy = ". Another job uses this port: pass --standalone, or --master-port with a free one."
         raise UsageError(
-            f"the ranks could not be started: {' '.join(str(error).split()) or type(error).__name__}"
+            f"the ranks could not be started: {' '.join(str(error).split()) or type(error).__name__}{remedy}"
         ) from error
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from twin import same, same_on_all_ranks, whole
 
 import zeroshard
-from zeroshard import Place, Policy, UsageError
+from zeroshard import Offload, Place, Policy, Precision, UsageError
 
 STAGES = pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 2, 3])
 """Stage 1 has the gradients of stage 0, and the optimizer states of stage 2: the rest has it."""
@@ -98,6 +98,44 @@ def test_states_that_rest_elsewhere(place: Place, stage: int, tmp_path: Any) -> 
         assert same(*results)
 
     on_ranks(body, 2)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps the gradients of each call, with what they were, or only notes where they lay."""
+
+    def __init__(self, parameters: Any, keeps: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.keeps = keeps
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.calls: list[set[int]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.calls.append({gradient.untyped_storage().data_ptr() for gradient in gradients})
+        if self.keeps:
+            self.kept += [(gradient, gradient.clone()) for gradient in gradients]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_cast_gradients_use_the_same_memory_unless_the_optimizer_keeps_them(keeps: bool, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = Keeping(model.parameters(), keeps)
+    policy = Policy.stage(2).offloaded(optimizer=Place.DISK, offload=Offload(path=str(tmp_path), sub_group_numel=100))
+    precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
+    sharded = zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=100)
+    for number in range(2):
+        model(*tokens(0, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(optimizer.calls) > 8, "sub-groups take their turns"
+    if keeps:
+        assert len(optimizer.kept) > 8
+        assert all(torch.equal(*pair) for pair in optimizer.kept)
+    else:
+        assert len(set.union(*optimizer.calls)) < len(optimizer.calls) / 2
+    sharded.remove()
 
 
 @STAGES

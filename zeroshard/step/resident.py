@@ -24,6 +24,8 @@ from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import Policy
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import BufferPool
+from zeroshard.storage.transfers import CPU
+from zeroshard.torch_private import storage_users
 
 LENT_NUMEL = 1 << 26
 """The maximum number of elements whose gradients are lent at once if they must first be cast to a wider dtype: 256 MiB."""
@@ -230,6 +232,40 @@ class SubGroups:
             resident.abandon()
 
 
+class _Casts:
+    """Casts of gradients for the optimizer.
+
+    In CPU memory the sub-groups of a step use the same buffers, one after the other: in fresh memory, page faults take several
+    times as long as the cast.
+    """
+
+    def __init__(self) -> None:
+        self._pool = BufferPool(CPU)
+        self._lent: list[tuple[Tensor, int]] = []
+        """Each buffer in use, with the number of its own users."""
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a 1-D tensor in another dtype."""
+        if tensor.device != CPU:
+            return tensor.to(dtype)
+        buffer = self._pool.acquire(tensor.numel(), dtype)
+        self._lent.append((buffer, storage_users(buffer)))
+        return buffer.copy_(tensor)
+
+    def take_back(self) -> None:
+        """End the use of all casts. Memory that the optimizer has kept stays the optimizer's."""
+        for buffer, own_uses in self._lent:
+            if storage_users(buffer) > own_uses:
+                self._pool.forget(buffer)
+            else:
+                self._pool.release(buffer)
+        self._lent.clear()
+
+    def free(self) -> None:
+        """Free the memory of the casts that were taken back."""
+        self._pool.clear()
+
+
 class MeanGradients:
     """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when they are lent.
 
@@ -246,6 +282,7 @@ class MeanGradients:
 
     def __init__(self, accelerator: Storage) -> None:
         self._accelerator = accelerator
+        self._wide = _Casts()
         self.changes = 0
         self.factors: list[float | Tensor] = []
 
@@ -315,9 +352,18 @@ class MeanGradients:
 
     def lent(self, shard: Shard, flat: Tensor) -> Tensor:
         """Return a shard's gradient `flat`, now in memory where the optimizer steps, with the factors that are left applied."""
-        flat = flat.to(shard.master.dtype)
+        if flat.dtype != shard.master.dtype:
+            flat = self._wide.cast(flat, shard.master.dtype)
         self._multiply(shard, flat)
         return flat
+
+    def take_back(self) -> None:
+        """End the use of all gradients from `lent`. Their memory is kept for the next ones, until `free_lent`."""
+        self._wide.take_back()
+
+    def free_lent(self) -> None:
+        """Free the memory of gradients from `lent`, at the end of a step."""
+        self._wide.free()
 
     def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
         """Return sums of squares by number of shard, as fp64 of shape [], of gradients as the optimizer will see them."""

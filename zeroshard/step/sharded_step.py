@@ -271,6 +271,8 @@ class ShardedStep:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
+                self._mean_gradients.take_back()
+        self._mean_gradients.free_lent()
         self.schedule.end_step()
         return evaluated[0] if evaluated else None
 

@@ -530,15 +530,15 @@ def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None
 
 
 def test_a_step_that_is_refused_is_not_counted() -> None:
-    """A backward broke off: the microbatch has not ended, and `zero_grad` begins the step anew."""
+    """A backward was aborted: the microbatch has not ended, and `zero_grad` begins the step anew."""
     engine = make(2, accumulation=1)
     hook = engine.module.embedding.weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.backward(engine(*tokens(0, 0)))
-    with pytest.raises(UsageError, match="broke off"):
+    with pytest.raises(UsageError, match="was aborted"):
         engine(*tokens(0, 0))
         engine.step()
-    with pytest.raises(UsageError, match="broke off"):
+    with pytest.raises(UsageError, match="was aborted"):
         engine.step()
     assert engine.micro_steps == 0
     hook.remove()

@@ -74,7 +74,7 @@ _BEGINS = (
 EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"parked", lambda facts: facts.parked),
     (r"of a class of your own", lambda facts: facts.setting.own_class and facts.action in ("offload", "inside", "drop_grads")),
-    (r"broke off", lambda facts: facts.broken),
+    (r"was aborted", lambda facts: facts.broken),
     (r"without optimizer\.zero_grad\(\)", lambda facts: facts.stepped),
     (r"between (a )?backward and (its )?(step|zero_grad)", lambda facts: facts.begun),
     (r"is sharded at rest", lambda facts: facts.setting.stage == 3 and facts.action in ("write", "write_new_data", "read_one")),
@@ -233,7 +233,7 @@ FOUND: dict[str, list[Action]] = {
     "a gradient set between microbatches": [("accumulate", 2), ("set_grad", 1), ("train", 10), ("step", 2)],
     "gradients dropped between microbatches": [("train", 1), ("drop_grads", 1), ("train", 2), ("step", 0)],
     "gradients dropped after the norm": [("train", 1), ("clip", 2), ("drop_grads", 1), ("step", 6)],
-    "a backward refused, and broken off": [
+    "a backward refused, and aborted": [
         ("train", 10), ("clip", 5), ("drop_grads", 9), ("backward", 8), ("broken_forward", 2), ("step", 0),
     ],
     "a gradient of a frozen parameter, forgotten": [("set_grad", 5), ("zero_grad", 0), ("clip", 9)],
@@ -258,10 +258,10 @@ FOUND: dict[str, list[Action]] = {
     "a broken backward, and another graph": [
         ("forward", 1), ("broken_backward", 2), ("zero_grad", 0), ("backward", 0), ("step", 0),
     ],
-    "a backward that broke off at once, and another graph": [
+    "a backward that was aborted at once, and another graph": [
         ("forward", 1), ("train", 1), ("broken_loss", 2), ("backward", 0), ("step", 0),
     ],
-    "gradients dropped after a backward that broke off at once": [
+    "gradients dropped after a backward that was aborted at once": [
         ("accumulate", 9), ("broken_loss", 6), ("drop_grads", 11), ("read_gradients", 7),
     ],
     "an alias of parameters that are parked": [("keep_alias", 8), ("offload", 3), ("read_alias", 3)],
@@ -272,20 +272,20 @@ FOUND: dict[str, list[Action]] = {
 }  # fmt: skip
 """What this found, shrunk."""
 FOUND_OF_TWO: dict[str, list[Action]] = {
-    "gradients of both dropped after a backward that broke off": [("broken_backward", 1), ("zero_grad", 4), ("step", 4)],
+    "gradients of both dropped after a backward that was aborted": [("broken_backward", 1), ("zero_grad", 4), ("step", 4)],
     "a read after one dropped its gradients": [("accumulate", 9), ("zero_one", 5), ("read_gradients", 1)],
     "a gradient set after one dropped its own": [("train", 2), ("zero_one", 10), ("set_mean_gradient", 3), ("step", 9)],
     "a user's gradient of the other": [("set_grad", 2), ("zero_one", 4), ("read_gradients", 4)],
     "a backward after one dropped its gradients": [
         ("step_one", 6), ("zero_one", 2), ("accumulate", 8), ("drop_grads", 7), ("step", 2),
     ],
-    "dropped before and after a backward that broke off": [
+    "dropped before and after a backward that was aborted": [
         ("train", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step", 2),
     ],
-    "dropped before and after a backward that broke off after a step": [
+    "dropped before and after a backward that was aborted after a step": [
         ("step", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step", 0),
     ],
-    "dropped between two backwards after a step, of which the second broke off": [
+    "dropped between two backwards after a step, of which the second was aborted": [
         ("step_one", 0), ("backward", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step_one", 0),
     ],
     "a gradient set after the norm, and the other dropped": [("clip", 0), ("set_grad", 0), ("zero_one", 1), ("step", 0)],

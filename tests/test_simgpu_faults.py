@@ -130,7 +130,7 @@ def test_the_faults_that_were_seen_are_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("fault", cases())
-def test_every_planted_fault_is_found(fault: str) -> None:
+def test_every_injected_fault_is_found(fault: str) -> None:
     attempt = who_sees(fault)
     assert attempt is not None, f"nothing fails without: {fault}"
     keep(fault, attempt)

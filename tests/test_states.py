@@ -76,7 +76,7 @@ def lead_to(side: Sharded, state: StepState) -> None:
 
 def no_gradient(side: Sharded) -> None:
     """Break a backward off before it has given a gradient; the next forward notices."""
-    if schedule(side.sharded).state is not StepState.BACKWARD:  # it is one that broke off, and only to be noticed
+    if schedule(side.sharded).state is not StepState.BACKWARD:  # it is one that was aborted, and only to be noticed
         with pytest.raises(Boom):
             side.broken_loss(2)
     side.evaluate(3)
@@ -100,7 +100,7 @@ def expected(state: StepState, move: Move) -> StepState | str:
         Move.STEPPED: (Move.STEP, Move.STEPPED),
     }.get(move, (move, None))
     if move is Move.GRADIENT and state is StepState.BACKWARD:
-        # That one is over, as only the next can tell: it broke off first.
+        # That one is over, as only the next can tell: it was aborted first.
         there = MOVES[state][Move.BREAK_OFF]
         assert isinstance(there, StepState)
         state = there

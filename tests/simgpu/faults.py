@@ -1,4 +1,4 @@
-"""Owns the planted faults: each place of zeroshard's path on an accelerator that waits, or hands a wait on, is taken out in turn.
+"""Owns the injected faults: each place of zeroshard's path on an accelerator that waits, or hands a wait on, is taken out in turn.
 
 The table is read from the source of the modules in ROAD. A module with waits is in it, or in ELSEWHERE with the reason. What is
 removed is the call alone: what it is called on is still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A

@@ -1,4 +1,4 @@
-"""Owns bodies for waits that a plain training does not need: what is read at once after it was set, broken off, or late on disk."""
+"""Owns bodies for waits that a plain training does not need: what is read at once after it was set, aborted, or late on disk."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Waiting:
         self._limit = limit
         self._numel = 0
         self.backward: Callable[[], object] = lambda: None
-        """Returns None once the backward that added the first gradient has ended or broken off: no gradient may join then."""
+        """Returns None once the backward that added the first gradient has ended or was aborted: no gradient may join then."""
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Keep the gradient of parameter `index`. Return whether it is time to take all waiting gradients."""
@@ -460,7 +460,7 @@ class GradientBucket:
             self._gathering = None
 
     def forget(self) -> None:
-        """Drop all gradients, since a new step begins or this one broke off."""
+        """Drop all gradients, since a new step begins or this one was aborted."""
         self.wait_gather()  # it would write into the next step's sums
         if self.flight is not None:  # its transfers are still writing to the scratch
             scratch = self._borrow(self.layout.shard_numel, self._dtypes.accumulate)

@@ -208,7 +208,7 @@ class Reductions:
         self._is_agreed = True
 
     def forget(self) -> None:
-        """Drop this step's gradients and errors, at `zero_grad()` or after a backward that broke off."""
+        """Drop this step's gradients and errors, at `zero_grad()` or after a backward that was aborted."""
         for bucket in self._buckets():
             bucket.forget()
         self._keeps_sums = None

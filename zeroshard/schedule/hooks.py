@@ -168,7 +168,7 @@ class Hooks:
     # ------------------------------------------------------------------ forward
 
     def _forget_what_broke_off(self) -> None:
-        """Clean up after a backward that broke off. Call it when another backward, or a forward outside of one, begins."""
+        """Clean up after a backward that was aborted. Call it when another backward, or a forward outside of one, begins."""
         if self._backward_is_open:
             if self._close_backward():
                 self._schedule.break_off()
@@ -464,7 +464,7 @@ class OneThread:
         """Record that a forward begins on this thread; raise if another thread is running one.
 
         Args:
-            is_outermost: whether it is the whole model's. If so, an unfinished forward of this thread was broken off.
+            is_outermost: whether it is the whole model's. If so, an unfinished forward of this thread was aborted.
         """
         if not self._is_asked:
             return
@@ -473,7 +473,7 @@ class OneThread:
             is_another = running not in (None, threading.get_ident())
             if is_another and any(thread.ident == running for thread in threading.enumerate()):
                 raise UsageError(
-                    "a forward began while one of another thread runs, or broke off there. Under this policy parameters have "
+                    "a forward began while one of another thread runs, or was aborted there. Under this policy parameters have "
                     "memory only while a forward uses them: run the model on one thread at a time, or at stage 2 or below."
                 )
             if is_outermost or self._thread != threading.get_ident():

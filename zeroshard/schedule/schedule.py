@@ -50,7 +50,7 @@ class StepState(enum.Enum):
     GRADIENTS = "gradients wait for a step"
     STEPPED = "a step has used the gradients"
     UNWANTED = "a backward came after a step, before zero_grad"
-    BROKEN = "a backward broke off"
+    BROKEN = "a backward was aborted"
 
 
 class Move(enum.Enum):
@@ -65,7 +65,7 @@ class Move(enum.Enum):
 
 
 _BROKE_OFF = (
-    "a backward of this step broke off with an exception, so its gradients are incomplete and some are summed already. "
+    "a backward of this step was aborted by an exception, so its gradients are incomplete and some are summed already. "
     "Call zero_grad() (with a config, engine.zero_grad()), and run the step's microbatches again."
 )
 _NO_ZERO_GRAD = (
@@ -207,7 +207,7 @@ class Schedule:
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self.is_stepping = False
-        """Whether a step is under way, or was broken off: some parameters are updated, and others are not."""
+        """Whether a step is under way, or was aborted: some parameters are updated, and others are not."""
         self._backward_ended = False
         self.backwards_ended = 0
         self.steps_ended = 0
@@ -445,7 +445,7 @@ class Schedule:
         """Return each trained parameter whose `grad` the user has set and no call has taken yet, with its unit and index.
 
         Raises:
-            UsageError: the user has put a gradient, or None, where it would have no effect; or a backward broke off.
+            UsageError: the user has put a gradient, or None, where it would have no effect; or a backward was aborted.
         """
         after(self.state, Move.STEP)
         for unit in self.units:

@@ -58,7 +58,7 @@ class ShardedStep:
         self.steps_begun = 0
         """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
         self._broke_off = False
-        """Whether a step was broken off, and another one has begun since: parameters are still of two steps."""
+        """Whether a step was aborted, and another one has begun since: parameters are still of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
@@ -119,11 +119,11 @@ class ShardedStep:
             self._is_driven = False
 
     def refuse_inside(self) -> None:
-        """Raise if model states are of two steps: inside a step and its driver's part, or after one that broke off."""
+        """Raise if model states are of two steps: inside a step and its driver's part, or after one that was aborted."""
         if self._is_driven or self.schedule.is_stepping or self._broke_off:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
-                "the signal's handler, or the thread, set a flag, and save after the step. If a step broke off, load a checkpoint."
+                "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a checkpoint."
             )
 
     def forget_broken_step(self) -> None:

@@ -64,7 +64,7 @@ class UsersOptimizer:
         self.is_removed = False
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._after = optimizer.register_step_post_hook(self._after_step)
-        # Replace the method, as torch's schedulers replace `step`: after a backward that broke off, no `grad` would show the call.
+        # Replace the method, as torch's schedulers replace `step`: after an aborted backward, no `grad` would show the call.
         optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -296,7 +296,7 @@ class DroppedGradients:
     def add(self, optimizer: UsersOptimizer) -> bool:
         """Record a `zero_grad()`. Return whether the gradients are no longer needed."""
         self.refuse_later_backward()
-        # A backward that broke off counts as running until the next one begins.
+        # A backward that was aborted counts as running until the next one begins.
         is_late = self._schedule.state in (StepState.BACKWARD, StepState.BROKEN, StepState.UNWANTED)
         if is_late and self._schedule.arrivals != self._arrivals:
             self._dropped = []  # that backward has since added gradients, which must be dropped, too

@@ -123,7 +123,8 @@ class ShardedStep:
         if self._is_driven or self.schedule.is_stepping or self._broke_off:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
-                "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a checkpoint."
+                "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a "
+                "checkpoint."
             )
 
     def forget_broken_step(self) -> None:

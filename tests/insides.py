@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -19,14 +20,14 @@ from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest
 from zeroshard.cli import checkpoints, doctor, plan, run
 from zeroshard.collectives import choose, meeting
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Collectives, SummedRows
 from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
 from zeroshard.parameters import parameter_bucket
-from zeroshard.planning import search
+from zeroshard.planning import search, simulated
 from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
@@ -222,6 +223,13 @@ def checksum(body: dict[str, Any]) -> str:
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
     """Write what a test made of a manifest, with its checksum."""
     path.write_text(json.dumps({**body, "checksum": checksum(body)}))
+
+
+@contextmanager
+def every_chunk_summed() -> Iterator[None]:
+    """Inside, plans sum each chunk of a reduction, as a real rank does, not two of them."""
+    with mock.patch.object(simulated._RowsInChunks, "finish", SummedRows.finish):
+        yield
 
 
 LossScaler, Fragment, STAND_INS = deepspeed._LossScaler, deepspeed._Fragment, deepspeed._STAND_INS

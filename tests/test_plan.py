@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from insides import every_chunk_summed
 from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
@@ -220,6 +221,25 @@ def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: fl
     states = {category: plan.figures.states.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     assert plan.figures.numel == pytest.approx(7.5e9, rel=0.01)
     assert round(sum(states.values()) * 7.5e9 / plan.figures.numel / 1e9, 1) == gigabytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_chunks_of_a_sum_that_are_not_run_are_counted(dtype: str) -> None:
+    """A sum of large shards runs in chunks on a CPU. A plan runs two of them."""
+
+    def made() -> zeroshard.Plan:
+        return zeroshard.plan(
+            lambda: GPT(GPTConfig(layers=2, width=768, heads=8, vocabulary=3000)),
+            config_of(2, dtype, micro=1), world_size=8, batch=tokens, machine="cpu",
+        )  # fmt: skip
+
+    with every_chunk_summed():
+        exact = made()
+    plan = made()
+    assert plan.peak_nbytes == exact.peak_nbytes
+    assert plan.figures.states == exact.figures.states
+    assert plan.seconds == pytest.approx(exact.seconds, rel=1e-3)
 
 
 @pytest.mark.every

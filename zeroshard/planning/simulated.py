@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Reduction, SummedRows, Work, nothing, sum_into
 from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.watch import Watch
@@ -78,6 +78,30 @@ class _Sum(Reduction):
             own.add_(self._total.to(out.dtype).div_(self._divisor))
 
 
+@dataclass(eq=False)
+class _RowsInChunks(SummedRows):
+    """Every rank's row, to be summed in chunks, as on a CPU.
+
+    All chunks cost the same, so a dry run sums two, and counts their time for all. (Two, since the second is read while the parts
+    of the first are still in memory.)
+    """
+
+    _clock: Clock
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        numel = 2 * CHUNK_NUMEL
+        pairs = out.numel() // numel
+        if pairs < 2 or len(self._rows) == 1:
+            super().finish(out, accumulate=accumulate)
+            return
+        for work in self._works:
+            work.wait()
+        with self._clock.times(pairs):
+            sum_into([row[:numel] for row in self._rows], self._divisor, out[:numel], accumulate)
+        rest = slice(pairs * numel, None)
+        sum_into([row[rest] for row in self._rows], self._divisor, out[rest], accumulate)
+
+
 class SimulatedRanks(Collectives):
     """Rank 0 of `ranks` ranks. The others are simulated, and send as much as this one.
 
@@ -86,6 +110,7 @@ class SimulatedRanks(Collectives):
         shards: the number of ranks that the engine sees; see [Note: ranks and shards].
         ledger: the ledger that counts buffers.
         link: the link to the other ranks.
+        clock: the clock of the dry run.
         sums: whether the backend sums (native), or delivers every rank's row (gloo). A native backend rounds each sum,
             and launches several collectives as one.
 
@@ -93,7 +118,7 @@ class SimulatedRanks(Collectives):
         calls: the number of calls of each collective.
     """
 
-    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
+    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, clock: Clock, *, sums: bool) -> None:
         super().__init__()
         self.rank = 0
         self.ranks = ranks
@@ -101,6 +126,7 @@ class SimulatedRanks(Collectives):
         self._sums = sums
         self._ledger = ledger
         self._link = link
+        self._clock = clock
         self.calls: Counter[str] = Counter()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
@@ -146,7 +172,7 @@ class SimulatedRanks(Collectives):
         others: list[Tensor] = []
         if self.world_size > 1:
             others = list(workspace.view(self.world_size - 1, rows.shape[1]))
-        return SummedRows([arriving], [rows[0], *others], divisor)
+        return _RowsInChunks([arriving], [rows[0], *others], divisor, self._clock)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():
@@ -273,7 +299,7 @@ class Hosts:
 
     def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
         sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend (see `Alone`)
-        return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
+        return SimulatedRanks(ranks, shards, self.ledger, line, self.clock, sums=sums)
 
 
 # ---------------------------------------------------------------------- storages

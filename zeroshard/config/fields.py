@@ -118,7 +118,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> None:
-    """Raise for arguments that a class cannot take, since its own error does not name them.
+    """Raise for arguments that a class cannot take. The error names their keys in the config.
 
     Args:
         cls: the class of an optimizer or a scheduler. The config does not set its first argument.

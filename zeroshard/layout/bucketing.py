@@ -160,7 +160,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
 
 
 def _persistent(model: nn.Module, rule: Units) -> set[int]:
-    """Return the `id`s of the parameters that are too small to be sharded: the smallest ones, as many as the total allows."""
+    """Return the `id`s of the parameters too small to be sharded: the smallest, up to `max_persistent_numel` elements in all."""
     small = sorted((p for p in model.parameters() if p.numel() < rule.persistent_numel), key=Tensor.numel)
     found = set()
     total = 0

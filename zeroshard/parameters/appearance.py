@@ -403,7 +403,7 @@ def classes_of(
                 self.__class__ = shown_as
 
     class Away(Taken):
-        """A parameter without values: every torch operation on it calls `__torch_function__` first, through any reference."""
+        """A parameter without values: torch operations through any reference to it call `__torch_function__` first."""
 
         @classmethod
         def __torch_function__(

@@ -136,8 +136,8 @@ class _Order:
 class ForwardStream:
     """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
 
-    Autograd runs a node on the stream of its forward, adds up gradients on the stream where the parameter was first seen, and ends
-    on the stream where the backward was called. Scratch memory and the units' memory are taken and freed in the order of one
+    Autograd runs a node on the stream of its forward. It adds up gradients on the stream where the parameter was first seen, and
+    ends on that of the backward's call. Scratch memory and the units' memory are taken and freed in the order of one
     stream: the forward's.
     """
 

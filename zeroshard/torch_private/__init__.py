@@ -2,7 +2,7 @@
 
 Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
 are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
-torch fails when zeroshard is imported, and not in the middle of a training run.
+torch fails when this module is imported, and not in the middle of a training run.
 
 Names on hot paths are torch's own objects under another name, or one plain call.
 """

@@ -1,4 +1,4 @@
-"""Owns the tests of torch's private names (see the package), which run when zeroshard is imported.
+"""Owns the tests of torch's private names, which run when the package is imported.
 
 No test uses an accelerator, runs a backward or reads a value, so each takes microseconds.
 """

@@ -65,7 +65,7 @@ class Registered:
 
     @classmethod
     def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
-        """Raise if DDPStrategy has no such argument, or it has no meaning here."""
+        """Raise for arguments that DDPStrategy lacks, or that have no effect here."""
         known = (
             "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", cls._precision_argument, "timeout",
             "process_group_backend", "start_method",

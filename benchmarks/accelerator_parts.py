@@ -76,8 +76,8 @@ def facts(setting: Setting, tell: Tell) -> None:
     _time_copies(setting, tell, nbytes)
 
 
-def _pinned_by_threads() -> float:
-    """Return the speed of pinning 4 GiB with the settings of the part `offload`, which a process reads as it starts."""
+def _pinned_by_threads() -> float | str:
+    """Return the speed of pinning 4 GiB with the settings of the part `offload`, which a process reads as it starts; or its error."""
     code = """
 import time, torch
 torch.zeros(1, device="cuda")
@@ -87,7 +87,8 @@ print((4 << 30) / (time.perf_counter() - start) / 1e9)
 """
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": accelerator_offload.PINNING}
     command = [sys.executable, "-c", code]
-    return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stderr.strip()[-200:] if done.returncode else float(done.stdout)
 
 
 def _version(name: str) -> str | None:
@@ -350,7 +351,7 @@ def speed(setting: Setting, tell: Tell) -> None:
     for size, system in runs:
         name, batch, length = size
         row: dict[str, Any] = {"model": name, "tokens": f"{batch} x {length}", "system": system}
-        if setting.left < 45 and not (setting.rehearse and setting.left > 0):
+        if _lacks_time(setting):
             tell(**row, left_out="no time")
             continue
         found = attempted(partial(_timed, setting, every[system], name, batch, length, system))
@@ -359,10 +360,14 @@ def speed(setting: Setting, tell: Tell) -> None:
         tell(**row, **found)
 
 
+def _lacks_time(setting: Setting) -> bool:
+    return setting.left < 45 and not (setting.rehearse and setting.left > 0)
+
+
 def _in_turns(setting: Setting, tell: Tell) -> None:
     """Time steps of one short sequence, whose launches take longest, in turns: other work on the host slows all systems alike."""
     about: dict[str, Any] = {"model": "1.2 B", "tokens": "1 x 512, in turns"}
-    if setting.left < 45 and not setting.rehearse:
+    if _lacks_time(setting):
         tell(**about, left_out="no time")
         return
     shape = setting.shape("1.2 B")

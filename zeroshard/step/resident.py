@@ -232,10 +232,10 @@ class SubGroups:
             resident.abandon()
 
 
-class _Casts:
-    """Casts of gradients for the optimizer.
+class Casts:
+    """Casts of gradients for the optimizer, in one step.
 
-    In CPU memory the sub-groups of a step use the same buffers, one after the other: in fresh memory, page faults take several
+    In CPU memory the sub-groups of the step use the same buffers, one after the other: in fresh memory, page faults take several
     times as long as the cast.
     """
 
@@ -253,17 +253,11 @@ class _Casts:
         return buffer.copy_(tensor)
 
     def take_back(self) -> None:
-        """End the use of all casts. Memory that the optimizer has kept stays the optimizer's."""
+        """End the use of all casts. Memory that the optimizer has kept stays the optimizer's, and is not used again."""
         for buffer, own_uses in self._lent:
-            if storage_users(buffer) > own_uses:
-                self._pool.forget(buffer)
-            else:
+            if storage_users(buffer) <= own_uses:
                 self._pool.release(buffer)
         self._lent.clear()
-
-    def free(self) -> None:
-        """Free the memory of the casts that were taken back."""
-        self._pool.clear()
 
 
 class MeanGradients:
@@ -282,7 +276,6 @@ class MeanGradients:
 
     def __init__(self, accelerator: Storage) -> None:
         self._accelerator = accelerator
-        self._wide = _Casts()
         self.changes = 0
         self.factors: list[float | Tensor] = []
 
@@ -350,20 +343,12 @@ class MeanGradients:
                 shard.squares = None
         self.factors = []
 
-    def lent(self, shard: Shard, flat: Tensor) -> Tensor:
+    def lent(self, shard: Shard, flat: Tensor, casts: Casts) -> Tensor:
         """Return a shard's gradient `flat`, now in memory where the optimizer steps, with the factors that are left applied."""
         if flat.dtype != shard.master.dtype:
-            flat = self._wide.cast(flat, shard.master.dtype)
+            flat = casts.cast(flat, shard.master.dtype)
         self._multiply(shard, flat)
         return flat
-
-    def take_back(self) -> None:
-        """End the use of all gradients from `lent`. Their memory is kept for the next ones, until `free_lent`."""
-        self._wide.take_back()
-
-    def free_lent(self) -> None:
-        """Free the memory of gradients from `lent`, at the end of a step."""
-        self._wide.free()
 
     def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
         """Return sums of squares by number of shard, as fp64 of shape [], of gradients as the optimizer will see them."""

@@ -29,7 +29,7 @@ from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.gradient_operations import GradientOperations
 from zeroshard.step.replicas import Replicas
-from zeroshard.step.resident import MeanGradients, Resident, ShardView, SubGroups, placeholder
+from zeroshard.step.resident import Casts, MeanGradients, Resident, ShardView, SubGroups, placeholder
 from zeroshard.step.travelling import SubGroupsInFrames, Travelling
 from zeroshard.step.users_optimizer import DIGEST_NBYTES, DroppedGradients, GroupOptions, ParamGroups, UsersOptimizer
 from zeroshard.storage.base import Storage
@@ -258,6 +258,7 @@ class ShardedStep:
 
         if not self.residents:
             self.step_inner(users.optimizer, *evaluated)  # nothing to update; a `NoOptimizer` raises
+        casts = Casts()
         for residents in self.sub_groups.run(sync):
             # To the optimizer this is one step: values that it keeps for a whole group are reset before each sub-group.
             for group, options in zip(self.inner.param_groups, before, strict=True):
@@ -266,14 +267,13 @@ class ShardedStep:
                 group.update(options)
             try:
                 for resident in residents:
-                    self._lend_gradients(resident, steps)
+                    self._lend_gradients(resident, steps, casts)
                 self.step_inner(users.optimizer, *evaluated)
             finally:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
-                self._mean_gradients.take_back()
-        self._mean_gradients.free_lent()
+                casts.take_back()
         self.schedule.end_step()
         return evaluated[0] if evaluated else None
 
@@ -323,11 +323,11 @@ class ShardedStep:
             self.replicas.release()
         self.groups.leave_shards()
 
-    def _lend_gradients(self, resident: Resident, steps: Sequence[bool]) -> None:
+    def _lend_gradients(self, resident: Resident, steps: Sequence[bool], casts: Casts) -> None:
         parts = resident.gradient_parts
         if parts is None:
             assert resident.gradient is not None
-            flat = self.gradients.lent(resident.shard, resident.gradient)
+            flat = self.gradients.lent(resident.shard, resident.gradient, casts)
             parts = [view.part_of(flat) for view in resident.views]
         for view, part in zip(resident.views, parts, strict=True):
             if steps[view.flag]:

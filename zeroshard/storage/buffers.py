@@ -241,10 +241,6 @@ class BufferPool:
         """Take back a tensor of `acquire`; it is used again once `after` is over."""
         self._free.append((self._out.pop(id(scratch)), after or LANDED))
 
-    def forget(self, scratch: Tensor) -> None:
-        """Leave a tensor of `acquire` to other code that keeps it."""
-        del self._out[id(scratch)]
-
     def clear(self) -> None:
         """Free the tensors that are not in use."""
         self._free.clear()

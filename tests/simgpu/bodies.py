@@ -55,8 +55,8 @@ class Training:
         overlap: bool = True, born: bool = False, microbatches: int = 2, max_norm: float | None = 0.5,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        # Random numbers of a real accelerator are not the CPU's. On the simulated one, whose are, the model is made there:
-        # `Module.to` keeps tied parameters tied for devices of torch's own alone.
+        # A real accelerator draws other random numbers than the CPU, so the model is made on the CPU. The simulated one draws the
+        # same, and the model is made there: `Module.to` keeps tied parameters tied only for torch's own devices.
         made_on = device if born or device.type == "simgpu" else CPU
         with zeroshard.sharded_init(enabled=born), made_on:
             self.model = make()

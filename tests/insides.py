@@ -6,6 +6,7 @@ Other tests use public names. A rename inside of zeroshard changes a line here; 
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -226,9 +227,12 @@ def write_manifest(path: Path, body: dict[str, Any]) -> None:
 
 
 @contextmanager
-def every_chunk_summed() -> Iterator[None]:
-    """Inside, plans sum each chunk of a reduction, as a real rank does, not two of them."""
-    with mock.patch.object(simulated._RowsInChunks, "finish", SummedRows.finish):
+def every_row_summed() -> Iterator[None]:
+    """Inside, plans sum each chunk of each row of a reduction, as a real rank does, and count none."""
+    with (
+        mock.patch.object(simulated, "_ROWS_SUMMED", sys.maxsize),
+        mock.patch.object(simulated._CountedRows, "finish", SummedRows.finish),
+    ):
         yield
 
 

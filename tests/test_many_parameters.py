@@ -160,7 +160,7 @@ def test_a_bucket_is_asked_once_for_many_gradients(skips: bool) -> None:
 
 @EVERY_STAGE
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_what_waits_when_a_backward_breaks_off_is_forgotten(stage: int, microbatch: int) -> None:
+def test_what_waits_when_a_backward_aborts_is_forgotten(stage: int, microbatch: int) -> None:
     class Boom(Exception):
         pass
 
@@ -212,7 +212,7 @@ def test_zero_grad_inside_of_a_backward_forgets_what_waits(stage: int) -> None:
 
 
 @EVERY_STAGE
-def test_a_backward_after_one_that_broke_off_takes_none_of_its_gradients(stage: int) -> None:
+def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(stage: int) -> None:
     """No forward lies between: both graphs were there before."""
 
     class Boom(Exception):

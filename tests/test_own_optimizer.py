@@ -453,7 +453,7 @@ def test_a_gradient_of_the_users_is_not_dropped_with_the_others(stage: int) -> N
 
 
 @STAGES
-def test_zero_grad_after_a_backward_that_broke_off(stage: int) -> None:
+def test_zero_grad_after_a_backward_that_aborted(stage: int) -> None:
     class Boom(Exception):
         pass
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from insides import every_chunk_summed
+from insides import every_row_summed
 from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
@@ -225,8 +225,8 @@ def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: fl
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_chunks_of_a_sum_that_are_not_run_are_counted(dtype: str) -> None:
-    """A sum of large shards runs in chunks on a CPU. A plan runs two of them."""
+def test_sums_that_are_not_run_are_counted(dtype: str) -> None:
+    """A sum of many rows runs in chunks on a CPU. A plan runs one chunk of three rows."""
 
     def made() -> zeroshard.Plan:
         return zeroshard.plan(
@@ -234,7 +234,7 @@ def test_chunks_of_a_sum_that_are_not_run_are_counted(dtype: str) -> None:
             config_of(2, dtype, micro=1), world_size=8, batch=tokens, machine="cpu",
         )  # fmt: skip
 
-    with every_chunk_summed():
+    with every_row_summed():
         exact = made()
     plan = made()
     assert plan.peak_nbytes == exact.peak_nbytes

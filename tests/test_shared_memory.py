@@ -585,7 +585,7 @@ class Breaking(Stack):
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1, 2))])
-def test_a_backward_that_breaks_off_on_all_ranks_is_forgotten(stage: int) -> None:
+def test_a_backward_that_aborts_on_all_ranks_is_forgotten(stage: int) -> None:
     def body(rank: int) -> dict[str, Tensor]:
         model, sharded = build(stage, make_model=Breaking)
         for number in range(3):
@@ -602,7 +602,7 @@ def test_a_backward_that_breaks_off_on_all_ranks_is_forgotten(stage: int) -> Non
     both_ways(body)
 
 
-def test_a_look_after_a_backward_that_broke_off_does_not_hide_it() -> None:
+def test_a_look_after_a_backward_that_aborted_does_not_hide_it() -> None:
     """Gradients that are left of it would be added to those of the next backward."""
 
     def body(rank: int) -> None:
@@ -643,7 +643,7 @@ def test_a_write_to_memory_that_nobody_has_read_does_not_wait_for_ever(count: in
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_forward_that_breaks_off_holds_up_no_later_write(count: int, tmp_path: Path) -> None:
+def test_a_forward_that_aborts_holds_up_no_later_write(count: int, tmp_path: Path) -> None:
     """The next block was offered, and nobody has read it: writing to what rests must not wait for that."""
 
     def body(rank: int) -> dict[str, Tensor]:

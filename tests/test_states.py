@@ -52,7 +52,7 @@ def test_every_move_from_every_state_is_decided_and_every_state_is_reached() -> 
 # ------------------------------------------------------------------ a real model
 
 
-def break_off(side: Sharded) -> None:
+def abort(side: Sharded) -> None:
     with pytest.raises(Boom):
         side.broken_backward(2)  # the first block's: others have given gradients before
 
@@ -69,7 +69,7 @@ def lead_to(side: Sharded, state: StepState) -> None:
         side.losses.clear()
         side.forward(1)
     if state in (StepState.BACKWARD, StepState.BROKEN):
-        break_off(side)
+        abort(side)
     if state is StepState.BROKEN:
         side.evaluate(3)  # the next forward notices
 

@@ -105,7 +105,7 @@ def broken(model: nn.Module, rank: int, number: int) -> None:
 @pytest.mark.quick(2)
 @STAGES
 @pytest.mark.parametrize("after", ["step", "norm", "forward and step", "backward"])
-def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str) -> None:
+def test_after_a_backward_that_aborted_the_step_says_so(stage: int, after: str) -> None:
     def body(rank: int) -> None:
         def run(disturbed: bool) -> dict[str, Tensor]:
             model, _, sharded = build(stage)
@@ -134,7 +134,7 @@ def test_after_a_backward_that_broke_off_the_step_says_so(stage: int, after: str
     on_ranks(body, 2)
 
 
-def test_a_backward_that_fails_at_its_end_broke_off() -> None:
+def test_a_backward_that_fails_at_its_end_aborted() -> None:
     """A reduction of an earlier microbatch may fail when the gradients of a later one are taken."""
 
     def body(rank: int) -> None:
@@ -175,7 +175,7 @@ def test_a_backward_that_fails_at_its_end_broke_off() -> None:
 
 @pytest.mark.quick(2)
 @STAGES
-def test_an_engine_begins_its_step_anew_after_a_backward_that_broke_off(stage: int) -> None:
+def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(stage: int) -> None:
     def body(rank: int) -> None:
         def run(disturbed: bool) -> dict[str, Tensor]:
             torch.manual_seed(0)
@@ -766,16 +766,16 @@ def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
     on_ranks(body, 1)
 
 
-def test_a_forward_that_broke_off_in_a_thread_that_ended_is_forgotten() -> None:
+def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
     def body(rank: int) -> None:
         model = Stack()
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
 
-        def break_off() -> None:
+        def abort() -> None:
             with pytest.raises(IndexError):
                 model(torch.full((1, 3), 1 << 20))
 
-        thread = threading.Thread(target=break_off)
+        thread = threading.Thread(target=abort)
         thread.start()
         thread.join()
         assert model(*tokens(0, 0)).isfinite()

@@ -68,7 +68,7 @@ PROMISES = {
         "through `.data`": "test_unusual_loops::test_a_write_through_data_that_was_read_long_ago_takes_effect",
     },
     "After an exception": {
-        "the step is refused": "test_unusual_loops::test_after_a_backward_that_broke_off_the_step_says_so",
+        "the step is refused": "test_unusual_loops::test_after_a_backward_that_aborted_the_step_says_so",
         "states are as they were": "test_offload_changes::test_after_an_error_the_last_checkpoint_goes_on",
     },
 }

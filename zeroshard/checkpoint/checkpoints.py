@@ -250,7 +250,7 @@ class Checkpoints:
             self.live.step.sub_groups.abandon()
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
             loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
-            self.live.step.forget_broken_step()
+            self.live.step.forget_aborted_step()
             return loaded
 
     def _load_any(

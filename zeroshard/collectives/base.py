@@ -302,12 +302,15 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
     step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for low in range(0, out.numel(), step):
         high = min(low + step, out.numel())
-        parts = [contribution[low:high].to(dtype) for contribution in contributions]
+        # Each sum has an addend in `dtype`, so torch adds in it, without a cast of every row in memory at once.
+        total, *parts = [contribution[low:high] for contribution in contributions]
+        total = total.to(dtype)
         target = out[low:high]
-        # A sum in place would overwrite a row that may be needed later, as a third contribution.
-        room = target if not accumulate and target.dtype == dtype and len(parts) == 2 else None
-        total = torch.add(parts[0], parts[1], out=room) if len(parts) > 1 else parts[0]
-        for part in parts[2:]:
+        if parts:
+            # A sum in place would overwrite a row that may be needed later, as a third contribution.
+            room = target if not accumulate and target.dtype == dtype and len(parts) == 1 else None
+            total = torch.add(total, parts[0], out=room)
+        for part in parts[1:]:
             total.add_(part)
         if accumulate:
             target.add_(torch.div(total, divisor))

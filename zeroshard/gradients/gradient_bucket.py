@@ -338,7 +338,7 @@ class GradientBucket:
     # ------------------------------------------------------------------ over ranks
 
     @property
-    def nbytes_away(self) -> int:
+    def offloaded_nbytes(self) -> int:
         """The bytes of this rank's mean if it does not rest on the accelerator, or 0."""
         gradient = self._own.gradient
         return 0 if gradient.memory_in(self._accelerator) is not None else gradient.nbytes
@@ -376,11 +376,11 @@ class GradientBucket:
         label = f"reduce-scatter of gradients of {self.label}"
         divisor = self._collectives.world_size / factor
         reduction = self._collectives.reduce_scatter(rows, workspace, self.number, label, divisor)
-        stays = keeps_sum and not is_last_microbatch and self.nbytes_away > 0
+        stays = keeps_sum and not is_last_microbatch and self.offloaded_nbytes > 0
         self.flight = _Flight(reduction, self._scratch, stays)
         self._scratch = []
         self._move("reduce")
-        if self.holds is Holds.ADDING and self._sum is None and self.nbytes_away and self._pool.spare_nbytes:
+        if self.holds is Holds.ADDING and self._sum is None and self.offloaded_nbytes and self._pool.spare_nbytes:
             gradient = self._own.gradient
             before = self._pool.acquire(gradient.numel, gradient.dtype)
             self.flight.before = before, gradient.read(before)

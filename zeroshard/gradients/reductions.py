@@ -123,16 +123,16 @@ class Reductions:
 
     def _look_for_room(self) -> None:
         """Decide how much of the accelerator's memory this step uses for speed. See [Note: room]."""
-        away = sum(bucket.nbytes_away for bucket in self._buckets())
+        offloaded = sum(bucket.offloaded_nbytes for bucket in self._buckets())
         numel = sum(bucket.layout.numel for bucket in self._buckets())
-        if not away:
+        if not offloaded:
             self._keeps_sums = False
             return
         # The peak includes the last step's memory already.
-        two_units = -(-away * min(self._limit, numel) // numel)
+        two_units = -(-offloaded * min(self._limit, numel) // numel)
         more = max(two_units - self._pool.spare_nbytes, 0)
         self._pool.spare_nbytes = two_units if self._accelerator.has_room(more) else 0
-        sums = 0 if self._kept_sums else away
+        sums = 0 if self._kept_sums else offloaded
         self._keeps_sums = not self.is_last_microbatch and self._accelerator.has_room(more + sums)
         self._kept_sums = self._keeps_sums
 

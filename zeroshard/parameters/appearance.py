@@ -77,8 +77,8 @@ class Appearance:
             kind = distributed_class()
             assert kind is not None
             self._ordinary = kind
-        self._away_class, self._taken_class = classes_of(owner, self.whole_class, self._ordinary)
-        self._ours = (self._ordinary, self.whole_class, self._away_class, self._taken_class)
+        self._absent_class, self._taken_class = classes_of(owner, self.whole_class, self._ordinary)
+        self._ours = (self._ordinary, self.whole_class, self._absent_class, self._taken_class)
         self.placeholders: Tensor | None = None
         self._absent_views: list[Tensor] = []
         if views[0].is_floating_point():
@@ -121,7 +121,7 @@ class Appearance:
         for entry, view in zip(self._named, self._absent_views, strict=True):
             entry.show(view)
         self._versions = self.versions()
-        self._become(self._away_class)
+        self._become(self._absent_class)
 
     def outdate_saved(self) -> None:
         """Outdate parameters that autograd saved outside of our hooks, so that torch raises an error instead of reading NaN.
@@ -135,7 +135,7 @@ class Appearance:
 
     def make_readers_wait(self) -> None:
         """Make readers wait for values that arrive while Python continues."""
-        self._become(self._away_class)
+        self._become(self._absent_class)
 
     def show_taken(self, used: Iterable[int]) -> None:
         """Show a `TakenGradient` as `grad` of the `used` parameters, whose gradients were all taken, and of no others."""
@@ -402,7 +402,7 @@ def classes_of(
             finally:
                 self.__class__ = shown_as
 
-    class Away(Taken):
+    class Absent(Taken):
         """A parameter without values: torch operations through any reference to it call `__torch_function__` first."""
 
         @classmethod
@@ -429,9 +429,9 @@ def classes_of(
             return described
 
     if issubclass(ordinary, nn.Parameter):
-        return Away, Taken
+        return Absent, Taken
 
-    class AwayDistributed(Away):
+    class AbsentDistributed(Absent):
         """A DTensor without values. Its methods that read the local tensor, without a torch operation, are intercepted."""
 
         def to_local(self, **kwargs: Any) -> Tensor:
@@ -448,7 +448,7 @@ def classes_of(
             found: Tensor = getattr(ordinary, name)(self, *args, **kwargs)
             return found
 
-    return AwayDistributed, Taken
+    return AbsentDistributed, Taken
 
 
 def _attribute_of(func: Callable[..., Any]) -> str:

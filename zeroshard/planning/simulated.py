@@ -78,28 +78,39 @@ class _Sum(Reduction):
             own.add_(self._total.to(out.dtype).div_(self._divisor))
 
 
-@dataclass(eq=False)
-class _RowsInChunks(SummedRows):
-    """Every rank's row, to be summed in chunks, as on a CPU.
+_ROWS_SUMMED = 3
+"""The maximum number of rows whose sum is run. The first two make a new tensor, and every further one costs the same."""
 
-    All chunks cost the same, so a dry run sums two, and counts their time for all. (Two, since the second is read while the parts
-    of the first are still in memory.)
+
+@dataclass(eq=False)
+class _CountedRows(SummedRows):
+    """The rows of a reduction of `_ranks` ranks, which a CPU sums in chunks.
+
+    All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows, and counts the time
+    of the others.
     """
 
+    _ranks: int
     _clock: Clock
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        numel = 2 * CHUNK_NUMEL
-        pairs = out.numel() // numel
-        if pairs < 2 or len(self._rows) == 1:
-            super().finish(out, accumulate=accumulate)
-            return
         for work in self._works:
             work.wait()
-        with self._clock.times(pairs):
-            sum_into([row[:numel] for row in self._rows], self._divisor, out[:numel], accumulate)
-        rest = slice(pairs * numel, None)
-        sum_into([row[rest] for row in self._rows], self._divisor, out[rest], accumulate)
+        chunks, rest = divmod(out.numel(), CHUNK_NUMEL)
+        for numel, times in ((CHUNK_NUMEL, chunks), (rest, 1)):
+            if numel and times:
+                with self._clock.times(times):
+                    self._sum_chunk(out[:numel], accumulate)
+
+    def _sum_chunk(self, out: Tensor, accumulate: bool) -> None:
+        numel = out.numel()
+        rows = [row[:numel] for row in self._rows]
+        sum_into(rows, self._divisor, out, accumulate)
+        if len(rows) < self._ranks:
+            total = torch.promote_types(rows[0].dtype, torch.float32)
+            nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # a sum in place reads two tensors and writes one
+            with self._clock.times(self._ranks - len(rows)):
+                self._clock.operate(0.0, nbytes, "float32", on_host=False)
 
 
 class SimulatedRanks(Collectives):
@@ -169,10 +180,10 @@ class SimulatedRanks(Collectives):
             if self._sums and divisor == self.world_size:  # the backend divides
                 divisor = 1.0
             return _Sum(arriving, workspace[: rows.numel() // self.ranks], divisor)
-        others: list[Tensor] = []
+        summed = [rows[0]]
         if self.world_size > 1:
-            others = list(workspace.view(self.world_size - 1, rows.shape[1]))
-        return _RowsInChunks([arriving], [rows[0], *others], divisor, self._clock)
+            summed += workspace.view(self.world_size - 1, rows.shape[1])[: _ROWS_SUMMED - 1]
+        return _CountedRows([arriving], summed, divisor, self.world_size, self._clock)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():

@@ -149,7 +149,7 @@ class Hooks:
     def probe(self, take: Take) -> Iterator[None]:
         """Keep backwards inside the block out of any step: pass their gradients to `take`, and reduce nothing."""
         if not in_backward():
-            self._forget_what_broke_off()
+            self._forget_what_aborted()
         before = self._take
         self._take = take
         try:
@@ -167,11 +167,11 @@ class Hooks:
 
     # ------------------------------------------------------------------ forward
 
-    def _forget_what_broke_off(self) -> None:
+    def _forget_what_aborted(self) -> None:
         """Clean up after a backward that was aborted. Call it when another backward, or a forward outside of one, begins."""
         if self._backward_is_open:
             if self._close_backward():
-                self._schedule.break_off()
+                self._schedule.abort()
             else:
                 self._schedule.give_back()
 
@@ -188,7 +188,7 @@ class Hooks:
         else:
             self._one_thread.begin(module, is_outermost=is_root)
             self._schedule.stream.begin()
-            self._forget_what_broke_off()
+            self._forget_what_aborted()
             if is_root:
                 self._keep_places()
                 self._saved.recover()
@@ -248,7 +248,7 @@ class Hooks:
 
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
-            self._forget_what_broke_off()
+            self._forget_what_aborted()
         part = self._parts[module]
         part.close()  # of a call that raised
         missing = [unit for unit in part.units if unit.state is not UnitState.UNSHARDED]
@@ -292,7 +292,7 @@ class Hooks:
         if self.is_removed:  # the graph is from before
             return
         if self._ending() is None:  # autograd has dropped it without a call: that backward is no longer running
-            self._forget_what_broke_off()
+            self._forget_what_aborted()
         if not self._backward_is_open:
             self._backward_is_open = True
             _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks

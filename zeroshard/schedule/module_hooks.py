@@ -227,14 +227,14 @@ def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
 
 def refuse_transforms(units: Sequence[Unit]) -> None:
     """Raise if a unit must be gathered where its memory may not change: in a transform of torch.func, or in torch.jit.trace."""
-    away = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
-    if away and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    sharded = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
+    if sharded and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(
-            f"{away[0].label} is sharded at rest, and torch.jit.trace would record placeholders. Call it "
+            f"{sharded[0].label} is sharded at rest, and torch.jit.trace would record placeholders. Call it "
             "inside `with zeroshard.unsharded(model):`."
         )
-    if away and in_transform():
+    if sharded and in_transform():
         raise UsageError(
-            f"{away[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot "
+            f"{sharded[0].label} is sharded at rest, and runs inside of a transform of torch.func, where it cannot "
             "be gathered: use torch.autograd.grad, or Policy.stage(2) or below."
         )

@@ -388,7 +388,7 @@ class Schedule:
                     self._take_gradients(unit)
                 self.reductions.end_microbatch()
             except BaseException:
-                self.break_off()
+                self.abort()
                 raise
         self._move(Move.END_BACKWARD)
         self._backward_ended = True
@@ -403,7 +403,7 @@ class Schedule:
             self.end_backward()
         self._backward_ended = False
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End a backward that raised an exception. The step is lost if the backward had made a gradient."""
         self._move(Move.BREAK_OFF)
         if self.state is StepState.BROKEN:

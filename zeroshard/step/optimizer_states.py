@@ -88,7 +88,7 @@ class OptimizerStates:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
-        self._step.forget_broken_step()
+        self._step.forget_aborted_step()
         self._take_states()
         for resident in self._step.residents:
             if isinstance(resident, Travelling):  # the new states go to their place

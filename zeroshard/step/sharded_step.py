@@ -57,7 +57,7 @@ class ShardedStep:
         self._is_driven = False
         self.steps_begun = 0
         """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
-        self._broke_off = False
+        self._aborted = False
         """Whether a step was aborted, and another one has begun since: parameters are still of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
@@ -120,17 +120,17 @@ class ShardedStep:
 
     def refuse_inside(self) -> None:
         """Raise if model states are of two steps: inside a step and its driver's part, or after one that was aborted."""
-        if self._is_driven or self.schedule.is_stepping or self._broke_off:
+        if self._is_driven or self.schedule.is_stepping or self._aborted:
             raise UsageError(
                 "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
                 "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a "
                 "checkpoint."
             )
 
-    def forget_broken_step(self) -> None:
+    def forget_aborted_step(self) -> None:
         """Record that a load has made the model states those of one step again."""
         self.schedule.is_stepping = False
-        self._broke_off = False
+        self._aborted = False
 
     def lay_out(self) -> None:
         """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
@@ -232,7 +232,7 @@ class ShardedStep:
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
-        self._broke_off |= self.schedule.is_stepping
+        self._aborted |= self.schedule.is_stepping
         self.schedule.begin_step()
         # A parameter is updated if some rank used it, and this optimizer lists it.
         steps: Sequence[bool] = self._used

@@ -95,7 +95,7 @@ class Travelling(Resident):
         super().__init__(shard, views, optimizer)
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
-        self._away: dict[int, Tensor] = {}
+        self._in_slots: dict[int, Tensor] = {}
         """The optimizer's tensors whose values are in the slots. The user set the others: the next write stores them."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
@@ -104,7 +104,7 @@ class Travelling(Resident):
 
     def expect_new_states(self) -> None:
         """Treat the optimizer's states as new values, as after `load_state_dict`: the next write stores them."""
-        self._away.clear()
+        self._in_slots.clear()
 
     def nbytes(self, states: int) -> int:
         """Return the bytes that the shard needs in a frame, with `states` tensors of optimizer state for each parameter."""
@@ -164,7 +164,7 @@ class Travelling(Resident):
         for transfer in reading:
             transfer.wait(self.shard.step.device)
         if self.shard.step.device.type == "cpu":  # elsewhere a look would make the host wait
-            looked_at = [view.value for view in self.views if _MASTER in self._memory] + list(self._away.values())
+            looked_at = [view.value for view in self.views if _MASTER in self._memory] + list(self._in_slots.values())
             floats = [tensor for tensor in looked_at if tensor.is_floating_point()]
             written = [tensor for tensor in floats if not tensor.as_strided((1,), (1,)).isnan()]
             for tensor in written:
@@ -180,7 +180,7 @@ class Travelling(Resident):
             self.look_at(self._memory[_MASTER])
         for name in self.slots:
             for view, tensor in self._tensors(name):
-                if id(tensor) in self._away:
+                if id(tensor) in self._in_slots:
                     tensor.data = self._part(name, view).view(tensor.shape)
 
     def abandon(self) -> None:
@@ -210,7 +210,7 @@ class Travelling(Resident):
             if _MASTER in self._memory:
                 self._hold(shard.master.write(master))
         kept = [tensor for name in self.slots for _, tensor in self._tensors(name)]
-        self._away = {id(tensor): tensor for tensor in kept if write or id(tensor) in self._away}
+        self._in_slots = {id(tensor): tensor for tensor in kept if write or id(tensor) in self._in_slots}
         self._leave_frame()
 
     def _leave_frame(self) -> None:
@@ -218,7 +218,7 @@ class Travelling(Resident):
             self.look_at(None)
         if _GRADIENT in self._memory:
             self.gradient = None
-        for tensor in self._away.values():
+        for tensor in self._in_slots.values():
             tensor.data = placeholder(tensor)
         self._frame = None
         self._memory = {}

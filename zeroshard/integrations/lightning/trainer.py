@@ -67,7 +67,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         self.sharded: Sharded | None = None
         self._sharding = Sharding(stage, config, policy, units, auto)
         self._loads_file = True
-        self._gave_states_up = self._broke_off = False
+        self._gave_states_up = self._aborted = False
         super().__init__(**ddp)
 
     def _facts(self) -> Facts:
@@ -79,7 +79,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
-        self._broke_off = False
+        self._aborted = False
         fits = trainer.state.fn == "fit"
         if fits and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -111,7 +111,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def on_exception(self, exception: BaseException) -> None:
         """Record the exception: other ranks may be elsewhere, so nothing must wait for them afterwards."""
-        self._broke_off = True
+        self._aborted = True
 
     def teardown(self) -> None:
         """End the sharding. The module is then whole, or, after an exception, has the values that this rank holds."""
@@ -131,7 +131,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         """End the sharding, and return whether the parameters are whole."""
         self._sharding.unwrap()
         whole = True
-        if not self._broke_off:
+        if not self._aborted:
             sharded.remove()
         elif sharded.policy.parameters.sharded and self.world_size > 1:
             whole = False

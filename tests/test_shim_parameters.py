@@ -244,13 +244,47 @@ def test_parameters_say_what_deepspeeds_do_at_stage_3_alone(stage: int) -> None:
         numbers = [p.ds_id for p in model.parameters()]
         twin = copy.deepcopy(model)
         assert not hasattr(twin.scale, "ds_id")
-        engine.destroy()
+        engine.destroy(alone=False)
         assert all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in model.parameters())
         return numbers
 
     first, second = on_ranks(body, 2)
     assert first == second
     assert len(set(first)) == len(first)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@STAGES
+def test_one_rank_may_destroy_its_engine_before_the_others(stage: int, offload: bool) -> None:
+    """Like transformers' hyperparameter search: rank 0 destroys an engine, and meets the others only then."""
+    given = config(stage)
+    if offload and stage:
+        given["zero_optimization"].update({key: {"device": "cpu"} for key in ("offload_optimizer", "offload_param")})
+
+    def body(rank: int) -> None:
+        deepspeed = deepspeed_of_ours()
+        torch.manual_seed(0)
+        model = Net()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = deepspeed.initialize(model=model, model_parameters=trained, config=given)[0]
+        engine.backward(engine(batch(rank)))
+        engine.step()
+        with zeroshard.unsharded(model.parameters()):
+            before = [p.detach().clone() for p in model.parameters()]
+        if rank == 0:
+            engine.destroy()
+        dist.barrier()
+        if rank == 1:
+            engine.destroy()
+        with pytest.raises(zeroshard.UsageError, match="the engine was destroyed"):
+            engine(batch(rank))
+        again = deepspeed.initialize(model=model, model_parameters=trained, config=given)[0]
+        with zeroshard.unsharded(model.parameters()):
+            assert all(map(torch.equal, model.parameters(), before))
+        again.backward(again(batch(rank)))
+        again.step()
+
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("how", ["dict", "path", "auto", "dtype", "none"])

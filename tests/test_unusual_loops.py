@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from insides import counted_looks, units
+from insides import counted_looks, transport_of, units
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -703,6 +703,30 @@ def test_a_step_while_a_state_dict_is_made_is_refused_and_leaves_nothing_behind(
         sharded.remove()
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_module_that_a_rank_runs_alone_gathers_no_others(stage: int) -> None:
+    """PEFT's save of prompts runs their encoder inside `unsharded` on rank 0. No other rank would gather the next units with it."""
+
+    def body(rank: int) -> None:
+        def run(alone: bool) -> dict[str, Tensor]:
+            model, _, sharded = build(stage)
+            for number in range(2):
+                step(model, sharded, rank, number)
+            if alone:
+                with zeroshard.unsharded(model.blocks[0].parameters()):
+                    before = transport_of(sharded).sent.copy()
+                    if rank == 0:
+                        model.blocks[0](torch.zeros(2, 12))
+                    assert transport_of(sharded).sent == before
+            for number in range(2, 4):
+                step(model, sharded, rank, number)
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2, timeout=60)
 
 
 def test_arrays_made_inside_unsharded_are_allowed() -> None:

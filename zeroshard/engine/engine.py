@@ -469,14 +469,22 @@ class Engine(Saving, nn.Module):
         """Whether the model is compiled."""
         return compiled_call_of(self.module) is not None
 
-    def destroy(self) -> None:
-        """End the sharding, and leave the module whole and ordinary. Every rank must call it."""
+    def destroy(self, *, alone: bool = False) -> None:
+        """End the sharding, and leave the module whole and ordinary. Every rank must call it.
+
+        Args:
+            alone: whether other ranks may call it later, or never, as in DeepSpeed. Parameters that this rank cannot gather
+                alone then stay sharded until `initialize` gets the model again.
+        """
         self._reshard_adapters()
         self._destroyed = True
         self._progress.close()
         if self.checkpointing is not None:
             self.checkpointing.remove()
-        self._sharded.remove()
+        if alone:
+            self._sharded.remove_alone()
+        else:
+            self._sharded.remove()
 
 
 def _to_half(value: Any) -> Any:

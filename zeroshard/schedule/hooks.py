@@ -89,6 +89,8 @@ class Hooks:
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
+        self.before_next_sharding: Callable[[], object] | None = None
+        """Ends this sharding before the model is sharded again, on every rank. It is set if this rank has ended it alone."""
         self._handles: list[RemovableHandle] = []
         self.attach()
 

@@ -262,12 +262,17 @@ class Schedule:
         for unit in self.units:
             if not unit.trainable:
                 unit.appearance.refuse_unfrozen(self.optimized)
-        if self._present.runs:
+        if any(self._present.runs):
             self._last = self._present
             self._present = _Order()
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
+        # Inside `unsharded`, this rank may run a module alone: no other would gather the next units with it, or note the order.
+        if units and all(unit.is_pinned for unit in units):
+            for unit in units:
+                unit.unshard()
+            return
         if self._kept:
             self._kept = [unit for unit in self._kept if unit not in units]
             # Units that ran first are resharded first, since the backward needs them last.

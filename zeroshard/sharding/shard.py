@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from zeroshard.access.freezing import Freezing
-from zeroshard.access.unsharded import is_taken, register
+from zeroshard.access.unsharded import home_of, is_taken, register
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.collectives.base import Alone, Collectives
@@ -435,7 +435,11 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise if the model is sharded already."""
+    """Raise if the model is sharded already, unless `remove_alone` ended that: then gather its parameters, on every rank."""
+    hooks = {home.hooks(): None for home in map(home_of, model.parameters()) if home is not None}
+    for ended in [one.before_next_sharding for one in hooks if one is not None]:
+        if ended is not None:
+            ended()
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(

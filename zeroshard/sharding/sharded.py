@@ -25,6 +25,7 @@ from zeroshard.policy import DTypes, Offload, Place, Policy
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.state_dicts import state_dict_in_memory
+from zeroshard.schedule.unit import UnitState
 from zeroshard.step.model_states import ModelStates
 from zeroshard.step.parking import STATES, Parking
 from zeroshard.step.sharded_step import ShardedStep
@@ -337,6 +338,13 @@ class Sharded:
             self.checkpoints.close()  # raises the error of an asynchronous save
         finally:
             self._context.close()
+
+    def remove_alone(self) -> None:
+        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again, or deleted."""
+        if all(unit.state is UnitState.UNSHARDED for unit in self._schedule.units):
+            self.remove()
+        else:
+            self._hooks.before_next_sharding = self.remove
 
     def abandon(self) -> None:
         """End the sharding on this rank alone, after an error. Other ranks that wait for this one then raise an error.

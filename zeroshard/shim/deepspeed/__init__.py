@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -79,6 +80,7 @@ def initialize(
     if divided is not None and divided.size() > 1:
         refuse_dispatched_batches(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
+    made[0].destroy = partial(made[0].destroy, alone=True)  # type: ignore[method-assign]  # trainers call it on one rank
     return made
 
 

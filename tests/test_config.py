@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib.util
 import json
@@ -79,6 +80,16 @@ def test_auto_is_resolved_from_what_is_known() -> None:
     assert origins["optimizer.params.lr"] == origins["train_batch_size"] == origins["fp16.enabled"] == '"auto"'
     assert origins["min_lr"] == "file"
     assert origins["bf16.enabled"] == "default"
+
+
+def test_offloaded_parameters_have_no_effect_at_stage_0() -> None:
+    """TRL makes such a config for a reference model."""
+    given = copy.deepcopy(ZERO2)
+    del given["zero_optimization"]["offload_optimizer"]
+    given["zero_optimization"]["stage"] = 0
+    assert load_config(given, 2, Stack(), KNOWN).policy.parameters.place is Place.ACCELERATOR
+    given["zero_optimization"]["stage"] = 2
+    assert load_config(given, 2, Stack(), KNOWN).policy.parameters.place is Place.CPU
 
 
 @pytest.mark.parametrize(

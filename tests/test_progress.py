@@ -206,11 +206,14 @@ def test_durations() -> None:
 # ---------------------------------------------------------------------- trainings
 
 
-def train(engine: zeroshard.Engine, steps: int, rank: int = 0) -> list[float]:
+def train(engine: zeroshard.Engine, steps: int, rank: int = 0, *, divides: bool = False) -> list[float]:
     losses = []
     for number in range(2 * steps):
         loss = engine(*tokens(rank, number))
-        engine.backward(loss)
+        if divides:  # as a stock Trainer does
+            engine.backward(loss / 2, scale_wrt_gas=False)
+        else:
+            engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
@@ -379,15 +382,16 @@ def test_a_log_goes_on_after_a_line_that_was_half_written(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in lines[5:]] == [3, 4]
 
 
+@pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("how", ["config", "progress"])
-def test_the_log_of_an_engine(how: str, tmp_path: Path) -> None:
+def test_the_log_of_an_engine(how: str, divides: bool, tmp_path: Path) -> None:
     block = {"json_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
 
     def body(rank: int) -> list[float]:
         config = {**CONFIG, "wall_clock_breakdown": True, "steps_per_print": 1e9, **(block if how == "config" else {})}
         engine, *_ = zeroshard.initialize(model=Stack(), config=config)
         with zeroshard.progress(engine, log=tmp_path / "run" if how == "progress" else None):
-            losses = train(engine, 3, rank)
+            losses = train(engine, 3, rank, divides=divides)
         train(engine, 1, rank)
         engine.destroy()
         return losses

@@ -240,7 +240,7 @@ class TrainingProgress:
         self._arrived_at = self._read_at
         self._arrived_samples = last.samples
         for step, (*losses, norm, lr) in arrived:
-            self._row.loss = sum(losses) / len(losses) if losses else None
+            self._row.loss = sum(losses) if losses else None
             self._row.norm = norm
             self._row.lr = lr
             if self._monitor is not None:

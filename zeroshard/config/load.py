@@ -95,7 +95,8 @@ class Config:
             quantized = "int8"
         within = _ranks_of_a_host(zero, self.batch.world_size)
         policy = Policy.stage(self.stage, within=within, wire=Wire(gradients=quantized or None))
-        policy = policy.offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
+        if self.stage > 0:
+            policy = policy.offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
         return replace(
             policy,

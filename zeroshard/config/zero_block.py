@@ -15,12 +15,12 @@ class OffloadParamBlock(Block):
     """`offload_param`: the place of parameters while they are not in use.
 
     At stage 3 the block applies to the shards of parameters. At stages 1 and 2 it applies to whole parameters between steps.
-    Stage 0 does not support it.
+    At stage 0 it has no effect, as in DeepSpeed: TRL makes such a config for a reference model.
     """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
         "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "
-        "has no effect.")] = "none"
+        "has no effect. At stage 0, both have none.")] = "none"
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5

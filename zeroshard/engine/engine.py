@@ -130,7 +130,8 @@ class Engine(Saving, nn.Module):
 
         Args:
             loss: a scalar that depends on the model. Under fp16, this method multiplies it by the loss scale.
-            scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
+            scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches. If not, the
+                caller has divided. Either way, logs show the sum of a step's losses after the division.
         """
         self._refuse_untrained("backward")
         _refuse_not_scalar(loss, "backward")
@@ -145,7 +146,7 @@ class Engine(Saving, nn.Module):
                     "the loss does not require a gradient: it was computed under torch.no_grad(), or detached. "
                     "Pass the loss as the model returned it."
                 )
-        self._progress.add_loss(loss.detach())
+        self._progress.add_loss(mean.detach())
         return mean.detach()
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
 
 
 Watcher = Callable[[StepReport, int, int, float, Sequence[Tensor]], None]
-"""A function of each step's report, number, samples since the start, learning rate, and this rank's losses."""
+"""A function of each step's report, number, samples since the start, learning rate, and this rank's losses, to be summed."""
 
 
 class Progress:
@@ -148,7 +148,7 @@ class Progress:
         return time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add a microbatch's loss, a scalar without gradient."""
+        """Add a loss, a scalar without gradient, as it was divided for the mean over microbatches."""
         self._losses.append(loss)
 
     def forget_losses(self) -> None:
@@ -207,7 +207,7 @@ class Progress:
             return
         mine = torch.full((1,), math.nan, dtype=torch.float64)  # after the user's own backward, the loss is unknown
         if losses:
-            mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).mean().reshape(1)
+            mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).sum().reshape(1)
         more = samples - self._logged_samples
         speed = more / (time.perf_counter() - self._logged_at)
         steps = max(1, more // self._batch.train)

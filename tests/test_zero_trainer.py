@@ -399,10 +399,13 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
         ):
             with pytest.raises(zeroshard.ZeroshardError, match=words):
                 make(**kwargs)
-        model = nn.Linear(2, 2)
-        for optimizer, words in ((ScheduleFree(model.parameters(), lr=0.1), "schedule-free"),):
-            with pytest.raises(UsageError, match=words):
-                make(optimizers=(optimizer, None)).train()
+        with pytest.raises(UsageError, match="schedule-free"):
+            make(optimizers=(ScheduleFree(nn.Linear(2, 2).parameters(), lr=0.1), None)).train()
+        args = arguments(tmp_path, rank, world, port)
+        args.sync_ref_model = True  # one of TRL's arguments
+        ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=2)
+        with pytest.raises(UsageError, match="sync_ref_model"):
+            ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=3)
 
     run(body, 1)
 

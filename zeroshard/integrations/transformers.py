@@ -434,6 +434,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
                 "the model is sharded by another trainer: call its `trainer.sharded.remove()` first, on every rank."
             )
         self._settings = read_settings(self._zero, self.args, self.model)
+        if self._settings.policy.parameters.sharded and getattr(self.args, "sync_ref_model", False):
+            raise UsageError(
+                "TRL's sync_ref_model reads whole parameters on each rank, which are sharded at stage 3: use zero=2, or give the "
+                "config to the stock trainer (deepspeed=config) and start the script with `zeroshard run`."
+            )
         super().create_accelerator_and_postprocess()
         if not hasattr(super(), "_clip_grad_norm"):  # transformers 4
             self.accelerator.clip_grad_norm_ = lambda *_, **__: self._clip_grad_norm(None)

@@ -127,6 +127,16 @@ class Mapped(Block):
         return torch.vmap(lambda row: row + self.down(torch.tanh(self.up(row))))(x)
 
 
+class Recursive(Block):
+    """It calls itself, as models of trees do, and then reads its own weight."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        if depth:
+            x = self(0.5 * x, depth - 1)
+        return x + F.linear(hidden, self.down.weight)
+
+
 # ------------------------------------------------------------------ hooks of others
 
 
@@ -241,6 +251,7 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "features": (Features, plain_loss),
     "in place": (lambda: InPlaceNet(InPlace), plain_loss),
     "vmap": (lambda: Net(Mapped), plain_loss),
+    "recursive": (lambda: Net(Recursive), plain_loss),
     "weight_norm inside": (lambda: Net(Normed), plain_loss),
     "weight_norm": (lambda: Net(lambda: OwnNorm(nn.utils.weight_norm)), plain_loss),
     "spectral_norm": (lambda: Net(lambda: OwnNorm(nn.utils.spectral_norm)), plain_loss),

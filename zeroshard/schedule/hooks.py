@@ -80,6 +80,8 @@ class Hooks:
         self._leaves_graph = False
         # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be resharded].
         self._open_calls: Counter[nn.Module] = Counter()
+        self._running: Counter[nn.Module] = Counter()
+        """Forwards in progress, by module. A module that calls itself has several, and its units stay until the outermost ends."""
         self._root = model
         # Calls whose backward is still to come, and modules whose backward has begun, in this order.
         self._calls_to_come: Counter[nn.Module] = Counter()
@@ -189,6 +191,9 @@ class Hooks:
             self._begin_backward()
         else:
             self._one_thread.begin(module, is_outermost=is_root)
+            if is_root:
+                self._running.clear()
+            self._running[module] += 1
             self._schedule.stream.begin()
             self._forget_what_aborted()
             if is_root:
@@ -223,6 +228,9 @@ class Hooks:
                 outputs, self._pre_backward, module, Call(self._calls_to_come, module, counted=not in_backward())
             )
         if not in_backward():
+            self._running[module] -= 1
+            if self._running[module] > 0:
+                return
             if module is not self._root or not torch.is_grad_enabled():
                 self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
             _end_use(self._units[module])

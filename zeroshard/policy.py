@@ -159,8 +159,8 @@ class Policy:
         wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
             results.
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
-            store only the master weights, and round them in each all-gather. 16-bit parameters then take 14 bytes each
-            instead of 16, and results are bit-identical. It has no effect with `per_host` parameters.
+            store only the master weights, and round them in each all-gather. 16-bit parameters then take two bytes
+            less each, and results are bit-identical. It has no effect with `per_host` parameters.
     """
 
     parameters: Residency

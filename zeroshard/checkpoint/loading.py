@@ -116,7 +116,7 @@ class Reader:
         return found
 
     def values(self, packed: Any) -> Any:
-        """Unpack values, with the tensors that they name."""
+        """Unpack packed values, and read the tensors that they name from the files."""
         requests = []
 
         def make(name: str) -> Tensor:

@@ -261,7 +261,7 @@ def _is_tensor(packed: Any, manifest: Manifest) -> bool:
 
 
 def is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Return whether all files exist with the right sizes. (A load verifies checksums.)"""
+    """Return whether all files that a manifest lists exist, with the right sizes. (A load verifies checksums.)"""
     return all(record.has_its_size(folder) for record in manifest.files)
 
 

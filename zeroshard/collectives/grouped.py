@@ -260,7 +260,7 @@ class PointToPoint(Grouped):
 
     @property
     def _is_staged(self) -> bool:
-        """Whether tensors pass through CPU memory."""
+        """Whether tensors are on an accelerator, and are copied through CPU memory to be sent."""
         return self.device.type != "cpu"
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -65,7 +65,7 @@ class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
     type: Annotated[str, works(
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler. The "
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler whose arguments are JSON. The "
         "scheduler advances after each step that is not skipped.")]
     params: Annotated[dict[str, Any], works("the scheduler's arguments.")] = {}
 
@@ -119,22 +119,27 @@ class DataTypesBlock(Block):
 
 
 class MonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`: files of each step's metrics, written by rank 0."""
+    """`tensorboard`, `csv_monitor`: files of each step's metrics, written by rank 0.
+
+    `csv_monitor` writes a file for each metric, such as `Train_Samples_lr.csv`, with a row (samples, value) for each step.
+    """
 
     enabled: Annotated[bool, works(
-        "write `train_loss`, `lr`, `loss_scale` and `grad_norm` at each step, under `Train/Samples/`, and the figures of "
-        "`wall_clock_breakdown`, `memory_breakdown` and `comms_logger` if those keys are on.")] = False
+        "write `lr`, `loss_scale`, `grad_norm` and, after `engine.backward`, `train_loss` at each step, as "
+        "`Train/Samples/<name>` over the number of samples. With `wall_clock_breakdown`, `memory_breakdown` or "
+        "`comms_logger.enabled`, write their figures too.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
 
 class JsonMonitorBlock(MonitorBlock):
-    """`json_monitor`: a file with one JSON line per step, written by rank 0.
+    """`json_monitor`: a file written by rank 0, with a JSON line that describes the run, then one per step.
 
     [Watching a run](../watching_a_run.md#a-log-of-every-step) lists the keys of a line.
     """
 
-    enabled: Annotated[bool, works("write all figures of each step to one file, `steps.jsonl`.")] = False
+    enabled: Annotated[bool, works(
+        "append all figures of each step to `output_path/job_name/steps.jsonl`. `seconds` needs `wall_clock_breakdown`.")] = False
 
 
 class WandbBlock(Block):

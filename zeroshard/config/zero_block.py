@@ -102,7 +102,7 @@ class ZeroBlock(Block):
         "maximum elements per optimizer call for offloaded states. Values above 4 Mi count as 4 Mi, and 0 means one shard "
         "per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
-        "maximum elements to prefetch. 0 turns prefetching off. Default: the next unit, of any size.")] = None
+        "prefetch units until they have at least this many elements. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
         "parameters with fewer elements than this are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
@@ -116,8 +116,8 @@ class ZeroBlock(Block):
         "a block with fewer elements than this is not a unit, but part of the unit that contains it. 0 means 10,000 in "
         "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
-        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Adam then needs "
-        "14 bytes per parameter instead of 16, with the same results. Parameters and optimizer states must be on the "
+        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. A parameter "
+        "then takes two bytes less, with the same results. Parameters and optimizer states must be on the "
         "accelerator, and parameters sharded over all ranks. Not in DeepSpeed.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(
         "allow a Trainer to gather the weights in rank 0's CPU memory when it saves. Default: true. `engine.export` "

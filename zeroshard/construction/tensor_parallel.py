@@ -136,7 +136,8 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
         The new parameters by the parameters that they replace.
 
     Raises:
-        UsageError: the model has no plan, is already divided, or has no values.
+        UsageError: the model has no plan that can be used (see `plan_of`), is already divided, or has no values; or, after the
+            division, the plan divides tied parameters in two ways.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

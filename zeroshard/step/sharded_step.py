@@ -204,7 +204,7 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step()` of the user's optimizers, one after the other. Every rank must call it."""
+        """Call `step(closure)` of each of the user's optimizers, and return the last result. Every rank must call it."""
         result: Any = None
         for one in self._optimizers:
             result = one.step(closure)

@@ -192,12 +192,12 @@ class DirectFile:
                 np.copyto(part, pages[: len(part)])
         if zlib.crc32(data) != self._checksums.get(start):
             raise StorageError(
-                f"the file for {label} in {self.folder} is not what was written: bytes {start:,} to {start + len(data):,} have "
-                "another checksum. The disk is failing, or another program writes to it. Go on from the last checkpoint."
+                f"the file for {label} in {self.folder} does not match its checksum: bytes {start:,} to {start + len(data):,} have "
+                "changed. The disk is failing, or another program writes to it. Go on from the last checkpoint."
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (start, part of `data`, pages to transfer): the part itself if direct I/O allows it, otherwise a buffer."""
+        """Yield (offset in `data`, that part, memory to transfer): the part, or a buffer if direct I/O needs aligned pages."""
         whole = len(data)
         if self.is_direct:
             whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES

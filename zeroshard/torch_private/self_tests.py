@@ -1,6 +1,6 @@
-"""Owns the tests of torch's private names, which run when the package is imported.
+"""Owns the tests of torch's private names, which run when `torch_private` is imported.
 
-No test uses an accelerator, runs a backward or reads a value, so each takes microseconds.
+No test uses an accelerator, runs a backward or reads a tensor's value, so each takes microseconds.
 """
 
 from __future__ import annotations

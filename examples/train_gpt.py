@@ -82,7 +82,7 @@ class Windows:
 
 def microbatch_size(batch: object, world_size: int) -> int:
     """Return the sequences per forward. If the config fixes those of a step, fewer ranks run more forwards."""
-    share = batch // world_size if isinstance(batch, int) else MICROBATCH
+    share = max(batch // world_size, 1) if isinstance(batch, int) else MICROBATCH
     return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
 

@@ -60,7 +60,7 @@ def run(context: typer.Context) -> None:
     os.environ[PYTHONPATH] = python_path(os.environ)
     if int(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, but prints five lines about it
-    if options.max_restarts:
+    if options.max_restarts or len(set(options.nnodes.split(":"))) > 1:  # a host that joins restarts the ranks, too
         _allow_restarts(options)
     beside = real_deepspeed()
     if beside is not None:

@@ -1,8 +1,9 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
 A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
-has a default that is correct for all transports, and a transport overrides those that it can do better. No caller depends on the
-kind of transport.
+has a default that is correct for all transports, and a transport overrides those that it can do better. (Only `discard` and
+`scatter_rows` have none: the first is for memory that the system lends, the second for transports that others are made of.) No
+caller depends on the kind of transport.
 """
 
 from __future__ import annotations

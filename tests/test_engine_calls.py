@@ -368,6 +368,21 @@ def test_it_is_a_module() -> None:
     assert engine.gradient_accumulation_steps() == 3
 
 
+def test_an_adapters_file_has_the_frozen_parameters_that_peft_saves_in_it() -> None:
+    """Trainers leave frozen parameters out at stage 3, and PEFT saves the embeddings that an adapter targets."""
+    peft = pytest.importorskip("peft")
+    from families import llama
+
+    def body(rank: int) -> set[str]:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+        engine, *_ = zeroshard.initialize(model=model, config=config(3))
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        return {name for name in state if "lora" not in name}
+
+    assert on_ranks(body, 2) == [{"base_model.model.model.embed_tokens.base_layer.weight"}, set()]
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
     def body(rank: int) -> None:

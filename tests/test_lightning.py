@@ -457,6 +457,18 @@ def test_callbacks_see_norms_and_no_values_of_gradients(tmp_path: Path) -> None:
     assert "grad" in ours[1]
 
 
+@pytest.mark.full
+def test_averages_of_weights_are_refused_before_training_at_stage_3(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+
+    def body(stage: int) -> None:
+        for callback in (StochasticWeightAveraging(1e-2), EMAWeightAveraging()):
+            with pytest.raises(UsageError, match=f"{type(callback).__name__} .* use stage 2"):
+                trainer(tmp_path, strategy_of(stage), callbacks=[callback]).fit(Module(), loader())
+
+    ranks(body, 3)
+
+
 def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",

@@ -27,7 +27,7 @@ CONFIG = {
 FACTORY = """
 import torch
 def make():
-    return torch.nn.Linear(4, 1), lambda rank, step: (torch.zeros(1, 4),)
+    return Mean(4, 1), lambda rank, step: (torch.zeros(1, 4),)
 def trained():
     model = torch.nn.Linear(4, 1)
     with open("weights.bin", "rb") as file:
@@ -104,6 +104,17 @@ def test_what_would_be_left_out_is_refused(folder: Path) -> None:
 
 def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:
     assert "on the meta device. Leave the device out" in refused("factory.py:meta", "--config", "zero.json", "--quick")
+
+
+def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
+    def needed(samples: int) -> int:
+        config = {"train_micro_batch_size_per_gpu": samples, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        (folder / "zero.json").write_text(json.dumps(config))
+        told = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json", "--json", "--quick"])
+        return int(json.loads(told.stdout)["peak"]["bytes"])
+
+    inputs_and_outputs = 10_000 * 4 * (4 + 1)
+    assert needed(20_000) - needed(10_000) == pytest.approx(inputs_and_outputs, rel=0.01)
 
 
 def test_json_is_for_programs(folder: Path) -> None:

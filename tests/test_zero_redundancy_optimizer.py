@@ -250,6 +250,29 @@ def test_shards_are_even_and_repr_says_so() -> None:
     assert "Adam (" in texts[0]
 
 
+@pytest.mark.parametrize("whole_first", [False, True])
+def test_shards_load_into_whole_parameters_and_back(whole_first: bool) -> None:
+    def body(rank: int) -> None:
+        def made(elementwise: bool) -> tuple[nn.Parameter, ZeroRedundancyOptimizer]:
+            parameter = nn.Parameter(torch.arange(12.0).view(3, 4))
+            return parameter, ZeroRedundancyOptimizer([parameter], torch.optim.Adam, lr=0.1, elementwise=elementwise)
+
+        def step(parameter: nn.Parameter, optimizer: ZeroRedundancyOptimizer) -> None:
+            parameter.grad = parameter.detach() + 1
+            optimizer.step()
+
+        first, second = made(not whole_first), made(whole_first)
+        step(*first)
+        saved = first[1].state_dict()
+        second[0].data.copy_(first[0].data)
+        second[1].load_state_dict(saved)
+        step(*first)
+        step(*second)
+        assert torch.equal(first[0], second[0])
+
+    on_ranks(body, 1)
+
+
 def test_the_choice_follows_the_optimizer_and_the_user() -> None:
     parameters = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3, 3))]
 

@@ -275,10 +275,26 @@ def subject_of(name: str, sequence: int) -> Subject:
         batches[:] = made[1:]
         return made[0]
 
-    def batch(_: int) -> Any:
-        return call_factory(f"{name}'s batch(0, 0)", lambda: batches[0](0, 0))
+    def batch(samples: int) -> Any:
+        return _with_samples(call_factory(f"{name}'s batch(0, 0)", lambda: batches[0](0, 0)), samples)
 
     return Subject(name, build, batch)
+
+
+def _with_samples(arguments: Any, samples: int) -> Any:
+    """Return the arguments of a call with another number of samples: the first dimension of their first tensor."""
+    from torch import Tensor
+
+    from zeroshard.torch_private import tree_leaves, tree_map_only
+
+    sizes = [leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.ndim]
+
+    def resized(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != sizes[0]:
+            return tensor
+        return tensor.new_zeros(samples, *tensor.shape[1:])
+
+    return tree_map_only(Tensor, resized, arguments) if sizes else arguments
 
 
 def estimate(

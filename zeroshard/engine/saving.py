@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.access.unsharded import unsharded
-from zeroshard.checkpoint.live_model import adapter_parameters
+from zeroshard.checkpoint.live_model import adapter_parameters, describe
 from zeroshard.checkpoint.manifest import LATEST, is_checkpoint
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
@@ -228,15 +228,20 @@ class Saving(Readers):
         `save_pretrained(state_dict=...)` on every rank. With None, it would call `model.state_dict()`, which gathers
         the weights, and those ranks would wait for rank 0.
 
+        Frozen parameters that an adapter's file holds, such as resized embeddings, are never left out.
+
         A PEFT model's adapters stay whole until the next use of the engine, since PEFT reads them while it saves on
         rank 0 only.
         """
         self._reshard_adapters()
+        kept = self._in_adapters_files() if exclude_frozen_parameters else frozenset()
         if self._sharded.policy.parameters.sharded:
             with torch.no_grad():  # without a graph, no hooks on saved tensors stay behind
                 self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
-        state = self.consolidated_state_dict(exclude_frozen_parameters)
-        return _OnRank0() if state is None else state
+        state = self._sharded.consolidated_state_dict()
+        if state is None:
+            return _OnRank0()
+        return self._without_frozen(state, kept) if exclude_frozen_parameters else state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name under tensor parallelism
 
@@ -257,9 +262,15 @@ class Saving(Readers):
 
     __deepcopy__ = __reduce_ex__  # otherwise `__getattr__` would find the model's
 
-    def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _without_frozen(self, state: dict[str, Tensor], kept: Set[str] = frozenset()) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
+        return {name: value for name, value in state.items() if name in kept or name not in frozen}
+
+    def _in_adapters_files(self) -> Set[str]:
+        """Return all names of the parameters that a PEFT model's adapters save. Every rank must call it."""
+        live = self._sharded.checkpoints.live
+        fqns = {fqn for names in (describe(live).adapters or {}).values() for fqn in names.values()}
+        return {name for unit in live.units for entry in unit.named if entry.fqn in fqns for name in entry.fqns}
 
 
 class _OnRank0(dict[str, Tensor]):

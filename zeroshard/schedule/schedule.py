@@ -70,7 +70,8 @@ _BROKE_OFF = (
 )
 _NO_ZERO_GRAD = (
     "a backward began after optimizer.step() without optimizer.zero_grad(): gradients of two steps cannot be summed, "
-    "since those of the first are already averaged over ranks. Call zero_grad() between a step and the next backward."
+    "since those of the first are already averaged over ranks. Call zero_grad() of each optimizer between a step and the "
+    "next backward."
 )
 
 S = StepState

@@ -197,7 +197,11 @@ def _part(value: Any, name: str, view: OwnView) -> Any:
         return view.part(value).clone()
     if value.ndim == 0:
         return value.clone()
-    raise UsageError(
+    raise _not_divisible(name, value, view)
+
+
+def _not_divisible(name: str, value: Tensor, view: OwnView) -> UsageError:
+    return UsageError(
         f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
         f"{tuple(view.parameter.shape)}: it comes from an optimizer of whole parameters, and cannot be "
         "divided. Load it into that optimizer."
@@ -212,12 +216,12 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
 
     def find(index: int, view: OwnView) -> State | None:
         # The pieces may differ from the saved ones: take parts of several saved spans, in order.
-        needed: list[tuple[slice, State]] = []
+        needed: list[tuple[slice, int, State]] = []
         found_numel = 0
         for span, state in sorted(saved.get(index, []), key=lambda one: one[0].start):
             common = span.intersect(view.start, view.stop)
             if common is not None:
-                needed.append((common.within(span.start), state))
+                needed.append((common.within(span.start), span.numel, state))
                 found_numel += common.numel
         if found_numel != view.stop - view.start:
             raise UsageError(
@@ -225,9 +229,15 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
                 "rank needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
             )
         found: State = {}
-        for name, value in needed[0][1].items():
-            if isinstance(value, Tensor) and value.ndim and name != "step" and not view.is_whole:
-                found[name] = torch.cat([state[name][part] for part, state in needed])
+        _, numel, first = needed[0]
+        for name, value in first.items():
+            is_divided = isinstance(value, Tensor) and value.ndim and name != "step"
+            if is_divided and value.numel() == numel:  # of an elementwise optimizer, or of one of whole parameters
+                found[name] = torch.cat([state[name].reshape(-1)[part] for part, _, state in needed])
+                if view.is_whole:
+                    found[name] = found[name].view(view.parameter.shape)
+            elif is_divided and not view.is_whole:
+                raise _not_divisible(name, value, view)
             elif isinstance(value, Tensor):
                 found[name] = value.clone()
             else:

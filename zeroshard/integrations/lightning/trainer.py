@@ -7,7 +7,7 @@ means 16-bit parameters, with fp32 master weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -88,9 +88,21 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         if fits:
             self._gave_states_up = False
             self.setup_optimizers(trainer)
+            self._refuse_averages(trainer.callbacks)
         elif any(True for _ in self.model.parameters()):
             self.sharded = self._sharding.shard(self.model, [], self._facts())
         self.setup_precision_plugin()
+
+    def _refuse_averages(self, callbacks: Iterable[Any]) -> None:
+        """Raise if a callback averages weights at stage 3: it would read parameters that are elsewhere, late in training."""
+        if self.sharded is None or not self.sharded.policy.parameters.sharded:
+            return
+        for callback in callbacks:
+            if any(one.__name__ in ("StochasticWeightAveraging", "WeightAveraging") for one in type(callback).__mro__):
+                raise UsageError(
+                    f"{type(callback).__name__} reads parameters between steps, which have no values at stage 3: use stage 2, or "
+                    "leave the callback out."
+                )
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Shard the module with its optimizers, or with the config's."""

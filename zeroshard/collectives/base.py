@@ -303,7 +303,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
     step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for low in range(0, out.numel(), step):
         high = min(low + step, out.numel())
-        # Each sum has an addend in `dtype`, so torch adds in it, without a cast of every row in memory at once.
+        # One addend of each sum is in `dtype`, so torch adds in it: the casts of all rows are never in memory at once.
         total, *parts = [contribution[low:high] for contribution in contributions]
         total = total.to(dtype)
         target = out[low:high]

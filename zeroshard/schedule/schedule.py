@@ -269,7 +269,7 @@ class Schedule:
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
-        # Inside `unsharded`, this rank may run a module alone. Other ranks would neither gather the next units nor record the order.
+        # Inside `unsharded`, this rank may run a module alone: others would neither gather the next units nor record the order.
         if units and all(unit.is_pinned for unit in units):
             for unit in units:
                 unit.unshard()

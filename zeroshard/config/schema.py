@@ -65,8 +65,8 @@ class SchedulerBlock(Block):
     """`scheduler`: the learning rate over the steps."""
 
     type: Annotated[str, works(
-        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler whose arguments are JSON. The "
-        "scheduler advances after each step that is not skipped.")]
+        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler whose arguments "
+        "are JSON. The scheduler advances after each step that is not skipped.")]
     params: Annotated[dict[str, Any], works("the scheduler's arguments.")] = {}
 
 

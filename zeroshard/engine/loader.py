@@ -1,8 +1,8 @@
 """Owns the loader over this rank's part of a dataset, whose position can be saved.
 
-The order of samples depends only on the epoch. Rank r takes every world_size-th sample, so global batches
-of one size hold the same samples at any world size, except at an epoch's end. A position counts samples over all ranks,
-so it is valid at any world size.
+The order of samples depends only on the epoch. Rank r takes every world_size-th sample, so global batches of one size
+hold the same samples at any world size, except at an epoch's end. A position counts samples over all ranks, so it is
+valid at any world size.
 """
 
 from __future__ import annotations

@@ -436,10 +436,11 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raise if the model is sharded already, unless `remove_alone` ended that: then gather its parameters, on every rank."""
-    hooks = {home.hooks(): None for home in map(home_of, model.parameters()) if home is not None}
-    for ended in [one.before_next_sharding for one in hooks if one is not None]:
-        if ended is not None:
-            ended()
+    for parameter in model.parameters():
+        home = home_of(parameter)
+        hooks = None if home is None else home.hooks()
+        if hooks is not None and hooks.before_next_sharding is not None:
+            hooks.before_next_sharding()  # afterwards its other parameters have no home
     taken = [name for name, p in model.named_parameters() if is_taken(p)]
     if taken:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from models import Stack, tokens
 from ports import free_port
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,11 +28,21 @@ class Rows(Dataset[Any]):
         return tokens(0, number)
 
 
+def saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
+    """Save the model with accelerate's own function, and compare the file with it."""
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    found = load_file(folder / "model.safetensors")
+    expected = model.state_dict()
+    assert {fqn for fqn, parameter in model.named_parameters() if parameter.numel()} <= found.keys()
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())
+
+
 def only(rows: list[Any]) -> Any:
     return rows[0]
 
 
-def train(stage: int | None) -> list[float]:
+def train(stage: int | None, folder: Path) -> list[float]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = Stack()
@@ -53,10 +65,12 @@ def train(stage: int | None) -> list[float]:
             schedule.step()
             optimizer.zero_grad()
             losses.append(loss.item())
+    if stage is not None:
+        saved(accelerator, model, folder)
     return losses
 
 
-def ranks(stage: int | None) -> list[Any]:
+def ranks(stage: int | None, folder: Path) -> list[Any]:
     port = free_port()
 
     def body(rank: int) -> list[float]:
@@ -64,7 +78,7 @@ def ranks(stage: int | None) -> list[Any]:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )  # fmt: skip
-        return train(stage)
+        return train(stage, folder)
 
     return run_ranks(body, 2, initialise=False, timeout=120)
 
@@ -72,8 +86,8 @@ def ranks(stage: int | None) -> list[Any]:
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2, 3]
 )
-def test_losses_are_ddps(stage: int) -> None:
-    for found, expected in zip(ranks(stage), ranks(None), strict=True):
+def test_losses_are_ddps_and_the_saved_model_is_whole(stage: int, tmp_path: Path) -> None:
+    for found, expected in zip(ranks(stage, tmp_path), ranks(None, tmp_path), strict=True):
         assert len(found) == 4
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=0)
 

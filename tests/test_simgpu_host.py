@@ -52,6 +52,13 @@ def test_memory_that_a_user_keeps_is_counted() -> None:
     assert server.call(host.memory_that_is_kept, stage=2)[0][0] == 0
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_dict_has_a_storage_for_each_tensor(stage: int, offloaded: bool) -> None:
+    found = server.call(host.state_dict_in_storages, mode="all late", stage=stage, offloaded=offloaded)
+    assert found == [[True, True], [True, True]]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_memory_whose_copies_are_over_early_is_freed(stage: int) -> None:
     """A copy that ends before somebody waits for it holds its memory no longer."""

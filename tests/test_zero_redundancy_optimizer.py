@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
@@ -492,6 +493,19 @@ def test_parameters_may_get_other_storages(optimizer: str, bucket_view: bool) ->
         model(batch(rank, 9).double()).square().mean().backward()
         with pytest.raises(UsageError, match="move and cast the model first"):
             optimizer.step()
+
+    on_ranks(body, 2)
+
+
+def test_parameters_of_a_bucket_are_written_to_files(tmp_path: Any) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build(
+            lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, parameters_as_bucket_view=True, lr=0.1)
+        )
+        train(rank, model, optimizer, range(2))
+        save_model(model, str(tmp_path / str(rank)))
+        found = load_file(tmp_path / str(rank))
+        assert all(torch.equal(found[fqn], value) for fqn, value in model.state_dict().items())
 
     on_ranks(body, 2)
 

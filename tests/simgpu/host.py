@@ -138,6 +138,20 @@ def memory_of_parameters_in_cpu_memory_that_is_kept(rank: int, stage: int) -> in
     return count
 
 
+def state_dict_in_storages(rank: int, stage: int, offloaded: bool) -> list[bool]:
+    """Return whether each tensor of the state dict has a storage of its own; and whether it has the parameter's values."""
+    policy = Policy.stage(stage)
+    training = Training(simgpu.device(), policy.offloaded(parameters=Place.CPU) if offloaded else policy, BF16)
+    training.step(2)
+    state = training.model.state_dict()
+    are_alone = all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
+    of = training.sharded.states.get
+    are_right = all(torch.equal(value.cpu(), of(fqn).to(value.dtype).cpu()) for fqn, value in state.items())
+    training.step(1)  # frees or overwrites what the parameters show
+    training.end()
+    return [are_alone, are_right]
+
+
 def memory_that_is_kept(rank: int, stage: int) -> list[int]:
     """Return how often memory stayed that was to be given back: in two steps, and in a third whose user keeps a parameter's."""
     training = Training(simgpu.device(), Policy.stage(stage), BF16)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Live
+from zeroshard.storage.buffers import in_own_storage
 from zeroshard.torch_private import (
     GRAD,
     distributed_class,
@@ -53,6 +54,8 @@ class Appearance:
         views: views of the flat buffer, one for each parameter, in its shape.
         owner: their unit, which is called for reads, and for gradients that the user sets.
         whole: the class of parameters that have their values; DTensors have a different one from other parameters.
+        separate: whether to show each view in a storage of its own, as libraries that write files expect. The flat buffer
+            must then keep its memory as long as parameters show it.
 
     Attributes:
         placeholders: the data of parameters without values, one NaN for each; None if their values never leave.
@@ -65,8 +68,11 @@ class Appearance:
         views: Sequence[Tensor],
         owner: Any,
         whole: type[nn.Parameter],
+        *,
+        separate: bool = False,
     ) -> None:
         self._named = named
+        self._separate = separate
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
         self._views = list(views)
@@ -103,8 +109,11 @@ class Appearance:
         finally:
             self._become(self.whole_class)
             for entry, view in zip(self._named, self._views, strict=True):
-                entry.show(view)
+                self._show(entry, view)
             self._versions = self.versions()
+
+    def _show(self, entry: NamedParameter, view: Tensor) -> None:
+        entry.show(in_own_storage(view) if self._separate else view)
 
     def end_wait(self) -> None:
         """End `make_readers_wait`: the values have arrived in the views that are shown."""
@@ -244,7 +253,7 @@ class Appearance:
                     "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
                 )
             view.copy_(data)
-            entry.show(view)
+            self._show(entry, view)
             self.outdate_graphs([index])
             found.add(index)
         return found
@@ -253,8 +262,12 @@ class Appearance:
         """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
-            if view.numel() and not is_same_memory(shown, view):
+            if view.numel() and not self._is_shown(shown, view):
                 yield index, entry, view
+
+    def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
+        # The storage of a shared tensor moves to other memory (`model.share_memory()`).
+        return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 
     def expect_present_grads(self) -> None:
         """Record which parameters take a gradient now."""

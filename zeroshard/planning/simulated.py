@@ -320,6 +320,8 @@ class Hosts:
 class _CountedBuffer(FlatBuffer):
     """A buffer in torch's memory, whose size the ledger tracks."""
 
+    has_address = False
+
     def __init__(self, label: str, tensor: Tensor, ledger: Ledger) -> None:
         super().__init__(label, tensor)
         self._ledger = ledger

@@ -22,7 +22,7 @@ def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[
     """
     handles = []
     for module, of_module in units_of.items():
-        units = [unit for unit in of_module if unit.sharded_at_rest]
+        units = [unit for unit in of_module if unit.comes_and_goes]
         if not units:
             continue
         ours = {id(entry.parameter) for unit in units for entry in unit.named}

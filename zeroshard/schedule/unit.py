@@ -6,7 +6,7 @@ and its class at that time, depend on the unit's state (see parameters/appearanc
     SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; a read of its values
                 raises an error that names it
     GATHERING   still the placeholder
-    UNSHARDED   a view of the flat buffer
+    UNSHARDED   a view of the flat buffer; in a storage of its own, if the buffer is never freed
     UPDATING    the view, but of the class whose readers wait until the all-gather of updated values has landed
     OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, of the class whose readers bring the
                 values back first. No other rank is needed for that
@@ -145,7 +145,9 @@ class Unit:
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
         whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
         assert whole_class is not None
-        self.appearance = Appearance(self.named, views, self, whole_class)
+        # A storage of its own would not see that its memory is freed.
+        separate = self.flat.has_address and not self.comes_and_goes
+        self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(self.flat.tensor)
         """The number of tensors over the flat buffer, not counting those that parameters show and an optimizer updates."""

@@ -18,7 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -35,7 +35,10 @@ class FlatBuffer(ABC):
 
     Attributes:
         kept_count: the number of calls of `free` that freed nothing, since other code used the memory.
+        has_address: whether its memory is real. That of a dry run is only counted.
     """
+
+    has_address: ClassVar[bool] = True
 
     def __init__(self, label: str, tensor: Tensor) -> None:
         self.label = label
@@ -252,6 +255,15 @@ class BufferPool:
     def nbytes(self) -> int:
         """The number of bytes of live storage, acquired or not."""
         return sum(buffer.numel() for buffer in [*(buffer for buffer, _ in self._free), *self._out.values()])
+
+
+def in_own_storage(view: Tensor) -> Tensor:
+    """Return a tensor over the memory of a contiguous view, in a storage that ends where the view ends. It keeps the memory.
+
+    The formats of safetensors take tensors that share a storage for tied ones, and `torch.save` writes whole storages.
+    """
+    alone: Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(view))  # type: ignore[attr-defined]
+    return alone
 
 
 def memory_of(flat: Tensor) -> memoryview:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.layout.layout import BucketLayout, Piece, lay_out, lay_out_whole
-from zeroshard.storage.buffers import BufferPool
+from zeroshard.storage.buffers import BufferPool, in_own_storage
 
 BUCKET_NUMEL = 1 << 23
 """The maximum number of elements of a bucket: 32 MiB of fp32, so that a transfer's fixed cost is small."""
@@ -94,7 +94,7 @@ class Home:
         """Make the parameter a view of its place, with its present value."""
         if self.parameter.data_ptr() != self.place.data_ptr():
             self.place.copy_(self.parameter.detach())
-            self.parameter.data = self.place
+            self.parameter.data = in_own_storage(self.place)
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,8 @@ def in_own_storage(view: Tensor) -> Tensor:
 
     The formats of safetensors take tensors that share a storage for tied ones, and `torch.save` writes whole storages.
     """
-    alone: Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(view))  # type: ignore[attr-defined]
+    user = view.detach()  # a further tensor, which `storage_users` of the memory counts until the returned one is gone
+    alone: Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(user))  # type: ignore[attr-defined]
     return alone
 
 

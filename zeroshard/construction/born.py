@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import StorageError
-from zeroshard.parameters.appearance import CONVERSIONS, METADATA, VALUES, whole_class
+from zeroshard.parameters.classes import CONVERSIONS, METADATA, VALUES, whole_class
 from zeroshard.torch_private import past_torch_function, storage_users, tree_map, version_of
 
 _METADATA = METADATA | {"__format__", "__repr__"}

@@ -1,7 +1,7 @@
 """Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets.
 
 A user's parameter is always the ordinary named `nn.Parameter` that the user made, with its true shape. The tensor that it shows,
-and its class at that time, depend on the unit's state (see parameters/appearance.py):
+and its class at that time, depend on the unit's state (see appearance.py and classes.py in parameters/):
 
     SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; a read of its values
                 raises an error that names it
@@ -411,7 +411,7 @@ class Unit:
             self.unshard()
         self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
 
-    # ------------------------------------------------------------------ the user's reads and gradients (see appearance.py)
+    # ------------------------------------------------------------------ the user's reads and gradients (see parameters/classes.py)
 
     def is_summed_here(self, index: int) -> bool:
         """Return whether this rank holds a sum over microbatches of a parameter's gradient that is not reduced yet."""

@@ -44,7 +44,7 @@ from zeroshard.observe.display import Display
 from zeroshard.observe.emulation import warn_if_emulated
 from zeroshard.optim.several import Several
 from zeroshard.optim.states import needs_whole_parameters
-from zeroshard.parameters.appearance import notes_data, whole_class
+from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
 from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.hooks import Hooks

@@ -1,0 +1,276 @@
+"""Owns the classes of parameters that report to their unit: what a user reads of them, and what a user does with their gradients.
+
+A parameter is of such a class while its values are absent or arriving, or while its gradient is in shards. torch's own lazy
+parameters change their class, too. Results of operations on a parameter are never of these classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.parameters.context import Live
+from zeroshard.torch_private import GRAD, distributed_class, grad_of, is_traced, past_torch_function
+
+METADATA = {
+    "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
+    "_has_compatible_shallow_copy_type", "__hash__", "__len__", "is_signed", "__get__", "__set__", "get_device", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "grad", "backward",
+}  # fmt: skip
+"""Operations of torch that need no values of the tensor, among them getters and setters of attributes."""
+VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+"""Attributes that show values. All other attributes describe the tensor."""
+CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
+"""Operations that return the tensor itself if it already has the requested dtype and device."""
+DATA: Any = torch.Tensor.data
+"""The slot of `data`, past the properties of subclasses."""
+
+
+def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
+    """Return the class of unsharded parameters: `ordinary`, or a subclass of it with `attributes`. Copies are ordinary."""
+    # Parameters of a dry run have no values.
+    if attributes is None or ordinary not in (nn.Parameter, distributed_class()):
+        return ordinary
+
+    class Whole(attributes, ordinary):  # type: ignore[misc, valid-type]
+        """A parameter with additional attributes. Operations on it have no overhead."""
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+    return Whole
+
+
+def notes_data(live: Live) -> type:
+    """Make attributes for `whole_class` that note in `live` that the user read `data`: later writes through it leave no trace."""
+
+    class NotesData:
+        @property
+        def data(self) -> Tensor:
+            if not is_traced():
+                live.data_was_read = True
+            data: Tensor = DATA.__get__(self)
+            return data
+
+        @data.setter
+        def data(self, data: Tensor) -> None:
+            DATA.__set__(self, data)
+
+    return NotesData
+
+
+def classes_of(
+    owner: Any, whole: type[nn.Parameter], ordinary: type[nn.Parameter]
+) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
+    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken.
+
+    Args:
+        owner: their unit, which is called when the user touches them. (A type would import upwards.)
+        whole: the class of parameters that have their values.
+        ordinary: the class that the user gave them.
+    """
+    shown: dict[int, Tensor] = {}
+    """By `id` of a parameter, the tensor that its `grad` is while its gradient is taken."""
+
+    class Taken(whole):  # type: ignore[misc, valid-type]
+        """An `nn.Parameter` whose `grad` represents a gradient in shards. Operations on it have no overhead."""
+
+        @property
+        def grad(self) -> Tensor | None:  # type: ignore[override]
+            own = grad_of(self)
+            if own is not None or is_traced():  # torch.compile describes parameters, without reading them
+                return own
+            fqn: str | None = owner.taken_gradient(self)
+            if fqn is None:
+                return None
+            local: Tensor | None = owner.local_gradient(self)
+            if local is not None:
+                return local
+            if id(self) not in shown:
+                with past_torch_function():
+                    nothing = torch.empty((1,) * self.ndim, dtype=self.dtype, device=self.device)
+                    gradient = nothing.expand(self.shape).as_subclass(TakenGradient)
+                gradient.fqn = fqn
+                gradient.parameter = self
+                gradient.owner = owner
+                shown[id(self)] = gradient
+            return shown[id(self)]
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            # `parameter.grad *= 0.5` assigns the tensor that it has changed in place.
+            if value is not None and self._is_own(value):
+                return
+            with past_torch_function():
+                GRAD.__set__(self, value)
+            owner.replace_gradient(self)
+
+        @grad.deleter
+        def grad(self) -> None:
+            self.grad = None
+
+        def _is_own(self, value: Tensor) -> bool:
+            if value is shown.get(id(self)):
+                return owner.taken_gradient(self) is not None
+            if grad_of(self) is not None or owner.taken_gradient(self) is None:
+                return False
+            local = owner.local_gradient(self)
+            if local is None or value.shape != local.shape or value.stride() != local.stride():
+                return False
+            if value.dtype != local.dtype:
+                return False
+            return not value.numel() or value.data_ptr() == local.data_ptr()
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            copied: nn.Parameter = owner.deep_copy(self, memo)
+            return copied
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            owner.before_read(self, "pickle")
+            shown_as = type(self)
+            self.__class__ = ordinary  # type: ignore[assignment]
+            try:
+                return self.__reduce_ex__(protocol)
+            finally:
+                self.__class__ = shown_as
+
+    class Absent(Taken):
+        """A parameter without values: torch operations through any reference to it call `__torch_function__` first."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            attribute = _attribute_of(func)
+            if func.__name__ not in METADATA or attribute in VALUES:
+                touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
+                if _changes_nothing(func, args, kwargs):
+                    return args[0]
+                for one in touched:
+                    owner.before_read(one, attribute or func.__name__)
+                return func(*args, **(kwargs or {}))
+            with past_torch_function():
+                return func(*args, **(kwargs or {}))
+
+        def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+            try:
+                owner.before_read(self, "repr")
+            except UsageError:
+                return f"{ordinary.__name__} of shape {tuple(self.shape)}, {self.dtype}, whose values are not here"
+            described: str = ordinary.__repr__(self, **kwargs)
+            return described
+
+    if issubclass(ordinary, nn.Parameter):
+        return Absent, Taken
+
+    class AbsentDistributed(Absent):
+        """A DTensor without values. Its methods that read the local tensor, without a torch operation, are intercepted."""
+
+        def to_local(self, **kwargs: Any) -> Tensor:
+            return self._read("to_local", **kwargs)
+
+        def full_tensor(self, **kwargs: Any) -> Tensor:
+            return self._read("full_tensor", **kwargs)
+
+        def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:
+            return self._read("redistribute", *args, **kwargs)
+
+        def _read(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+            owner.before_read(self, name)  # afterwards its class is a different one
+            found: Tensor = getattr(ordinary, name)(self, *args, **kwargs)
+            return found
+
+    return AbsentDistributed, Taken
+
+
+def _attribute_of(func: Callable[..., Any]) -> str:
+    """Return the name of the attribute that `func`, a getter or setter of torch, reads or sets; "" for other operations."""
+    return getattr(getattr(func, "__self__", None), "__name__", "")
+
+
+def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+    for one in [*args, *(kwargs or {}).values()]:
+        found += one if isinstance(one, list | tuple) else [one]
+    return found
+
+
+def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Return whether a conversion returns the tensor itself, or sets `data` to it, as `module.to(device)` does."""
+    if func.__name__ == "__set__":
+        return _attribute_of(func) == "data" and args[0] is args[1]
+    if func.__name__ not in CONVERSIONS:
+        return False
+    with past_torch_function():
+        return func(*args, **(kwargs or {})) is args[0]
+
+
+class TakenGradient(Tensor):
+    """The `parameter.grad` from the last backward of a step to `zero_grad`: it has a shape and a dtype, but no values.
+
+    The mean over ranks is in shards. The norms, factors and bounds of torch's clipping act on these shards.
+    """
+
+    fqn: str
+    parameter: Tensor
+    owner: Any
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        attribute = _attribute_of(func)
+        if func.__name__ in METADATA and attribute not in VALUES:
+            with past_torch_function():
+                return func(*args, **(kwargs or {}))
+        own = args[0] if args else None
+        if attribute == "data" or func.__name__ == "detach" or _changes_nothing(func, args, kwargs):
+            return own  # there is no graph to leave
+        if func.__name__ == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(*args)
+        is_for_each = func.__name__ in _FOR_EACH and isinstance(own, list | tuple)
+        # A list of arguments, one for each gradient, is refused below.
+        if is_for_each and not any(isinstance(one, list | tuple) for one in args[1:]):
+            operation = _FOR_EACH[func.__name__]
+            return [operation(gradient, *args[1:], **(kwargs or {})) for gradient in args[0]]
+        if isinstance(own, TakenGradient) and own.owner.taken_gradient(own.parameter) is not None:
+            answer = own.owner.gradient_operation(own.parameter, func.__name__, args, kwargs or {})
+            if answer is not NotImplemented:
+                return answer
+        fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
+        raise UsageError(
+            f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
+            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it, call "
+            f'sharded.states.get("{fqn}", "gradients"); to drop the gradients, optimizer.zero_grad().'
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TakenGradient of {self.fqn}"
+
+
+_FOR_EACH: dict[str, Callable[..., Tensor]] = {
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_mul_": Tensor.mul_,
+    "_foreach_div_": Tensor.div_,
+    "_foreach_clamp_min_": Tensor.clamp_min_,
+    "_foreach_clamp_max_": Tensor.clamp_max_,
+}
+"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here they run one by one."""
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Run torch.amp.GradScaler's operation on all gradients of a device: report values that are not finite, and multiply."""
+    largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients if gradient.numel()]
+    if not all(torch.isfinite(each) for each in largest):
+        found_inf.fill_(1.0)
+    for gradient in gradients:
+        gradient.mul_(inverse_scale)

@@ -33,7 +33,7 @@ from zeroshard.optim.from_config import create_optimizer
 from zeroshard.optim.lr_schedules import create_scheduler, floored
 from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding.shard import BACKEND, Backend, refuse_sharded, shard_on
+from zeroshard.sharding.shard import BACKEND, Backend, free_for_sharding, shard_on
 
 
 def initialize(
@@ -83,7 +83,7 @@ def initialize(
         raise UsageError("initialize needs a config: pass config=PATH or a dict, or set args.deepspeed_config.")
     device = local_device()
     join_ranks(device, dist_init_required)
-    refuse_sharded(model)
+    free_for_sharding(model)
     mesh = mesh_of(model)
     ranks = _tensor_parallel_ranks(config, mesh, group)
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1

@@ -151,7 +151,7 @@ def shard_on(
             "has some."
         )
     backend.join_ranks(parameters[0].device)
-    refuse_sharded(model)
+    free_for_sharding(model)
     refuse_cuda_graphs(model)
     refuse_shared_memory(model)
     shown = [name for name, p in model.named_parameters() if is_shown(p)]
@@ -434,8 +434,8 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
         )
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise if the model is sharded already, unless `remove_alone` ended that: then gather its parameters, on every rank."""
+def free_for_sharding(model: nn.Module) -> None:
+    """Finish what `remove_alone` began, by gathering its parameters on every rank; then raise if the model is still sharded."""
     for parameter in model.parameters():
         home = home_of(parameter)
         hooks = None if home is None else home.hooks()

@@ -40,13 +40,14 @@ def pages() -> dict[str, str]:
         )
     made[_INDEX] = (
         "# Config keys\n\n"
-        "zeroshard reads DeepSpeed configs. `zeroshard config check FILE` shows how it resolves yours. Each key belongs to one of "
-        "three kinds:\n\n"
+        "zeroshard reads DeepSpeed configs. `zeroshard config check FILE` shows how zeroshard resolves your config. Each key "
+        "belongs to one of three kinds:\n\n"
         "- It *works*.\n"
         "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
         "- It is *not offered*: switching it on raises an error.\n\n"
-        'The value "auto" means the default, unless the table names another value. If you must supply the value, pass it as '
-        "`initialize(..., auto={...})`.\n\n"
+        'The value "auto" means the default, unless the table names another value. If you must supply the value, as for an '
+        "argument of an optimizer or a scheduler that no table lists, pass it as `initialize(..., auto={...})`. A block cannot be "
+        '"auto". The [glossary](../glossary.md) defines unit, shard, bucket and other words.\n\n'
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
         f"## Blocks\n\n{listed}\n"
         f"[Keys of the top level that have no meaning here, or are not offered]({_OTHERS})\n"

@@ -240,6 +240,8 @@ def test_muon_parts_the_param_groups_of_a_trainer() -> None:
         ({"type": "Adam", "params": {"lr": "fast"}}, "optimizer.params"),
         ({"type": "Adam", "params": {"betas": 3}}, "optimizer.params"),
         ({"type": "Adam", "params": {"betas": [0.9]}}, "optimizer.params"),
+        ({"type": "LBFGS"}, "LBFGS uses all parameters at once"),
+        ({"type": "SparseAdam"}, "SparseAdam needs sparse gradients"),
         ({"type": "Muon", "params": {"ns_method": "gram"}}, "ns_method is not offered.*Leave it out"),
         ({"type": "Muon", "params": {"adam_w_mode": False}}, "adam_w_mode = false is not offered with Muon"),
     ],

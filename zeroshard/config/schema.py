@@ -53,16 +53,18 @@ class OptimizerBlock(Block):
 
     type: Annotated[str, works(
         "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the "
-        "model's blocks, with AdamW for all other parameters), or any class of torch.optim. If the optimizer "
-        "needs whole parameters, zeroshard divides no parameter between ranks.")]
+        "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
+        "the optimizer needs whole parameters, zeroshard divides no parameter between ranks.")]
     params: Annotated[dict[str, Any], works(
-        "the optimizer's arguments. For Adam, AdamW, SGD and Adagrad, `fused` defaults to true.")] = {}
+        "the optimizer's arguments. Those that are left out have DeepSpeed's defaults: `weight_decay` is 0.0 for Adam and AdamW "
+        "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
+        "true.")] = {}
     torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
     legacy_fusion: Annotated[bool, no_meaning("it configures DeepSpeed's own kernels.")] = False
 
 
 class SchedulerBlock(Block):
-    """`scheduler`: the learning rate over the steps."""
+    """`scheduler`: the schedule of the learning rate."""
 
     type: Annotated[str, works(
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler whose arguments "
@@ -71,7 +73,10 @@ class SchedulerBlock(Block):
 
 
 class BF16Block(Block):
-    """`bf16`: parameters and gradients in bfloat16, master weights in fp32. The block may also be named `bfloat16`."""
+    """`bf16`: parameters in bfloat16; master weights, and sums of gradients over microbatches, in fp32.
+
+    The block may also be named `bfloat16`.
+    """
 
     enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
     check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
@@ -81,7 +86,7 @@ class BF16Block(Block):
 
 
 class FP16Block(Block):
-    """`fp16`: parameters and gradients in fp16, master weights in fp32, and loss scaling."""
+    """`fp16`: parameters in fp16, with loss scaling; master weights, and sums of gradients over microbatches, in fp32."""
 
     enabled: Annotated[bool, works("train in fp16. \"auto\": true if the model's parameters are in fp16.")] = False
     auto_cast: Annotated[bool, works("cast the model's floating-point inputs to fp16.")] = False
@@ -89,15 +94,17 @@ class FP16Block(Block):
     initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the dynamic scale starts at 2 to this power.")] = 16
     loss_scale_window: Annotated[Positive, works("the number of steps without overflow after which a dynamic scale doubles.")] = 1000
     hysteresis: Annotated[Positive, works(
-        "the number of overflows at which the scale halves. Earlier overflows leave it unchanged.")] = 2
+        "each overflow halves a dynamic scale, except the first `hysteresis` - 1 overflows.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
-        "reset the count of `hysteresis` at each step without overflow. false: only after a full window.")] = False
-    min_loss_scale: Annotated[PositiveNumber, works("the smallest scale. An overflow at this scale raises an error.")] = 1
+        "any step without overflow resets the count of overflows. false: only `loss_scale_window` such steps in a row reset "
+        "it.")] = False
+    min_loss_scale: Annotated[PositiveNumber, works(
+        "the smallest dynamic scale. An overflow that would halve it raises an error.")] = 1
     fp16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
 
 
 class AutocastBlock(Block):
-    """`torch_autocast`: parameters stay in fp32, and torch.autocast picks the dtype of each operation."""
+    """`torch_autocast`: parameters keep the model's own dtypes, and torch.autocast picks the dtype of each operation."""
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[HalfDType, works(
@@ -107,33 +114,38 @@ class AutocastBlock(Block):
 
 
 class DataTypesBlock(Block):
-    """`data_types`: dtypes that differ from the model's."""
+    """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32, or the model's dtype if a "
-        "step has one microbatch.")] = None
-    param_dtype: Annotated[DType | None, works("the dtype of the forward. It overrides `fp16` and `bf16`.")] = None
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. If a step has one microbatch, "
+        "and `bf16`, `fp16` or `param_dtype` sets the parameters' dtype: `communication_data_type`, or else that dtype.")] = None
+    param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "`fp16` and `bf16` convert every parameter.")] = None
+        "`fp16` and `bf16` convert every parameter. DeepSpeed's \"auto\" keeps the modules that the model names in fp32; here it "
+        "keeps none.")] = None
 
 
 class MonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`: files of each step's metrics, written by rank 0.
-
-    `csv_monitor` writes a file for each metric, such as `Train_Samples_lr.csv`, with a row (samples, value) for each step.
-    """
+    """`tensorboard`: event files for TensorBoard, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "write `lr`, `loss_scale`, `grad_norm` and, after `engine.backward`, `train_loss` at each step, as "
-        "`Train/Samples/<name>` over the number of samples. With `wall_clock_breakdown`, `memory_breakdown` or "
-        "`comms_logger.enabled`, write their figures too.")] = False
+        "at each step, write `lr`, `loss_scale` and `grad_norm`, and `train_loss` if you call `engine.backward`. Each is named "
+        "`Train/Samples/<name>`, and is recorded against the number of samples. With `wall_clock_breakdown`, "
+        "`memory_breakdown` or `comms_logger.enabled`, write their figures too.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
 
+class CsvMonitorBlock(MonitorBlock):
+    """`csv_monitor`: one CSV file for each metric, written by rank 0.
+
+    A file, such as `Train_Samples_lr.csv`, has a row (samples, value) for each step.
+    """
+
+
 class JsonMonitorBlock(MonitorBlock):
-    """`json_monitor`: a file written by rank 0, with a JSON line that describes the run, then one per step.
+    """`json_monitor`: a file that rank 0 writes: first a JSON line that describes the run, then one line per step.
 
     [Watching a run](../watching_a_run.md#a-log-of-every-step) lists the keys of a line.
     """
@@ -156,20 +168,21 @@ class CometBlock(Block):
 
     enabled: Annotated[bool, works("log to `comet_ml`.")] = False
     samples_log_interval: Annotated[Positive, works("the number of samples between two logged points.")] = 100
-    project: Annotated[str | None, works("as in comet_ml.start.")] = None
-    workspace: Annotated[str | None, works("as in comet_ml.start.")] = None
-    api_key: Annotated[str | None, works("as in comet_ml.start.")] = None
+    project: Annotated[str | None, works("as in `comet_ml.start`.")] = None
+    workspace: Annotated[str | None, works("as in `comet_ml.start`.")] = None
+    api_key: Annotated[str | None, works("as in `comet_ml.start`.")] = None
     experiment_name: Annotated[str | None, works("the experiment's name.")] = None
-    experiment_key: Annotated[str | None, works("as in comet_ml.start.")] = None
-    online: Annotated[bool | None, works("as in comet_ml.start.")] = None
-    mode: Annotated[str | None, works("as in comet_ml.start.")] = None
+    experiment_key: Annotated[str | None, works("as in `comet_ml.start`.")] = None
+    online: Annotated[bool | None, works("as in `comet_ml.start`.")] = None
+    mode: Annotated[str | None, works("as in `comet_ml.start`.")] = None
 
 
 class CommsLoggerBlock(Block):
-    """`comms_logger`: the bytes that ranks send."""
+    """`comms_logger`: the bytes that rank 0 sends."""
 
     enabled: Annotated[bool, works(
-        "add the bytes sent since the last line, by collective, to the line that `steps_per_print` prints.")] = False
+        "add the bytes that rank 0 sent, by collective, to the line that `steps_per_print` prints, and to the monitors. They are "
+        "those since the last line; with a monitor, those of the last step.")] = False
     verbose: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
     prof_all: Annotated[bool, no_meaning("all collectives are always counted.")] = True
     prof_ops: Annotated[list[Any], no_meaning("all collectives are always counted.")] = []
@@ -188,11 +201,11 @@ class ActivationCheckpointingBlock(Block):
         'checkpoint these modules, without a change to the model. "auto": each block in a list of blocks. A list: full '
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
-        "shard saved inputs over the model-parallel group, whose ranks all have the same inputs. Without such a group, "
-        "zeroshard warns and keeps them whole.")] = False
+        "shard saved inputs over the model-parallel group of `checkpointing.configure(mpu_=...)`, whose ranks all have the same "
+        "inputs. Without such a group, as with `checkpoint_units`, zeroshard warns and keeps them whole.")] = False
     cpu_checkpointing: Annotated[bool, works("keep saved inputs in pinned CPU memory, and prefetch them.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
-        "keep saved inputs in memory that is allocated once, for `number_checkpoints` checkpoints.")] = False
+        "keep saved inputs in memory that is allocated once. Requires `number_checkpoints`.")] = False
     number_checkpoints: Annotated[Count | None, works(
         "the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.")] = None
     synchronize_checkpoint_boundary: Annotated[bool, works(
@@ -205,11 +218,11 @@ class CheckpointBlock(Block):
     """`checkpoint`: writing and reading of checkpoints. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
-        "the effect if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
+        "what a save does if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
         "`Ignore`: rank 0's tag, without a warning.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
-        "the folder is local to each host: a local disk, or memory (/dev/shm). The next host keeps a copy, so that "
+        "the folder of checkpoints is local to each host: on a local disk, or in memory (/dev/shm). The next host keeps a copy, so that "
         "nothing is lost if one host fails. During a load, each host gets the files that it lacks from the others.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("files are safetensors, and nothing is pickled.")] = True
@@ -219,7 +232,7 @@ class CheckpointBlock(Block):
 class TensorParallelBlock(Block):
     """`tensor_parallel`: division of matrices over neighbouring ranks, by the plan of a transformers model.
 
-    [Tensor parallelism beside sharding](../composing.md) lists the models, and the result of each call.
+    [Tensor parallelism beside sharding](../composing.md) lists the supported models, and how each call behaves on a divided model.
     """
 
     autotp_size: Annotated[Count, works(
@@ -227,18 +240,18 @@ class TensorParallelBlock(Block):
         "`deepspeed.tp_model_init` divide the model by its `tp_plan`, at any stage.")] = 0
     tp_overlap_comm: Annotated[bool, no_meaning("torch waits for each sum over ranks at its first use.")] = False
     partition_config: Annotated[dict[str, Any] | None, refused(
-        "plans are transformers' `tp_plan`. For another plan, divide the model with torch's `parallelize_module` first.")] = None
-    preset_model: Annotated[str | None, refused("plans are transformers' `tp_plan`.")] = None
+        "zeroshard uses the model's own plan (transformers' `tp_plan`). For another plan, divide the model with torch's `parallelize_module` first.")] = None
+    preset_model: Annotated[str | None, refused("zeroshard uses the model's own plan (transformers' `tp_plan`).")] = None
 
 
-_OF_DEEPCOMPILE = "it is an option of DeepCompile."
+_OF_DEEPCOMPILE = "this is an option of DeepCompile, which zeroshard does not have."
 _COMPILE_YOURSELF = "a config compiles no model. Call `model.compile()` in your script, or set transformers' `torch_compile`."
 
 
 class CompileBlock(Block):
     """`compile`: options of DeepSpeed's compilation, none of which compiles a model here."""
 
-    deepcompile: Annotated[bool, refused("it runs DeepSpeed's own passes. Compile the model with `model.compile()`.")] = False
+    deepcompile: Annotated[bool, refused("DeepCompile runs compiler passes of DeepSpeed. Compile the model with `model.compile()`.")] = False
     enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     disable: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     backend: Annotated[str | None, no_meaning(_COMPILE_YOURSELF)] = None
@@ -269,59 +282,61 @@ class Schema(BaseModel):
 
     ignored_keys: Annotated[tuple[str, ...], works(
         "top-level keys that belong to other programs. Any other unknown key raises an error. Not in DeepSpeed.")] = ()
-    train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all ranks and microbatches.")] = None
+    train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all data-parallel ranks and microbatches.")] = None
     train_micro_batch_size_per_gpu: Annotated[Positive | None, works(
-        "samples per forward on one rank. A config needs this key or `train_batch_size`.")] = None
+        "samples per forward on one rank. A config that trains needs this key or `train_batch_size`.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
         "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards.")] = True
     gradient_clipping: Annotated[NonNegative, works(
-        "the maximum global L2 norm of the gradients. 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.")] = 1.0
+        "the maximum global L2 norm of the gradients. 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.8.")] = 1.0
     zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()
     optimizer: Annotated[OptimizerBlock | None, works("the optimizer, unless you pass one to `initialize`.")] = None
     scheduler: Annotated[SchedulerBlock | None, works("the scheduler, unless you pass one to `initialize`.")] = None
-    min_lr: Annotated[NonNegative, works("the minimum learning rate of every scheduler.")] = 0.0
+    min_lr: Annotated[NonNegative, works("the minimum of the learning rates that a scheduler sets. Not in DeepSpeed.")] = 0.0
     bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works(
         "bfloat16 training.")] = BF16Block()
     fp16: Annotated[FP16Block, works("fp16 training.")] = FP16Block()
     torch_autocast: Annotated[AutocastBlock, works("mixed precision by torch.autocast.")] = AutocastBlock()
-    data_types: Annotated[DataTypesBlock, works("dtypes that differ from the model's.")] = DataTypesBlock()
+    data_types: Annotated[DataTypesBlock, works("the dtypes of gradients, parameters and buffers.")] = DataTypesBlock()
     communication_data_type: Annotated[DType | None, works(
         "the dtype in which ranks send gradients. Default: the parameters' dtype, or fp32 if that dtype has 16 bits and the "
         "backend rounds after each addition (NCCL).")] = None
     seq_parallel_communication_data_type: Annotated[Any, no_meaning(
-        "heads and positions are exchanged in their own dtype.")] = "fp32"
+        "sequence parallelism sends queries, keys, values and results in their own dtype.")] = "fp32"
     gradient_predivide_factor: Annotated[PositiveNumber, works(
         "divide gradients by this factor before they are summed over ranks, and by (number of ranks / factor) afterwards.")] = 1.0
     prescale_gradients: Annotated[bool, works(
-        "divide gradients by the number of ranks before they are summed, not afterwards.")] = False
+        "divide gradients by the number of ranks before they are summed, not afterwards. It overrides "
+        "`gradient_predivide_factor`.")] = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _text(str.lower), works(
         "average gradients over ranks, or sum them.")] = "mean"
     fp32_allreduce: Annotated[bool, refused('set `"communication_data_type": "fp32"` instead.')] = False
     graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
     sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
-        "the number of steps between two lines that rank 0 prints, with step, loss, lr, loss scale, norm, samples/s and memory.")] = None
+        "rank 0 prints a line each time this many steps have passed, with step, loss, lr, loss scale, norm, samples/s and memory. "
+        "null: no line; but with `wall_clock_breakdown` or `memory_breakdown`, a line at every step.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
-    memory_breakdown: Annotated[bool, works("add the bytes of each model state to the line that `steps_per_print` prints.")] = False
+    memory_breakdown: Annotated[bool, works("add rank 0's bytes of each model state to the line that `steps_per_print` prints.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
-    csv_monitor: Annotated[MonitorBlock, works("one CSV file per metric.")] = MonitorBlock()
+    csv_monitor: Annotated[CsvMonitorBlock, works("one CSV file per metric.")] = CsvMonitorBlock()
     json_monitor: Annotated[JsonMonitorBlock, works(
         "one JSON line per step, for programs and `zeroshard report`. Not in DeepSpeed.")] = JsonMonitorBlock()
     wandb: Annotated[WandbBlock, works("a log in Weights & Biases. Requires the package `wandb`.")] = WandbBlock()
     comet: Annotated[CometBlock, works("a log in Comet. Requires the package `comet_ml`.")] = CometBlock()
-    comms_logger: Annotated[CommsLoggerBlock, works("the bytes that ranks send.")] = CommsLoggerBlock()
+    comms_logger: Annotated[CommsLoggerBlock, works("the bytes that rank 0 sends.")] = CommsLoggerBlock()
     activation_checkpointing: Annotated[ActivationCheckpointingBlock, works(
         "recomputation of activations.")] = ActivationCheckpointingBlock()
     aio: Annotated[AioBlock, works("reads and writes of disk offload.")] = AioBlock()
     checkpoint: Annotated[CheckpointBlock, works("writing and reading of checkpoints.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "accept optimizer classes that zeroshard does not recognise, and divide no parameter between ranks. false: such a class "
-        "raises an error.")] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("torch's own optimizers are used.")] = True
+        "accept optimizer classes that zeroshard does not recognise. For such a class, no parameter is divided between ranks. "
+        "false: such a class raises an error.")] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("the CPU runs the optimizer that you choose: zeroshard has no separate one.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed uses it only for a warning.")] = None
@@ -341,17 +356,18 @@ class Schema(BaseModel):
     data_parallel_size: Annotated[Positive | None, no_meaning("the process group determines this size.")] = None
     hybrid_engine: Annotated[dict[str, Any] | None, refused("generate inside `zeroshard.unsharded` instead.")] = None
     data_efficiency: Annotated[dict[str, Any] | None, refused("curriculum and random token dropping change the data.")] = None
-    curriculum_learning: Annotated[dict[str, Any] | None, refused("it changes the data.")] = None
-    progressive_layer_drop: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
+    curriculum_learning: Annotated[dict[str, Any] | None, refused("curriculum learning changes the training data.")] = None
+    progressive_layer_drop: Annotated[dict[str, Any] | None, refused("layer drop changes the model.")] = None
     eigenvalue: Annotated[dict[str, Any] | None, refused("it is part of DeepSpeed's compression.")] = None
     quantize_training: Annotated[dict[str, Any] | None, refused("quantised training changes the result.")] = None
     weight_quantization: Annotated[dict[str, Any] | None, refused("quantised weights change the result.")] = None
     compression_training: Annotated[dict[str, Any] | None, refused("compression changes the result.")] = None
-    sparse_attention: Annotated[dict[str, Any] | None, refused("it changes the model.")] = None
-    elasticity: Annotated[dict[str, Any] | None, refused("batch sizes depend only on the config and the number of ranks.")] = None
+    sparse_attention: Annotated[dict[str, Any] | None, refused("sparse attention changes the model.")] = None
+    elasticity: Annotated[dict[str, Any] | None, refused(
+        "set the batch sizes in the config. A checkpoint loads on any number of ranks.")] = None
     amp: Annotated[dict[str, Any] | None, refused("it configures Apex. Use `fp16`, `bf16` or `torch_autocast`.")] = None
-    datastates_ckpt: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(asynchronous=True)`.")] = None
-    nebula: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(asynchronous=True)`.")] = None
+    datastates_ckpt: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(folder, asynchronous=True)`.")] = None
+    nebula: Annotated[dict[str, Any] | None, refused("save with `engine.save_checkpoint(folder, asynchronous=True)`.")] = None
 # fmt: on
 
 

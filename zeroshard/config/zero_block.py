@@ -12,7 +12,7 @@ from zeroshard.config.fields import Block, Count, NonNegative, Positive, no_mean
 # A table: one row for each key.
 # fmt: off
 class OffloadParamBlock(Block):
-    """`offload_param`: the place of parameters while they are not in use.
+    """`offload_param`: where parameters are stored while they are not in use.
 
     At stage 3 the block applies to the shards of parameters. At stages 1 and 2 it applies to whole parameters between steps.
     At stage 0 it has no effect, as in DeepSpeed: TRL makes such a config for a reference model.
@@ -20,7 +20,7 @@ class OffloadParamBlock(Block):
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
         "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "
-        "has no effect. At stage 0, both have none.")] = "none"
+        "has no effect. At stage 0, neither value has an effect.")] = "none"
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5
@@ -29,11 +29,12 @@ class OffloadParamBlock(Block):
     max_in_cpu: Annotated[Count, works(
         "for `nvme`, the maximum number of elements of each rank's shards that stay in CPU memory. The rest are on "
         "disk.")] = 1_000_000_000
-    pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
+    pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes. If optimizer states are "
+        "offloaded too, their block's setting counts.")] = True
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`: the place of optimizer states, master weights and sharded gradients."""
+    """`offload_optimizer`: where optimizer states, master weights and sharded gradients are stored."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
         "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. In both cases the CPU runs the optimizer step. "
@@ -41,10 +42,10 @@ class OffloadOptimizerBlock(Block):
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
-        "for `nvme`, the number of buffers in CPU memory for states in transfer or in use.")] = 4
+        "for `nvme`: with `buffer_size`, limits the states in transfer or in use. At most `buffer_count` x `buffer_size` fp32 "
+        "elements of them are in CPU memory, whatever the size of the model.")] = 4
     buffer_size: Annotated[Positive, works(
-        "for `nvme`, fp32 elements per buffer. All buffers together hold at most `buffer_count` x `buffer_size` elements, "
-        "whatever the size of the model.")] = 100_000_000
+        "for `nvme`: see `buffer_count`.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
     pipeline_read: Annotated[bool | None, works(
         "for `nvme`, prefetch sub-groups. Default: true. Results do not change.")] = None
@@ -52,13 +53,17 @@ class OffloadOptimizerBlock(Block):
         "for `nvme`, write each sub-group while the next one is being updated. Default: true. Results do not change.")] = None
     fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
-        "the share of the parameters whose optimizer states are offloaded. zeroshard rounds the share to whole units.")] = 1.0
+        "the share of the parameters whose optimizer states are offloaded. zeroshard rounds the share "
+        "down to whole units, and begins with the root (such as embeddings).")] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer runs the step.")] = False
     cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads run the step.")] = 0.8
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that each form one unit with all their submodules, such as mixtures of experts."""
+    """`leaf_module`: modules that each form one unit with all their submodules, such as mixtures of experts.
+
+    The MoE blocks of Mixtral, Qwen2-MoE and Qwen3-MoE are always included.
+    """
 
     classes: Annotated[tuple[str, ...], works("class names, with or without the name of the Python module.")] = ()
     names: Annotated[tuple[str, ...], works("full module names; `*` matches anything.")] = ()
@@ -69,38 +74,39 @@ class ZeroBlock(Block):
     """`zero_optimization`: sharding and communication."""
 
     stage: Annotated[Annotated[int, Field(ge=0, le=3)] | bool, works(
-        "0 shards nothing, 1 shards optimizer states, 2 also gradients, and 3 also parameters. true means 1, as in old "
-        "configs.")] = 0
+        "0 shards nothing, 1 shards optimizer states, 2 also gradients, and 3 also parameters. true means "
+        "1.")] = 0
     reduce_bucket_size: Annotated[Positive, works(
-        "maximum elements per reduction. It limits the communication buffers.")] = 500_000_000
+        "maximum elements per reduction. It limits the communication buffers. It has no effect with an optimizer that needs "
+        "whole parameters.")] = 500_000_000
     allgather_bucket_size: Annotated[Positive, works(
         "maximum elements per all-gather. The bucket size is the smaller of this and `reduce_bucket_size`.")] = 500_000_000
     overlap_comm: Annotated[bool | None, works(
         "overlap collectives with computation. Default: true. Results do not change.")] = None
     reduce_scatter: Annotated[bool, no_meaning(
-        "gradients are always reduce-scattered. With the all-gather of the updated parameters, that moves as many bytes as an "
-        "all-reduce.")] = True
+        "gradients are always reduce-scattered. At stages 1 and 2, this and the all-gather of the updated parameters move as many "
+        "bytes as an all-reduce.")] = True
     contiguous_gradients: Annotated[bool, no_meaning(
         "gradients are packed as they are computed, or sent directly from their memory.")] = True
     allgather_partitions: Annotated[bool, no_meaning("parameters are always all-gathered.")] = True
     use_multi_rank_bucket_allreduce: Annotated[bool, no_meaning("every bucket is divided evenly over all ranks.")] = True
     round_robin_gradients: Annotated[bool, no_meaning("all shards have equal sizes.")] = False
     legacy_stage1: Annotated[bool, no_meaning("zeroshard has one implementation of stage 1.")] = False
-    elastic_checkpoint: Annotated[bool, no_meaning("it selects a checkpoint format of DeepSpeed.")] = False
+    elastic_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint formats.")] = False
     load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32.")] = True
-    parameter_alignment: Annotated[Any, no_meaning("shards are aligned to 64 bytes.")] = False
+    parameter_alignment: Annotated[Any, no_meaning("parameters and shards are padded to multiples of 16 elements.")] = False
     ignore_unused_parameters: Annotated[bool, no_meaning(
         "an unused parameter gets a gradient of zeros, or None if no rank used it.")] = True
     compute_grad_norm: Annotated[bool, no_meaning("the norm needs no extra message.")] = True
     override_module_apply: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     memory_efficient_linear: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
-    pipeline_loading_checkpoint: Annotated[bool, no_meaning("it selects a checkpoint reader of DeepSpeed.")] = False
-    log_trace_cache_warnings: Annotated[bool, no_meaning("a changing order of modules costs only speed.")] = False
+    pipeline_loading_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint readers.")] = False
+    log_trace_cache_warnings: Annotated[bool, no_meaning("if the order of modules changes between steps, only speed suffers.")] = False
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states. Values above 4 Mi count as 4 Mi, and 0 means one shard "
-        "per call.")] = 1_000_000_000
+        "maximum elements per optimizer call for offloaded states; a single larger shard is one call. Values above 4 Mi "
+        "count as 4 Mi. 0: one shard per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "prefetch units until they have at least this many elements. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
@@ -117,15 +123,15 @@ class ZeroBlock(Block):
         "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
         "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. A parameter "
-        "then takes two bytes less, with the same results. Parameters and optimizer states must be on the "
-        "accelerator, and parameters sharded over all ranks. Not in DeepSpeed.")] = False
+        "then takes two bytes less, with the same results. It has an effect only if parameters and optimizer states are "
+        "on the accelerator, and parameters are sharded over all ranks. Not in DeepSpeed.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(
         "allow a Trainer to gather the weights in rank 0's CPU memory when it saves. Default: true. `engine.export` "
         "does not need this key.")] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[bool | None, works(
         "the old name of `stage3_gather_16bit_weights_on_model_save`.")] = None
     stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
-    stage3_allgather_sequential: Annotated[bool, no_meaning("it selects a schedule of DeepSpeed.")] = False
+    stage3_allgather_sequential: Annotated[bool, no_meaning("this key selects one of DeepSpeed's schedules.")] = False
     leaf_module: Annotated[LeafModuleBlock | None, works("modules that each form one unit with all their submodules.")] = None
     offload_param: Annotated[OffloadParamBlock | None, works("the place of parameters: the accelerator, CPU memory or disk.")] = None
     offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("the place of optimizer states: the accelerator, CPU memory or disk.")] = None
@@ -138,8 +144,9 @@ class ZeroBlock(Block):
         "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard keeps no "
         "second copy of the parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
-        "the same as `zero_hpz_partition_size`, under MiCS's name. Optimizer states are sharded over all ranks, while "
-        "DeepSpeed's MiCS replicates them. -1 or 0: parameters are sharded over all ranks.")] = -1
+        "as `zero_hpz_partition_size`, under MiCS's name, except that 1 leaves parameters unsharded. Optimizer states are "
+        "sharded over all ranks, while DeepSpeed's MiCS shards them over `mics_shard_size` ranks only. -1 or 0: parameters "
+        "are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
         "parameters are gathered only among `mics_shard_size` ranks.")] = False
     zero_quantized_weights: Annotated[bool, no_meaning(
@@ -147,7 +154,8 @@ class ZeroBlock(Block):
         "hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
-        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). Requires '
+        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). DeepSpeed\'s '
+        'true means int4, inside hosts too. Requires '
         '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
@@ -157,8 +165,10 @@ class AioBlock(Block):
 
     block_size: Annotated[Positive, works(
         "bytes per request, a multiple of 4096. Each request has one checksum. Default: 4 MiB.")] = 4 << 20
-    queue_depth: Annotated[Positive, works("the number of concurrent requests, before multiplication by `intra_op_parallelism`.")] = 4
-    intra_op_parallelism: Annotated[Positive, works("the factor by which `queue_depth` is multiplied.")] = 1
+    queue_depth: Annotated[Positive, works(
+        "each file has `queue_depth` x `intra_op_parallelism` concurrent requests. A rank has one file for each offload block "
+        "with `nvme`.")] = 4
+    intra_op_parallelism: Annotated[Positive, works("see `queue_depth`.")] = 1
     thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None
     single_submit: Annotated[bool, no_meaning("each thread submits one request at a time.")] = False
     overlap_events: Annotated[bool, no_meaning("reads and writes always overlap.")] = True

@@ -17,6 +17,7 @@ from zeroshard.layout.bucketing import find_units
 from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.states import REFUSED
 
 _NAMES = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
@@ -46,19 +47,7 @@ def create_optimizer(
         ConfigError: there is no such optimizer, or it does not accept these arguments.
     """
     params = dict(block.params)
-    name = block.type.lower()
-    if name in _NOT_OFFERED:
-        raise ConfigError(
-            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
-            "Adagrad, Lion, Muon or any class of torch.optim, or pass an optimizer of your own to `initialize`."
-        )
-    cls: Any = _NAMES.get(name) or getattr(torch.optim, block.type, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        known = [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
-        raise ConfigError(
-            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, known)} Choose Adam, "
-            "AdamW, SGD, Adagrad, Lion, Muon, or any class of torch.optim."
-        )
+    cls: Any = _class_of(block)
     if cls is MuonWithAdamW:
         params = _muon(params)
         if model is not None:
@@ -82,6 +71,29 @@ def create_optimizer(
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"optimizer.params: {cls.__name__} does not accept them: {error}") from error
     return made
+
+
+def _class_of(block: OptimizerBlock) -> type[torch.optim.Optimizer]:
+    """Return the class that a config block names. Raise ConfigError if there is none, or if it cannot be sharded."""
+    name = block.type.lower()
+    if name in _NOT_OFFERED:
+        raise ConfigError(
+            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
+            "Adagrad, Lion, Muon or another class of torch.optim, or pass an optimizer of your own to `initialize`."
+        )
+    cls = _NAMES.get(name) or getattr(torch.optim, block.type, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        known = [name for name, value in vars(torch.optim).items() if isinstance(value, type)] + ["Lion", "Muon"]
+        raise ConfigError(
+            f"optimizer.type: torch.optim has no {block.type!r}{nearest(block.type, known)} Choose Adam, "
+            "AdamW, SGD, Adagrad, Lion, Muon, or another class of torch.optim."
+        )
+    if cls.__name__ in REFUSED:
+        raise ConfigError(
+            f"optimizer.type: {cls.__name__} {REFUSED[cls.__name__]}, but zeroshard shards dense parameters over ranks. "
+            "Choose Adam, AdamW, SGD, Adagrad, Lion, Muon, or another class of torch.optim."
+        )
+    return cls
 
 
 def create_loss_scaler(config: Config) -> LossScaler:

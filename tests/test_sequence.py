@@ -311,6 +311,46 @@ def test_an_engine_takes_cut_batches() -> None:
         assert norm == pytest.approx(twin.norms[0], rel=1e-5)
 
 
+def compile_blocks(model: Any) -> None:
+    for block in model.model.layers:
+        block.compile(backend="eager")
+
+
+def test_autocast_and_compiled_blocks_are_one_process() -> None:
+    """Rotary positions are computed in fp32 under autocast, so queries and keys have another dtype than values."""
+
+    def loss_of(model: Any, rank: int) -> float:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        sequences.attach(model)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        loss = sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
+        loss.backward()
+        return float(loss.detach())
+
+    def body(rank: int) -> tuple[float, float]:
+        compiled: Any = make(Case())
+        compile_blocks(compiled)
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(make(Case()), rank), loss_of(compiled, rank)
+
+    one = make(Case())
+    given = batch(Case(), 0, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = float(one(**given).loss)
+    for losses in on_ranks(body, 2):
+        assert losses == pytest.approx((expected, expected), rel=1e-3)
+
+
+def test_loaders_without_names_are_refused() -> None:
+    def body(rank: int) -> None:
+        sequences = Sequences(torch.distributed.group.WORLD)
+        for in_turn in (False, True):
+            with pytest.raises(UsageError, match="needs batches with names"):
+                next(sequences.cut([[torch.arange(4)[None]]], in_turn=in_turn))  # type: ignore[list-item]
+
+    on_ranks(body, 2)
+
+
 def test_generation_and_copies_run_whole() -> None:
     def body(rank: int) -> None:
         sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
@@ -427,6 +467,8 @@ def test_cut() -> None:
         ({"position_ids": torch.zeros(3, 1, 4)}, "one position for each token"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "position_ids that begin at 0"),
         ({"bias": torch.zeros(2, 4, 4)}, "unclear how to cut"),
+        ({"labels": torch.zeros(1)}, "with a label for each token"),
+        ({"labels": torch.zeros(1, 3), "attention_mask": torch.ones(1, 4)}, "with a label for each token"),
         ({"input_ids": torch.arange(4)}, "with input_ids"),
     ],
 )
@@ -483,6 +525,13 @@ def router_loss() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def prompt_tuning() -> nn.Module:
+    from peft import PromptTuningConfig, get_peft_model
+
+    model: Any = llama()
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))  # type: ignore[arg-type]
+
+
 def flash() -> nn.Module:
     model: Any = llama()
     model.config._attn_implementation = "flash_attention_2"
@@ -500,6 +549,7 @@ def flash() -> nn.Module:
         (dynamic_rope, "changes its frequencies"),
         (router_loss, "output_router_logits=False"),
         (llama4, "layers.1.self_attn of Llama4TextModel scales queries by its own count of positions"),
+        (prompt_tuning, "virtual tokens"),
         (flash, "flash_attention_2, whose kernels transformers loads by that name"),
         (lambda: nn.Linear(2, 2), "not a model of transformers"),
     ],
@@ -713,10 +763,24 @@ def test_groups_that_leave_ranks_of_a_sequence_out() -> None:
         model: Any = make(Case())
         sequences.attach(model)
         zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=own[rank])
-        with pytest.raises(UsageError, match="over 1 ranks, but these Sequences average losses over 2"):
+        with pytest.raises(UsageError, match=r"over 1 rank, but these Sequences average losses over ranks \[0, 1\]"):
             sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
 
     on_ranks(body, 2)
+
+
+def test_a_group_of_equally_many_but_other_ranks_is_refused() -> None:
+    def body(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+        sequences = Sequences(mesh["sp"], group=mesh["sp"])
+        model: Any = make(Case())
+        sequences.attach(model)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=mesh["dp"])
+        with pytest.raises(UsageError, match=r"over ranks \[., .\], but these Sequences average losses over ranks"):
+            sequences.loss(model, sequences.cut(batch(Case(), 0, rank // 2)))
+        torch.distributed.barrier()
+
+    on_ranks(body, 4)
 
 
 def test_a_config_cannot_cut_sequences() -> None:

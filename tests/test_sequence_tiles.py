@@ -251,6 +251,7 @@ def test_dropout_is_the_forwards() -> None:
         (nn.Sequential(nn.Conv1d(12, 12, 1)), "whose result at one position depends on others"),
         (nn.Softmax(dim=1), "gives different results if positions run together"),
         (nn.Flatten(), "must return one tensor"),
+        (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), "changes its input in place"),
     ],
 )
 def test_modules_that_cannot_run_in_tiles(module: nn.Module, match: str) -> None:
@@ -258,6 +259,23 @@ def test_modules_that_cannot_run_in_tiles(module: nn.Module, match: str) -> None
     with pytest.raises(UsageError, match=match):
         tile(model, "one", tokens=4)
         module(torch.randn(1, 12, WIDTH))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_that_a_module_uses_but_does_not_own_are_refused(ranks: int) -> None:
+    """They would get no gradient."""
+
+    def body(rank: int) -> None:
+        model = nn.ModuleDict({"mlp": Mlp(), "adapter": nn.Linear(WIDTH, WIDTH)})
+        model["mlp"].up.register_forward_hook(lambda up, args, y: y + F.pad(model["adapter"](args[0]), (0, 3 * WIDTH)))
+        tile(model, "mlp", tokens=4)
+        if ranks == 2:
+            zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        y = model["mlp"](torch.randn(2, 12, WIDTH))
+        with pytest.raises(UsageError, match=r"uses a parameter \[.*\] that its module does not own"):
+            y.sum().backward()
+
+    on_ranks(body, ranks)
 
 
 def test_calls_that_cannot_run_in_tiles() -> None:

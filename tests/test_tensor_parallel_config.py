@@ -32,6 +32,17 @@ def qwen() -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=16, tie_word_embeddings=True))
 
 
+def gemma() -> nn.Module:
+    """Its embedding has a buffer, which torch makes a DTensor."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    return GemmaForCausalLM(
+        GemmaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    )
+
+
 def phi() -> nn.Module:
     """Its fused matrices are gathered, and cut again."""
     from transformers import Phi3Config, Phi3ForCausalLM
@@ -77,7 +88,7 @@ def trained(engine: Any, data_rank: int) -> dict[str, Any]:
     return {"norms": norms, "values": {name: states.get(name) for name, _ in engine.module.named_parameters()}}
 
 
-@pytest.mark.parametrize("build", [llama, qwen, pytest.param(phi, marks=pytest.mark.full)])
+@pytest.mark.parametrize("build", [llama, qwen, gemma, pytest.param(phi, marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tmp_path: Path) -> None:
     def body(rank: int) -> list[dict[str, Any]]:
@@ -194,6 +205,9 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         model = llama()
         model.config.num_key_value_heads = 1
         assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))
+        model = llama()
+        model.model.layers[0].mlp.up_proj = nn.Linear(32, 47)
+        assert "mlp.up_proj has out_features = 47, which 2" in refusal(lambda: divide(model=model))
         three = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 3})
         assert "3 tensor-parallel ranks do not divide the 2 ranks" in refusal(
             lambda: zeroshard.initialize(model=llama(), config=three)

@@ -20,7 +20,7 @@ from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import placement_of
 from zeroshard.policy import Precision
-from zeroshard.torch_private import is_distributed
+from zeroshard.torch_private import is_distributed, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -78,6 +78,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
             raise UsageError(
                 f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not offered. {_REMEDY}'
             )
+        _refuse_uneven_matrix(name, module, style, size)
         styles[name] = style
     for name, _ in model.named_parameters(remove_duplicate=False):
         pattern = _pattern_of(name)
@@ -89,6 +90,16 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     if not set(styles.values()) - {NORM}:
         raise UsageError(f"the plan of {kind} names no module that can be divided. {_REMEDY}")
     return styles
+
+
+def _refuse_uneven_matrix(name: str, module: nn.Module, style: str, size: int) -> None:
+    """Raise if the ranks cannot divide a matrix evenly whose divided side meets that of another matrix."""
+    sides = {COLWISE: "out_features", ROWWISE: "in_features"}
+    side = sides.get(style)
+    if side is not None and getattr(module, side) % size:
+        raise UsageError(
+            f"{name} has {side} = {getattr(module, side)}, which {size} tensor-parallel ranks cannot divide evenly. {_REMEDY}"
+        )
 
 
 def _pattern_of(name: str) -> str:
@@ -168,6 +179,9 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
         parallelize_module(module, mesh, _style(style))
         for key, one in module.named_parameters(recurse=False):
             one.requires_grad_(trained[key])
+        for key, buffer in module.named_buffers(recurse=False):
+            if is_distributed(buffer):  # torch makes the buffers DTensors too, with the same values on every rank
+                setattr(module, key, local_of(buffer))
     return _tied_again(model, before)
 
 

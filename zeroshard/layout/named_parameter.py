@@ -107,16 +107,21 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     return placement
 
 
-def refuse_distributed(parameters: Iterable[tuple[str, Tensor]], what: str) -> None:
+def refuse_distributed(
+    parameters: Iterable[tuple[str, Tensor]],
+    what: str,
+    remedy: str = 'Call zeroshard.shard(model, optimizer, stage, group=mesh["dp"]), which takes DTensors.',
+) -> None:
     """Raise if a parameter is a DTensor.
 
     Args:
         parameters: (name, parameter) pairs.
         what: the feature that takes only ordinary parameters.
+        remedy: the end of the message.
     """
     for name, parameter in parameters:
         if is_distributed(parameter):
             raise UsageError(
                 f"parameter {name} is a DTensor, whose values are divided over ranks, and {what} takes ordinary parameters. "
-                'Call zeroshard.shard(model, optimizer, stage, group=mesh["dp"]), which takes DTensors.'
+                f"{remedy}"
             )

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
+from zeroshard.schedule.module_hooks import BORDER, untraced
 from zeroshard.sequence.batches import has_values, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads, refuse_heads
 
@@ -82,11 +83,15 @@ class CutAttention:
         # All models share the registry, so each needs a name of its own. transformers looks for parts of the core's name
         # in it.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
-        AttentionInterface.register(self.name, _Entry(self._attention))
-        AttentionMaskInterface.register(self.name, _Entry(self._mask))
+        # The compiler would trace into messages, and reads of positions: compiled layers break their graphs here.
+        entry = untraced(_Entry)
+        AttentionInterface.register(self.name, entry(self._attention))
+        AttentionMaskInterface.register(self.name, entry(self._mask))
         self._decoder.set_attn_implementation(self.name)
         self._handles: list[RemovableHandle] = [
-            self._decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._decoder.register_forward_pre_hook(
+                torch.compiler.disable(self._begin, reason=BORDER), with_kwargs=True
+            ),
             self._decoder.register_forward_hook(self._end, always_call=True),
         ]
 
@@ -283,6 +288,12 @@ def _decoder_of(model: nn.Module) -> Any:
     if transformers is not None:
         models = {name: one for name, one in model.named_modules() if isinstance(one, transformers.PreTrainedModel)}
     inside = {name: set(one.modules()) - {one} for name, one in models.items()}
+    for one in model.modules():
+        prompts = [kind for kind in dict(getattr(one, "peft_config", None) or {}).values() if kind.is_prompt_learning]
+        if prompts:
+            raise _cannot(
+                one, "puts virtual tokens (a prompt, a prefix) before each sequence, and so before each slice"
+            )
     innermost = {name: one for name, one in models.items() if inside[name].isdisjoint(models.values())}
     if not innermost:
         raise UsageError(

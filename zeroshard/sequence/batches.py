@@ -41,6 +41,11 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
         )
     positions = positions.expand(rows, length)
     labels = whole.pop("labels", None)
+    if isinstance(labels, Tensor) and labels.shape != (rows, length):
+        raise UsageError(
+            f"labels have the shape {list(labels.shape)}, and the tokens {[rows, length]}: Sequences cuts batches for causal "
+            "language models, with a label for each token. Train a classifier without Sequences."
+        )
     _refuse_padding(whole.pop("attention_mask", None), rows, length, [labels, whole.get("shift_labels")])
     if labels is not None and "shift_labels" not in whole:
         # Before the cut: the last token of a slice predicts the first of the next.
@@ -109,6 +114,7 @@ def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> It
         device = torch.device("cpu")
         sent = None
         if own is not None:
+            _refuse_unnamed(own)
             sent = _moved(own, device)
             device = _tokens(own).device
         everyone = [batch for batch in ranks.gather(sent, "batches in turn") if batch is not None]
@@ -116,6 +122,14 @@ def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> It
             return
         for batch in everyone:
             yield cut_batch(ranks, _moved(batch, device))
+
+
+def _refuse_unnamed(batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"the loader yields a {type(batch).__name__}, but Sequences.cut needs batches with names: make the dataset or the "
+            'collate_fn return a dict, such as {"input_ids": ..., "labels": ...}.'
+        )
 
 
 def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -162,6 +176,7 @@ def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) ->
 
 def _digest(batch: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
     """Return the names, shapes and checksums of a batch's tensors."""
+    _refuse_unnamed(batch)
     found = []
     for name, value in sorted(batch.items()):
         if isinstance(value, Tensor):

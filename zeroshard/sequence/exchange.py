@@ -56,6 +56,10 @@ def heads_for_positions(ranks: SequenceRanks, query: Tensor, key: Tensor, value:
     size = ranks.size
     heads = query.shape[_HEADS]
     refuse_heads(heads, key.shape[_HEADS], size)
+    if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
+        # Rotary positions in fp32 leave queries and keys wider than values. The attention itself would cast them.
+        narrow = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
     if not query.dtype == key.dtype == value.dtype:
         raise UsageError(
             f"query, key and value have the dtypes {query.dtype}, {key.dtype} and {value.dtype}, but one message sends all "

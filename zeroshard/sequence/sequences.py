@@ -10,7 +10,7 @@ for batch in sequences.cut(loader):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.access.unsharded import home_of
+from zeroshard.collectives.grouped import Grouped
 from zeroshard.collectives.sequence_ranks import SequenceRanks
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, counted
 from zeroshard.layout.modules import Forwards
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.sequence.attention import CutAttention
@@ -100,7 +101,9 @@ class Sequences:
         Raises:
             UsageError: the sequences of this model cannot be cut. The message has the reason.
         """
-        refuse_distributed(model.named_parameters(), "Sequences.attach()")
+        refuse_distributed(
+            model.named_parameters(), "Sequences.attach()", "Attach the model before you divide it over ranks."
+        )
         if self.size > 1:
             self._attached[model] = CutAttention(self._ranks, model)
         return self
@@ -211,8 +214,13 @@ class Sequences:
         labels = _labels(batch)
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
         head = _head_of(model)
+        refuse_distributed(
+            head.named_parameters(),
+            "a loss in tiles",
+            "Leave the head out of the plan of parallelize_module, and let its inputs be whole.",
+        )
         if type(self._ranks) is SequenceRanks:
-            _refuse_another_group(model, self._averaged.size)
+            _refuse_another_group(model, self._averaged.members)
         made: list[Tensor] = []
 
         def run(hidden: Tensor) -> Tensor:
@@ -244,14 +252,22 @@ class Sequences:
         return result
 
 
-def _refuse_another_group(model: nn.Module, size: int) -> None:
+def _refuse_another_group(model: nn.Module, members: Sequence[int]) -> None:
     """Raise if `shard` averages gradients over ranks other than those whose tokens are counted."""
     homes = (home_of(parameter) for parameter in model.parameters() if parameter.requires_grad)
     unit = next((home.unit() for home in homes if home is not None), None)
-    if unit is not None and unit.collectives.world_size != size:
+    if unit is None:
+        return
+    are_others = unit.collectives.world_size != len(members)
+    averaged = counted(unit.collectives.world_size, "rank")
+    if isinstance(unit.collectives, Grouped):
+        ranks = unit.collectives.members.ranks
+        are_others |= set(ranks) != set(members)
+        averaged = f"ranks {list(ranks)}"
+    if are_others:
         raise UsageError(
-            f"shard() averages gradients over {unit.collectives.world_size} ranks, but these Sequences average losses over "
-            f"{size}: pass both the same group, with every rank of a sequence (default: all ranks)."
+            f"shard() averages gradients over {averaged}, but these Sequences average losses over ranks {list(members)}: pass "
+            "both the same group, with every rank of a sequence (default: all ranks)."
         )
 
 
@@ -271,10 +287,11 @@ def _head_of(model: nn.Module) -> nn.Linear:
         find = inner.get_base_model().get_output_embeddings
     head = None if find is None else find()
     if type(head) is not nn.Linear:
-        found = f"a {type(head).__name__}"
+        found = f"a {type(head).__module__}.{type(head).__qualname__}"
         if head is None:
             found = "missing"
         raise UsageError(
-            f"the head of {type(inner).__name__} is {found}, but only an nn.Linear can run in tiles: use head_loss in the model."
+            f"the head of {type(inner).__name__} is {found}, but only a plain nn.Linear can run in tiles: use "
+            "head_loss in the model."
         )
     return head

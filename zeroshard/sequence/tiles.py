@@ -19,7 +19,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from zeroshard.errors import UsageError
 from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.sequence.batches import has_values
-from zeroshard.torch_private import has_tensor_hooks
+from zeroshard.torch_private import has_tensor_hooks, version_of
 
 _MIXES = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.MultiheadAttention, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -107,7 +107,13 @@ class _Tiled:
             # The backward repeats the dropout of the forward.
             before = _Random(part)
             first.setdefault(where.start, before).restore()
+            writes = _writes(part)
             y = _of_positions(self._name, run(part), part)
+            if _writes(part) != writes:
+                raise UsageError(
+                    f"{self._name} changes its input in place, and a tile is a copy of a part of the input: leave inplace=True "
+                    "out of its modules, or leave this module out of tile()."
+                )
             if first[where.start] is not before:
                 before.restore()
             return y
@@ -133,6 +139,11 @@ class _Tiled:
             )
         # Outputs of zeros (a projection that starts at zero) prove nothing: the next call checks again.
         self._is_checked = bool(apart.any())
+
+
+def _writes(x: Tensor) -> int:
+    """Return how often a tensor was written to. Tensors of torch.inference_mode do not count it."""
+    return 0 if x.is_inference() else version_of(x)
 
 
 def _of_positions(name: str, y: Any, x: Tensor) -> Tensor:
@@ -212,6 +223,8 @@ class TileByTile(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast():
                 y = ctx.run(own, where, *given)
             inputs = [own, *wanted] if needs_x else wanted
+            if where.start == 0:
+                _refuse_others(ctx.what, y, (own, *ctx.parameters, *given))
             made = list(torch.autograd.grad(y, inputs, gradients[0][:, where], allow_unused=True))
             if by_x is not None:
                 of_x = made.pop(0)
@@ -219,6 +232,23 @@ class TileByTile(torch.autograd.Function):
             sums.add(made)
         totals = iter(sums.totals())
         return None, None, None, by_x, None, *[next(totals) if need else None for need in needs]
+
+
+def _refuse_others(what: str, y: Tensor, known: Sequence[Tensor | None]) -> None:
+    """Raise if a tile's result depends on a leaf that is not `known`, whose gradient would be lost."""
+    nodes, seen = [y.grad_fn], {id(one) for one in known}
+    while nodes:
+        node = nodes.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in seen:
+            raise UsageError(
+                f"{what}: a tile uses a parameter {list(leaf.shape)} that its module does not own (by a hook or a closure), and "
+                "that parameter would get no gradient. Make it a parameter of the module, or leave the module out of tile()."
+            )
+        nodes += [inner for inner, _ in node.next_functions]
 
 
 class _Random:

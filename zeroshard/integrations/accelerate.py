@@ -8,6 +8,7 @@ rank would load all data and write all files.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,12 @@ from torch import nn
 from zeroshard.config.load import read, tensor_parallel_ranks
 from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import Hook, untraced
+
+_GATHERED = (
+    "accelerate gathers the results of an evaluation from all ranks, the {ranks} ranks of each model included: every sample is in "
+    "them {ranks} times, and a last batch that is not full is cut at the wrong place. Evaluate a number of samples that full "
+    "batches on all data-parallel ranks divide: then means are right."
+)
 
 
 def tell_backend() -> None:
@@ -48,10 +55,12 @@ def count_samples_once(config: Any, mpu: Any) -> Any:
         found["train_batch_size"] *= size  # it counts the ranks of a sequence as one
     micro = found.get("train_micro_batch_size_per_gpu")
     accumulation = found.get("gradient_accumulation_steps")
-    if is_divided and isinstance(micro, int) and isinstance(accumulation, int):
-        of_all = dist.get_world_size() * micro * accumulation
-        if found.get("train_batch_size") == of_all:
-            del found["train_batch_size"]  # it counts the same samples of several ranks more than once
+    if isinstance(micro, int) and isinstance(accumulation, int):
+        ranks = size  # accelerate counts the groups of ranks only if the user names a data-parallel size
+        if is_divided:
+            ranks = dist.get_world_size()  # it counts the same samples of several ranks more than once
+        if found.get("train_batch_size") == ranks * micro * accumulation:
+            del found["train_batch_size"]
     return found
 
 
@@ -78,8 +87,10 @@ def refuse_divided_by_transformers() -> None:
         )
 
 
-def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
+def watch_loaders(model: nn.Module, ranks: int) -> None:
     """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get a wrong one.
+
+    In evaluation, warn that accelerate gathers results from all ranks, those of one model included.
 
     Such a loader reads on rank 0, and sends each rank a part of a batch, or the same batch to all. It takes account of
     the ranks that divide one model, but not of the data-parallel ranks beside them. Its length counts several batches
@@ -89,15 +100,17 @@ def refuse_dispatched_batches(model: nn.Module, ranks: int) -> None:
         model: the divided model.
         ranks: the number of ranks that divide it.
     """
-    hook = untraced(Hook)(_refuse_dispatched, ranks)
+    hook = untraced(Hook)(_watch_loader, ranks)
     model.register_forward_pre_hook(hook, prepend=True)
 
 
-def _refuse_dispatched(ranks: int, *_: Any) -> None:
+def _watch_loader(ranks: int, model: nn.Module, *_: Any) -> None:
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     if state is None:
         return
     loader = state().active_dataloader
+    if loader is not None and not model.training and dist.get_rank() == 0:
+        warnings.warn(_GATHERED.format(ranks=ranks), stacklevel=1)  # once, by default
     if type(loader).__name__ != "DataLoaderDispatcher":
         return
     is_same_for_all = loader.submesh_tp is not None and not loader.split_batches

@@ -29,7 +29,7 @@ from zeroshard import initialize as _initialize
 from zeroshard.config.load import read
 from zeroshard.construction.meshes import mesh_of
 from zeroshard.construction.tensor_parallel import divide, tensor_mesh
-from zeroshard.integrations.accelerate import count_samples_once, refuse_dispatched_batches, refuse_tensor_parallel
+from zeroshard.integrations.accelerate import count_samples_once, refuse_tensor_parallel, watch_loaders
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 __implementation__ = f"zeroshard {_zeroshard_version}"
@@ -78,7 +78,7 @@ def initialize(
     )  # fmt: skip
     divided = mesh_of(made[0].module)
     if divided is not None and divided.size() > 1:
-        refuse_dispatched_batches(made[0].module, divided.size())
+        watch_loaders(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     made[0].destroy = partial(made[0].destroy, alone=True)  # type: ignore[method-assign]  # trainers call it on one rank
     return made

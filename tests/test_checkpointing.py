@@ -226,6 +226,8 @@ def test_as_users_of_deepspeed_call_it() -> None:
     assert not checkpointing.is_configured()
     with pytest.raises(ConfigError, match="unknown key"):
         checkpointing.configure(deepspeed_config={"activation_checkpointing": {"partition": True}})
+    with pytest.raises(UsageError, match="takes a process group, or an object with get_model_parallel_group"):
+        checkpointing.configure(mpu_=2)
 
 
 @pytest.mark.parametrize("chosen", ["auto", ["auto"], ["blocks.1", "blocks.[23]"]])

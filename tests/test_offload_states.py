@@ -456,6 +456,12 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
     with pytest.raises(ZeroshardError, match="parked"):
         engine.save_checkpoint(tmp_path)
     engine.reload_states()
+    sharded = sharded_of(engine)
+    on_disk = {"states": ["optimizer"], "offload": zeroshard.Offload(str(tmp_path))}
+    assert sharded.offload_states(**on_disk, place="disk") >= 12 * NUMEL, "a name is a place"  # type: ignore[arg-type]
+    sharded.reload_states()
+    assert "the place 'tape'" in refusal(lambda: sharded.offload_states(**on_disk, place="tape"))  # type: ignore[arg-type]
+    assert "the ranks are 0 to 0" in refusal(lambda: sharded.consolidated_state_dict(1))
     work = workload("tied")
     for step in (2, 3):
         loss = engine(*work.make_batch(0, step))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Stack
 from ranks import on_ranks
 from torch import nn
 
@@ -95,3 +96,17 @@ def test_an_engine_gives_an_unknown_optimizer_whole_parameters(stage: int) -> No
                 torch.testing.assert_close(mine, theirs)
 
     on_ranks(body, 2)
+
+
+def test_an_argument_that_contradicts_what_is_known_is_refused() -> None:
+    """Updates of shards would differ from those of whole parameters, without an error."""
+    model = Stack()
+    for optimizer in (torch.optim.Adafactor(model.parameters()), zeroshard.MuonWithAdamW(model.parameters())):
+        with pytest.raises(UsageError, match=r"elementwise=True, but .* uses whole parameters"):
+            zeroshard.shard(model, optimizer, 2, elementwise=True)
+
+
+def test_muon_takes_no_later_groups() -> None:
+    optimizer = zeroshard.MuonWithAdamW(Stack().parameters())
+    with pytest.raises(UsageError, match="Pass all groups to its constructor"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})

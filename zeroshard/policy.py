@@ -33,8 +33,12 @@ class Residency:
 
     Attributes:
         sharded: whether each rank stores only its shard of the state. Otherwise, each rank stores all of it.
+        place: where the state is stored between its uses.
         per_host: for parameters: shard them over the ranks of each host (`Policy.within`), so that each host has all
             parameters.
+
+    Raises:
+        PolicyError: there is no such place.
     """
 
     sharded: bool
@@ -61,12 +65,16 @@ class Offload:
             `buffer_numel` elements of CPU memory. For the optimizer, elements of master weights, gradients and states
             are counted together.
         max_in_cpu_numel: for parameters on disk: up to this many elements of each rank's shards stay in CPU memory.
-        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. The
-            accelerator updates the other parameters.
-        sub_group_numel: for the optimizer: the most elements that one call of the torch optimizer updates.
-        read_ahead, write_behind: for the optimizer on disk: whether sub-groups are read before their turn, and written
-            during the next one's.
+        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator, in
+            whole units: a unit that would exceed the share stays. The accelerator updates the other parameters.
+        sub_group_numel: for an offloaded optimizer: the most elements that one call of the torch optimizer updates
+            (never more than 4,194,304), unless a single shard has more.
+        read_ahead, write_behind: for the optimizer on disk: whether a sub-group is read while the one before it is
+            updated, and written while the next one is.
         block_nbytes, requests: for the disk: the size of a request in bytes, and the number of concurrent requests.
+
+    Raises:
+        PolicyError: a value is out of its range.
     """
 
     path: str | None = None
@@ -113,6 +121,9 @@ class Wire:
 
     Attributes:
         gradients: "int8" or "int4", for gradient sums sent between hosts (`Policy.within`). Sums are computed in fp32.
+
+    Raises:
+        PolicyError: there is no such code.
     """
 
     gradients: Literal["int8", "int4"] | None = None
@@ -150,8 +161,8 @@ class Policy:
             kept. The units in use (the root, and the block that is running) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
             before its backward. With 0, only the last unit of the forward is kept.
-        offload_parameters, offload_optimizer: the settings for transfers of these states, if they are on cpu or disk.
-            Those of the optimizer also apply to gradients.
+        offload_parameters, offload_optimizer: the settings for transfers of parameters and of optimizer states that are
+            on cpu or disk. Those for the optimizer also apply to gradients.
         within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
             Gradients are then summed inside each host first, and then over hosts. Results differ in rounding from
             those without `within`. With one microbatch per step, they are bit-identical for all policies with the same
@@ -161,6 +172,9 @@ class Policy:
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
             store only the master weights, and round them in each all-gather. 16-bit parameters then take two bytes
             less each, and results are bit-identical. It has no effect with `per_host` parameters.
+
+    Raises:
+        PolicyError: values exclude each other.
     """
 
     parameters: Residency
@@ -267,6 +281,9 @@ class Policy:
 
         At stage 1, gradients are unsharded until the last microbatch. With `within`, stage 3 shards parameters over the
         ranks of each host, and gradients and optimizer states over all ranks.
+
+        Raises:
+            PolicyError: there is no such stage, or `within` or `wire` cannot be used at it.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -292,6 +309,9 @@ class Policy:
                 and 2).
             offload: the settings for the transfers of these states; default: those of `Offload()`.
             path: the folder for states on disk. It replaces `offload.path`.
+
+        Raises:
+            PolicyError: this stage cannot store states there, or there is no such place.
         """
         how = offload or Offload()
         if path is not None:
@@ -318,10 +338,13 @@ class Units:
             by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare
             a module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
         min_numel: a block with fewer elements than this belongs to the unit that contains it. None means 0 for models
-            of up to 128 blocks, and 10,000 for others.
+            of up to 128 blocks, and 10,000 for models with more.
         persistent_numel: parameters with fewer elements than this are not sharded. Their gradients and optimizer states
             are.
         max_persistent_numel: the maximum number of elements, in all, that `persistent_numel` leaves unsharded.
+
+    Raises:
+        UsageError: a string was passed instead of a tuple. (If no module matches, `shard` raises it.)
     """
 
     leaf_classes: tuple[str, ...] = ()
@@ -347,8 +370,9 @@ class Precision:
         reduce_dtype: dtype in which gradients are sent between ranks. None means the parameter's dtype, or fp32 if that
             has 16 bits and the backend rounds after each addition, as NCCL does.
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches. None means
-            `master_dtype`, since 16-bit sums over microbatches lose precision.
-        master_dtype: dtype of the weights that the optimizer updates.
+            the dtype of the master weights, since 16-bit sums over microbatches lose precision.
+        master_dtype: dtype of the weights that the optimizer updates. One that is narrower than the parameters' dtype
+            is widened to it.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
             divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.

@@ -51,7 +51,8 @@ def progress(
 
     The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
     time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No
-    step waits for an accelerator: figures are shown once they have arrived.
+    step waits for an accelerator: figures are shown once they have arrived. The loss is rank 0's; in an engine's log, it
+    is the mean over ranks.
 
     Args:
         trained: an engine, which reports its own steps, or the result of `shard`. In the second case, call `step` after
@@ -62,8 +63,8 @@ def progress(
         tokens: the tokens of one sample.
         flops: the operations of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
-        peak_flops: the peak of one accelerator in operations per second, for MFU; default: the figure of
-            `zeroshard plan`.
+        peak_flops: the peak of one accelerator in operations per second, for MFU; default: the one that
+            zeroshard knows for this accelerator and dtype; without one, no MFU is shown.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -179,7 +180,7 @@ class TrainingProgress:
             applied: whether the step updated the parameters.
 
         Raises:
-            UsageError: the loop has an engine, which reports its own steps; the call is outside of the `with` block; or
+            UsageError: the loop has an engine, which reports its own steps; the call is before the `with` block; or
                 `loss` or `norm` is not a single number.
         """
         if self._engine is not None:

@@ -27,7 +27,7 @@ class ParameterStates:
     the model again, call `parameter_states` again.
 
     Attributes:
-        fqn: its first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
+        fqn: the parameter's first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
         number: its number in the order in which parameters were sharded, the same on every rank.
         is_trained: whether a step updates it.
         is_sharded: whether this rank stores only its part at rest.
@@ -55,12 +55,12 @@ class ParameterStates:
 
     @property
     def is_here(self) -> bool:
-        """Whether its whole values are on this rank now."""
+        """Whether the parameter's complete values are on this rank now."""
         return self._unit.state is UnitState.UNSHARDED
 
     @property
     def is_arriving(self) -> bool:
-        """Whether an all-gather of its values is under way."""
+        """Whether an all-gather of the parameter is under way."""
         return self._unit.is_arriving
 
     def names(self) -> list[str]:
@@ -84,7 +84,11 @@ class ParameterStates:
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
-        """Overwrite ranges that this rank holds. Every rank must call it, with its own values."""
+        """Overwrite ranges that this rank holds. Every rank must call it, with its own values.
+
+        Raises:
+            UsageError: this rank does not hold such a range.
+        """
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:

@@ -131,9 +131,10 @@ class Checkpoints:
             save_latest: whether `load` without a tag loads this checkpoint.
             exclude_frozen: whether to leave out frozen parameters.
             asynchronous: whether to copy the states to CPU memory and write them while training continues. The next
-                save, `checkpoints.wait()` and `remove` wait for this save, and raise its error. If none of them is
+                save, load or export, `checkpoints.wait()` and `remove` wait for this save, and raise its error. If none of them is
                 called, the program prints the error when it ends, and exits with status 1.
-            keep_last: the number of checkpoints to keep; older ones are removed. None keeps all.
+            keep_last: the number of the newest checkpoints to keep, at least 1; older ones are removed, except the one in
+                `latest`. None keeps all.
             within_step: whether to allow a save between a backward and its step. Gradients are not saved: after a load,
                 the step starts again.
             node_local: whether the folder is local to each host, on a disk or in memory (/dev/shm). Each rank's file is
@@ -142,7 +143,8 @@ class Checkpoints:
         Raises:
             CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
                 message names the file and the cause. Earlier checkpoints do not change.
-            UsageError: a backward is waiting for its step, or `asynchronous` is set and model states are on disk.
+            UsageError: a backward is waiting for its step, an `optimizer.step()` is running, `asynchronous` is set and
+                model states are on disk, or `node_local` differs between ranks or is set for a model with DTensors.
         """
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
@@ -238,7 +240,7 @@ class Checkpoints:
             CheckpointError: a file is missing or damaged, or the checkpoint is of a different model. Every rank raises
                 it; the message names the file and the cause. Some parameters may have been overwritten: load another
                 checkpoint, or restart.
-            UsageError: a backward is waiting for its step.
+            UsageError: a backward is waiting for its step, or model states are parked.
         """
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'

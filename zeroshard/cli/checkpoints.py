@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 MIB = 2**20
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 """A block's number in a parameter's name."""
-_Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of all checkpoints.")]
+_Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or the folder of all checkpoints.")
+]
 _Tag = Annotated[str | None, typer.Option(help="The checkpoint's tag; default: the one that `latest` names.")]
 
 
@@ -28,7 +30,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:  # fmt: skip
-    """Print whether a checkpoint is whole, with its step, ranks, sizes and parameters. --json lists each parameter."""
+    """Print whether a checkpoint is whole, with its step, ranks, sizes and parameters. --json lists each parameter.
+
+    The exit status is 1 if a file is missing or damaged.
+    """
     from zeroshard.checkpoint.loading import open_checkpoint
     from zeroshard.observe.display import Display
 

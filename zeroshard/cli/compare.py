@@ -47,13 +47,13 @@ def compare(
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 with fp32 master weights.")] = False,
     within: Annotated[int | None, typer.Option(
         min=1, help="Treat this many neighbouring ranks as a host, for two-level sharding.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the table to this file (PNG or SVG).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory, bytes sent and step time to this file (PNG or SVG).")] = None,
     table: Annotated[Path | None, typer.Option(help="Write the table and a line about the run to this text file.")] = None,
 ) -> None:  # fmt: skip
     """Train a model for a few steps at every ZeRO stage, and compare losses, memory, bytes sent and time.
 
     The function that --model names returns (module, batch). A call of the module returns the loss, and
-    `batch(rank, step)` returns the arguments of that call.
+    `batch(rank, step)` returns the arguments of that call. The exit status is 1 if stages differ.
     """
     from rich.console import Console
 

@@ -19,7 +19,7 @@ config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zero
 
 @config_app.command()
 def check(
-    file: Annotated[Path, typer.Argument(help="A DeepSpeed JSON config.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON config.")],
     ranks: Annotated[int, typer.Option(min=1, help="The number of ranks, for the batch sizes.")] = 1,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
     model: Annotated[str | None, typer.Option(
@@ -28,8 +28,8 @@ def check(
 ) -> None:  # fmt: skip
     """Print the resolved config: for each key its value, its origin and its effect.
 
-    The command also builds the optimizer and the scheduler for a small model. So `initialize` accepts a config that
-    passes here.
+    The command also builds the optimizer and the scheduler for a small model, so it finds values that these refuse. It
+    does not check what depends on your model or machine, such as folders and module names.
     """
     from rich.console import Console
 

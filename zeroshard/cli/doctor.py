@@ -23,9 +23,9 @@ def doctor(
         help="A folder on the disk to measure; without it, no disk is measured.")] = None,
     size: Annotated[int, typer.Option(
         parser=nbytes_of, metavar="BYTES", show_default=False,
-        help="The bytes of each read and write, such as 1GB; default: 512MiB.")] = 512 << 20,
+        help="The bytes of each read, write, copy and message, such as 1GB; default: 512MiB.")] = 512 << 20,
     net: Annotated[bool, typer.Option(
-        "--net", help="Measure the links between ranks instead. On every host: torchrun ... -m zeroshard doctor --net")] = False,
+        "--net", help="Measure only the links between ranks. On every host: torchrun ... -m zeroshard doctor --net")] = False,
     profile: Annotated[Path | None, typer.Option(
         help="Measure this machine for `zeroshard plan --machine`, and write the figures to this file.")] = None,
 ) -> None:  # fmt: skip

@@ -20,7 +20,7 @@ _NEAREST = 5
 
 def explain(
     what: Annotated[str | None, typer.Argument(
-        metavar="NAME", help="The class of an error, such as UsageError, or its message in quotes.")] = None,
+        metavar="NAME", help="The class of an error, such as UsageError, or its message in quotes; default: list all.")] = None,
 ) -> None:  # fmt: skip
     """Explain an error: the meaning of its message, and the remedy."""
     from rich.console import Console

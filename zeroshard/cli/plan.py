@@ -47,12 +47,15 @@ def memory_of(text: str | int) -> int:
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A transformers config.json, its folder, or module:function.")],
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A transformers config.json, its folder, module:function or file.py:function.")],
     gpus: Annotated[int, typer.Option(min=1, help="The number of ranks, one for each accelerator.")] = 8,
     memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="The memory of one accelerator: 80GB, 40GiB.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="The samples of one forward on one rank.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="The tokens of a sample.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1,
+        help="With --config: the samples of one forward on one rank, if the config names none. In a search: the samples of a "
+        "step on each data-parallel rank.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="The tokens of a sample, for a config.json.")] = 2048,
     sequence_parallel: Annotated[int, typer.Option(
         min=1, help="The number of ranks that share one sequence (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
@@ -69,7 +72,8 @@ def plan(
         min=1, help="The samples of a step over all ranks, for the search; default: --batch on each data-parallel rank.")] = None,
     sharded_init: Annotated[bool, typer.Option(
         "--sharded-init", help="Build the model inside zeroshard.sharded_init.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Do not try single changes or larger micro-batches.")] = False,
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="With --config: do not try single changes or larger micro-batches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the complete config, without "auto", to this file.')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,

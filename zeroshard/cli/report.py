@@ -13,7 +13,7 @@ from zeroshard.observe.plots import require_matplotlib
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A folder with steps.jsonl, or the file.")],
+    run: Annotated[Path, typer.Argument(metavar="FILE", help="A folder with steps.jsonl, or the file.")],
     out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html beside the log.")] = None,
 ) -> None:  # fmt: skip
     """Draw the log of a run as one HTML file: loss, learning rate, norm, loss scale, speed, memory, time, bytes sent.

@@ -39,8 +39,9 @@ def sharded_init(
     """Shard modules while they are built in this context. Every rank must enter it.
 
     Each rank keeps only its part of the parameters. At any time, only the parameters of one module under construction
-    (without its children) are whole, and one more during an operation on it. The parameters of the outermost modules
-    are divided at the end of the context. `shard` and `initialize` accept such a model like any other.
+    (without its children) are whole, and any other parameter only while an operation uses it. The parameters of the
+    outermost modules are divided at the end of the context. `shard` and `initialize` accept such a model like any
+    other.
 
     Args:
         group: the data-parallel process group; default: all ranks.
@@ -52,8 +53,11 @@ def sharded_init(
             sent.
         attributes: a class whose properties these parameters get in addition to their own, see `shard`.
         detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their
-            tensors, on every rank, then gathers it. Otherwise they are whole on every rank.
+            tensors then gathers it, so every rank must run it. Otherwise they are whole on every rank.
         enabled: whether to shard; False builds ordinary modules.
+
+    Raises:
+        StorageError: `folder` cannot hold the parts.
     """
     if not enabled:
         yield
@@ -115,6 +119,7 @@ def cut(
 
     Raises:
         UsageError: a parameter is on the meta device.
+        StorageError: `folder` cannot hold the parts.
     """
     births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
     for fqn, parameter in module.named_parameters():

@@ -123,10 +123,10 @@ class Engine(Saving, nn.Module):
         return torch.autocast(self.device.type, self.resolved.autocast_dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute this microbatch's gradients, and return the loss divided by the accumulation steps.
+        """Compute this microbatch's gradients, and return the loss, detached; with `scale_wrt_gas`, divided as below.
 
         A microbatch may have several backwards. `loss.backward()` works too: the step divides its gradients. Under
-        fp16, call `engine.scale(loss).backward()` instead.
+        fp16, call `engine.scale(loss).backward()` instead. Use one of these ways throughout a step.
 
         Args:
             loss: a scalar that depends on the model. Under fp16, this method multiplies it by the loss scale.
@@ -177,6 +177,8 @@ class Engine(Saving, nn.Module):
 
         Raises:
             LossScaleError: fp16 gradients overflow at the smallest loss scale.
+            CheckpointError: an asynchronous save has failed.
+            UsageError: the call is out of order, such as after `optimizer.step()`.
         """
         if self._microbatches.ended_by_optimizer:  # this call would end a microbatch that never ran
             raise UsageError(
@@ -265,14 +267,20 @@ class Engine(Saving, nn.Module):
         return batch.micro * batch.world_size * self._microbatches.backwards  # each counts as a microbatch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far, as after an exception: the next microbatch is the step's first."""
+        """Drop the gradients of the step so far, as after an exception: the next microbatch is the step's first.
+
+        `set_to_none` has no effect.
+        """
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()
         self._progress.forget_losses()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the current microbatch is the last of its step."""
+        """Return whether the current microbatch is the last of its step.
+
+        If the config sets `managed_gradient_accumulation` to false, the result is False until `step`.
+        """
         if self._microbatches.boundary is not None:
             return self._microbatches.boundary
         if not self.managed_gradient_accumulation():
@@ -327,6 +335,9 @@ class Engine(Saving, nn.Module):
             compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
                 must then be the loss.
             scales: loss scales to compare with the current one.
+
+        Raises:
+            UsageError: fp16 is off, no forward has run, or its result is not the loss.
         """
         if not self.resolved.scales_loss:
             raise UsageError("underflow_report measures fp16 gradients, and fp16 is off. Enable it in the config.")
@@ -376,10 +387,14 @@ class Engine(Saving, nn.Module):
         Args:
             include: some of "parameters", "gradients" and "optimizer", or DeepSpeed's names for these; default: all.
             device: "cpu", or "nvme" for the disk, in the folder nvme_path (default: the config's).
+            pin_memory: whether CPU memory for the states is pinned.
             non_blocking: no effect; when this method returns, the accelerator's memory is free.
 
         Returns:
             The number of freed bytes.
+
+        Raises:
+            UsageError: the device is unknown, or no folder is named; see also `Sharded.offload_states`.
         """
         self._reshard_adapters()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
@@ -427,7 +442,10 @@ class Engine(Saving, nn.Module):
         self.resolved = replace(self.resolved, batch=changed)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Between steps, set the number of samples per microbatch. The number of microbatches stays the same."""
+        """Between steps, set the number of samples per microbatch. The number of microbatches stays the same.
+
+        A loader that exists already keeps its batch size.
+        """
         if micro_batch_size < 1:
             raise UsageError(
                 f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."

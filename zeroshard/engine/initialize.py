@@ -51,7 +51,8 @@ def initialize(
         model: the module to train. `initialize` moves it to this rank's accelerator.
         optimizer: a torch optimizer, or a callable that makes one from parameters; it replaces the config's block.
             Without either, the engine is for evaluation only.
-        model_parameters: parameters or param groups for the config's optimizer; default: all that require a gradient.
+        model_parameters: parameters or param groups for the config's optimizer or the callable; default: all that
+            require a gradient. It has no effect if `optimizer` is an optimizer.
         training_data: a dataset; `initialize` returns a loader over this rank's part of it.
         lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
         collate_fn: the loader's function that collates samples into a batch.
@@ -69,6 +70,8 @@ def initialize(
 
     Raises:
         ConfigError, UsageError: the config or an argument cannot be used. The message names the value and the remedy.
+        StorageError: a folder cannot hold model states.
+        CollectiveError: some ranks did not call it.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) takes a torch.nn.Module, not {type(model).__name__}. Pass the model.")

@@ -43,7 +43,7 @@ class StepReport:
             config allows such steps, since the step does not wait for the norm.
         norm: the global L2 norm of the unscaled gradients before clipping; None between the microbatches of a step. If
             the step does not wait for the accelerator, the norm is a tensor of shape [] there.
-        loss_scale: the loss scale of the step's backwards.
+        loss_scale: the loss scale of the step's backwards; 1 between the microbatches of a step.
     """
 
     applied: bool

@@ -108,7 +108,8 @@ class Readers:
     get_data_types = _returns(
         "Return the dtypes of the model and of the gradient sums.",
         lambda self: (self._sharded.dtypes.param, self._sharded.dtypes.accumulate))
-    loss_scale = _returns("Return the config's fixed loss scale; 0 means dynamic.", lambda self: self._schema.fp16.loss_scale)
+    loss_scale = _returns("Return the config's fixed loss scale; 0 means dynamic, or that fp16 is off.",
+        lambda self: self._schema.fp16.loss_scale)
     dynamic_loss_scale = _returns(
         "Return whether the loss scale is dynamic.", lambda self: self.resolved.scales_loss and not self._schema.fp16.loss_scale)
     initial_dynamic_scale = _returns(
@@ -127,7 +128,8 @@ class Readers:
     gradient_clipping = _returns(
         "Return the largest global L2 norm of the gradients; 0 means no clipping.", lambda self: self._schema.gradient_clipping)
     gradient_predivide_factor = _returns(
-        "Return the divisor of gradients before they are summed over ranks.", lambda self: self._schema.gradient_predivide_factor)
+        "Return the config's `gradient_predivide_factor`, which `prescale_gradients` overrides.",
+        lambda self: self._schema.gradient_predivide_factor)
     steps_per_print = _returns("Return the number of steps between two printed lines.", lambda self: self._schema.steps_per_print)
     wall_clock_breakdown = _returns("Return whether the parts of a step are timed.", lambda self: self._schema.wall_clock_breakdown)
     # ZeRO
@@ -144,9 +146,10 @@ class Readers:
     zero_overlap_comm = _returns(
         "Return whether collectives overlap with the computation.", lambda self: self.resolved.overlap)
     zero_reduce_bucket_size = _returns(
-        "Return the most elements that are reduced at once.", lambda self: self._zero.reduce_bucket_size)
+        "Return the config's `reduce_bucket_size`. The smaller of it and `allgather_bucket_size` limits all buckets.",
+        lambda self: self._zero.reduce_bucket_size)
     zero_allgather_bucket_size = _returns(
-        "Return the most elements that are gathered at once, for parameters that are not sharded at rest.",
+        "Return the config's `allgather_bucket_size`, see `zero_reduce_bucket_size`.",
         lambda self: self._zero.allgather_bucket_size)
     zero_sub_group_size = _returns(
         "Return the most elements that the optimizer updates in one call, for offloaded states.",

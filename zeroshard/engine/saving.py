@@ -59,7 +59,8 @@ class Saving(Readers):
                 `checkpoint.tag_validation` applies.
             client_state: JSON and tensors; rank 0's is saved.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            save_latest, asynchronous, keep_last: see `Sharded.save`. The next `step` raises an asynchronous save's error.
+            save_latest, asynchronous, keep_last: see `Sharded.save`. The first `step` after an asynchronous save has
+                failed raises its error.
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -98,8 +99,8 @@ class Saving(Readers):
             load_module_only: load only parameters and buffers.
 
         Returns:
-            (the checkpoint's folder, client_state). Without a tag, and if the folder has no checkpoint yet, as in the
-            first run of a job: (None, None), with a warning.
+            (the checkpoint's folder, client_state). Without a tag, and if the folder has no file `latest`, as in the
+            first run of a job: (None, None), with a warning, also with `fall_back`.
         """
         self._reshard_adapters()
         if tag is None:
@@ -154,11 +155,15 @@ class Saving(Readers):
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.
 
-        Every rank must call it, and writes its own part.
+        Every rank must call it, and writes its own part. Of a PEFT model, only the adapters are written.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
-            dtype: the dtype of the floating-point tensors; default: fp32, from the master weights.
+            dtype: the dtype of the floating-point tensors; default: that of the master weights (fp32) for trained
+                parameters; frozen parameters and buffers keep their own.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
         """
         self._sharded.export(out, dtype)
 

@@ -57,4 +57,4 @@ class LossScaleError(ZeroshardError, FloatingPointError):
 
 
 class StorageError(ZeroshardError, RuntimeError):
-    """A failed transfer of model states to or from CPU memory or disk. The message names the place and the cause."""
+    """Model states that cannot be stored in, or moved to or from, memory or disk. The message names the place and the cause."""

@@ -134,8 +134,8 @@ class HasCheckpoints(Protocol):
 class DistributedState(Stateful):
     """A sharded model's parameters and optimizer states for `dcp.save` and `dcp.load`.
 
-    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Schedulers, counters and random state are not included: pass those
-    to DCP yourself.
+    Keys are `model.<fqn>` and `optim.<fqn>.<state>`. Buffers, the options of param groups (lr), schedulers, counters and
+    random state are not included: pass those to DCP yourself.
     """
 
     def __init__(self, sharded: HasCheckpoints) -> None:
@@ -147,7 +147,8 @@ class DistributedState(Stateful):
         Before the first step, it makes the optimizer's states, so that a load can read into them.
 
         Raises:
-            UsageError: some states are not in the memory in which the optimizer steps.
+            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, they
+                cannot be made without one (Adafactor, Muon, classes that zeroshard does not know).
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()

@@ -39,8 +39,9 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Load a model's values from safetensors files.
 
-    Of a parameter that was made inside `sharded_init` or is on the meta device, each rank reads only its own part,
-    1 / world_size of the bytes. Whole parameters and buffers are read whole.
+    If a parameter was made inside `sharded_init` or is on the meta device, each rank reads only its own part,
+    1/world_size of its bytes. Whole parameters and buffers are read whole. Buffers that are not in the state dict stay
+    on the meta device: call `materialise` first.
 
     Args:
         model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
@@ -57,7 +58,10 @@ def load_pretrained(
         The names that the files lack, and the names that the model lacks.
 
     Raises:
-        CheckpointError: a file is damaged or of a different model. The message names the file and the parameter.
+        CheckpointError: a file is missing, damaged or of a different model. The message names the file and the
+            parameter.
+        UsageError: the model has DTensors.
+        StorageError: `folder` cannot hold the parts.
     """
     refuse_distributed(model.named_parameters(), "load_pretrained()")
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
@@ -91,7 +95,7 @@ def materialise(
     model: nn.Module, initialise: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None,
 ) -> None:  # fmt: skip
-    """Initialise a model on the meta device, one module at a time, and shard each at once. Every rank must call it.
+    """Initialise a model on the meta device, and shard each module as soon as it is initialised. Every rank must call it.
 
     Args:
         model: the model. Modules without own tensors on the meta device do not change.

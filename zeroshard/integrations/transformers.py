@@ -406,10 +406,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Args:
         zero: a stage (0 to 3), a `zeroshard.Policy`, or a DeepSpeed config (a path or a dict), whose "auto" values come
-            from `args`.
+            from `args`; default: stage 2.
 
     Raises:
         ConfigError: the config contradicts `args`.
+        PolicyError: there is no such stage.
         UsageError: `args` enable a feature that is not supported, or the model is sharded already.
     """
 

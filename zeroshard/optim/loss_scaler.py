@@ -67,11 +67,11 @@ class DynamicLossScaler(LossScaler):
 
     Attributes:
         scale: the present scale.
-        window: the number of steps without overflow after which the scale doubles.
+        window: the scale doubles in the next step without overflow after this many, and after each further window.
         hysteresis: the number of overflows from which each one halves the scale. Earlier overflows do not change it.
         consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
             window does.
-        min_scale: the smallest scale. An overflow at this scale raises an error.
+        min_scale: the smallest scale. An overflow that would halve it raises LossScaleError.
     """
 
     scale: float = 2.0**16
@@ -88,7 +88,11 @@ class DynamicLossScaler(LossScaler):
         self._left = self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a step, as DeepSpeed does at stages 1 to 3."""
+        """Update the scale after a step, as DeepSpeed does at stages 1 to 3.
+
+        Raises:
+            LossScaleError: an overflow would halve the smallest scale.
+        """
         if overflow:
             if self._left > 1:
                 self._left -= 1

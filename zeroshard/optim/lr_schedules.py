@@ -243,13 +243,13 @@ class OneCycle(LRSchedule):
     """A cycle from `cycle_min_lr` to `cycle_max_lr` and back, followed by a decay (Smith, arXiv:1803.09820).
 
     The cycle has `cycle_first_step_size + cycle_second_step_size` steps. Afterwards the lr is the minimum, divided by
-    1 + decay_lr_rate * n / decay_step_size in step n after the cycle.
+    1 + decay_lr_rate * n / decay_step_size in step n after the cycle. With a decay_step_size of 0, nothing decays.
 
     Args:
         cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 is a ramp.
-        cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. After
-            the cycle it is the maximum, multiplied by 1 + decay_mom_rate * n / decay_step_size. The second beta is then
-            always 0.99.
+        cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. In the
+            first step it is the minimum, as in DeepSpeed. After the cycle it is the maximum, multiplied by
+            1 + decay_mom_rate * n / decay_step_size. The second beta is 0.99.
     """
 
     def __init__(

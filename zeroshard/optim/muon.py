@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.errors import UsageError
+
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 _ADAMW = ("betas", "eps", "fused")
 
@@ -19,11 +21,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         params: parameters or param groups. `"use_muon": True` or `False` in a group chooses the update for the group.
             Otherwise Muon updates parameters with 2 dimensions. Put embeddings and output heads into a group with
             `"use_muon": False`, since AdamW trains them better.
-        lr, weight_decay: for both updates.
+        lr, weight_decay: the learning rate and the weight decay of both updates.
         muon_lr, adam_lr: the lr of one update, in place of `lr`.
         momentum, nesterov, ns_steps, adjust_lr_fn: as in torch.optim.Muon. `adjust_lr_fn` defaults to
             "match_rms_adamw", so that one lr suits both updates (Liu et al., arXiv:2502.16982, section 2.2).
-        betas, eps, fused: as in torch.optim.AdamW.
+        betas, eps, fused: as in torch.optim.AdamW, with other defaults for betas, (0.9, 0.95), and fused, True.
+
+    Raises:
+        ValueError: a group with `"use_muon": True` has a parameter without 2 dimensions.
     """
 
     def __init__(
@@ -65,6 +70,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if own:
                 self._inner.append(cls(own, lr=lr, weight_decay=weight_decay, **known))  # type: ignore[arg-type]
         self._connect()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise UsageError: all groups must be passed to the constructor, which calls this for each."""
+        if "_inner" in vars(self):
+            raise UsageError(
+                "MuonWithAdamW takes no param groups after it is made: they would not be updated. Pass all groups to its "
+                "constructor."
+            )
+        super().add_param_group(param_group)
 
     def _connect(self) -> None:
         """Share this optimizer's groups and states with the inner optimizers."""

@@ -104,15 +104,20 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         elementwise: the user's argument, which overrides the list of classes.
 
     Raises:
-        UsageError: the class is refused, or unknown without `elementwise`.
+        UsageError: the class is refused, or unknown without `elementwise`, or `elementwise` contradicts what is known.
     """
     if isinstance(optimizer, Several):
         whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each call may raise
         return any(whole)
     refuse_what_cannot_be_sharded(type(optimizer))
+    known = looks_at_whole_parameters(type(optimizer))
+    if elementwise and known and type(optimizer).__name__ in KNOWN:
+        raise UsageError(
+            f"elementwise=True, but {type(optimizer).__name__} uses whole parameters: its updates of shards would be wrong. Leave "
+            "elementwise out."
+        )
     if elementwise is not None:
         return not elementwise
-    known = looks_at_whole_parameters(type(optimizer))
     if known is not None:
         return known
     name = type(optimizer).__name__

@@ -216,22 +216,24 @@ def plan(
         hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
-        optimizer: a function that makes an optimizer from parameters, if the config names none; default: AdamW.
+        optimizer: a function that makes an optimizer from parameters, in place of the config's; default: the config's,
+            or AdamW if it names none.
         micro_batch: the samples of one call, if the config names no batch size; default: those of `batch`, unless it is
             a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
-        timeline: whether to keep the live bytes after each operation, for `draw`.
+        timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
             returns whole sequences.
         tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles. This and
             `sequence_parallel` are for causal models of transformers, whose batch has `input_ids` and `labels`.
         tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
-            Divided modules have their local size, and send sums of activations. Units of whole parameters, and each
-            step's message about the norm, are not counted separately.
+            Divided modules have their local size, and send sums of activations. The plan does not count the separate
+            buckets of parameters that stay whole, or each step's message about the norm between these ranks.
 
     Raises:
-        ConfigError, UsageError: a real run would refuse the config or the model, or the model cannot be built without
-            values.
+        ConfigError, UsageError: a real run would refuse the config or the model, the model cannot be built without
+            values, or a plan does not cover the config (quantised gradients; tensor parallelism with sequence
+            parallelism or `sharded_init`).
     """
     make_batch = batch
     if not callable(batch):

@@ -204,7 +204,7 @@ class Checkpointer:
             model: the model. The `forward` of its modules is wrapped, on the modules themselves.
             patterns: "auto" for the units of the model (each block of a list of blocks), or full names, in which `*`
                 matches anything.
-            units: the definition of units, as passed to `shard`.
+            units: for "auto": the definition of units, as passed to `shard`.
 
         Raises:
             UsageError: the model has no such modules.

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroshard.config.load import load_checkpointing
+from zeroshard.errors import UsageError
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 
 __all__ = ["Checkpointer", "Checkpointing", "checkpoint", "configure", "configured", "is_configured", "reset"]
@@ -35,7 +36,7 @@ def configure(
 
     Args:
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
-        deepspeed_config: a config whose `activation_checkpointing` block supplies the remaining arguments that are None.
+        deepspeed_config: a config whose `activation_checkpointing` block supplies the arguments that are None.
         partition_activations: as in `Checkpointing`.
         contiguous_checkpointing: `contiguous_memory_optimization` of `Checkpointing`.
         num_checkpoints: `number_checkpoints` of `Checkpointing`.
@@ -45,6 +46,10 @@ def configure(
 
     Returns:
         The checkpointer that `checkpoint` uses from now on.
+
+    Raises:
+        ConfigError: the config cannot be used.
+        UsageError: options exclude each other, or `mpu_` has no model-parallel ranks.
     """
     options = Checkpointing()
     if deepspeed_config is not None:
@@ -60,7 +65,11 @@ def configure(
     group = mpu_
     if hasattr(mpu_, "get_model_parallel_group"):
         group = mpu_.get_model_parallel_group()
-    assert group is None or isinstance(group, dist.ProcessGroup)
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise UsageError(
+            f"configure(mpu_=...) takes a process group, or an object with get_model_parallel_group(), not a "
+            f"{type(mpu_).__name__}. Pass one of these, or None."
+        )
     said = {key: value for key, value in given.items() if value is not None}
     reset()
     _configured.append(Checkpointer(replace(options, model_parallel_group=group, **said)))

@@ -103,7 +103,7 @@ def token_mean(
     """Compute the mean of values over the tokens of all ranks, for gradients that are averaged over the same ranks.
 
     The gradient of this rank's sum of values is W / tokens for W ranks, since averaging gradients divides them by W. So
-    each rank's weight is proportional to its number of tokens.
+    each rank's weight is proportional to its number of tokens. Every rank of the group must call it.
 
     Args:
         values: one value for each token of this rank, [...].

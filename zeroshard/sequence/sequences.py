@@ -89,8 +89,8 @@ class Sequences:
     def attach(self, model: nn.Module) -> Sequences:
         """Attach a model of transformers, so that it accepts cut batches.
 
-        Every rank must call it, before or after `shard`. Batches that are not cut (evaluation, generation) run as
-        before, on each rank separately.
+        Every rank must call it, before or after `shard`. Outside of training, batches that are not cut (evaluation,
+        generation) run as before, on each rank separately. In training, they raise UsageError.
 
         Args:
             model: a causal model that finds its attention in transformers' registry. It may be inside a PEFT model.
@@ -125,6 +125,8 @@ class Sequences:
     ) -> Tensor:
         """Run an attention function over whole sequences, inside a model of your own. It takes two exchanges.
 
+        Every rank of the sequence must call it.
+
         Args:
             attention: a function of query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D], which returns
                 [B, H/P, S, D']. It gets all positions of some heads, and its masks are for whole sequences.
@@ -158,13 +160,15 @@ class Sequences:
         are not a multiple of the number of ranks are padded.
 
         Args:
-            batches: a batch with `input_ids` [B, S], the same on all ranks of the sequence; or a loader of such
-                batches.
-            in_turn: accept different batches on the ranks, and cut each rank's batch in turn. Each round of loading
-                then yields one batch per rank.
+            batches: a batch with `input_ids` [B, S] or `inputs_embeds`, the same on all ranks of the sequence; or a
+                loader of such batches, which every rank of the sequence must read.
+            in_turn: for a loader: accept different batches on the ranks, and cut each rank's batch in turn. Each round
+                of loading then yields one batch per rank.
 
         Raises:
-            UsageError: a batch has padding on the left or a mask of a different shape, or batches differ between ranks.
+            UsageError: a batch has padding on the left, labels of padding that count, a mask of a different shape or
+                packed lengths (cu_seq_lens), or a loader's batches differ between ranks. (A single batch is not
+                compared.)
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
@@ -173,7 +177,11 @@ class Sequences:
         return cut_loader(self._ranks, batches)
 
     def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's slice of a tensor whose dimension `dim` has all positions, such as `position_ids`."""
+        """Return this rank's slice of a tensor whose dimension `dim` has all positions, such as `position_ids`.
+
+        Raises:
+            UsageError: the number of positions is not a multiple of the number of ranks.
+        """
         return own_slice(self._ranks, tensor, dim)
 
     # ------------------------------------------------------------------ losses
@@ -183,6 +191,8 @@ class Sequences:
         transform: Transform = None,
     ) -> Tensor:  # fmt: skip
         """Compute a causal language model's mean cross-entropy over the tokens of all ranks, without whole logits.
+
+        Every rank of the group must call it.
 
         Args:
             model: a model of transformers, or an engine or wrapper with such a model as `.module`.
@@ -197,7 +207,8 @@ class Sequences:
             the mean.
 
         Raises:
-            UsageError: the model's head is not an `nn.Linear`, or the model changes its logits after the head.
+            UsageError: the batch has no `shift_labels`, the model's head is not an `nn.Linear`, the model changes its
+                logits after the head, or `shard` averages gradients over other ranks.
         """
         labels = _labels(batch)
         found = self.log_probabilities(model, batch, tiles=tiles, transform=transform)
@@ -208,8 +219,8 @@ class Sequences:
     ) -> Tensor:
         """Compute the log-probability of each label of this rank's slice: [B, S/P], fp32, 0 where the label is -100.
 
-        `self.sum(log_probabilities.sum(1))` is the log-probability of whole sequences, [B], as in DPO and KTO. Arguments
-        are as for `loss`.
+        Every rank of the sequence must call it. For the result `found`, `sequences.sum(found.sum(1))` is the
+        log-probability of whole sequences, [B], as in DPO and KTO. Arguments and errors are as for `loss`.
         """
         labels = _labels(batch)
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
@@ -247,7 +258,7 @@ class Sequences:
         return made[0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks of a sequence, on each of these ranks. It is differentiable."""
+        """Return the sum of a tensor over the ranks of a sequence. Each of them must call it. It is differentiable."""
         result: Tensor = Sum.apply(values, self._ranks)  # type: ignore[no-untyped-call]
         return result
 

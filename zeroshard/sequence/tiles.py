@@ -46,7 +46,9 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         tokens: the maximum number of positions in a tile. Positions are the second dimension of a module's argument.
 
     Raises:
-        UsageError: no module has such a name, or a module combines positions, which its first forward may detect.
+        UsageError: `tokens` is below 1, no module has such a name, or a module cannot run in tiles: it combines positions,
+            takes other arguments than one tensor [rows, positions, ...], returns another shape, changes its input in
+            place, uses parameters of other modules, or has hooks on parameters. Its first forward or backward may raise.
     """
     if tokens < 1:
         raise UsageError(

@@ -16,12 +16,12 @@ from zeroshard.access.freezing import Freezing
 from zeroshard.access.named_weights import named_weights
 from zeroshard.access.unsharded import unregister
 from zeroshard.checkpoint.checkpoints import Checkpoints
-from zeroshard.errors import ZeroshardError
+from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.formats.hugging_face import export_live
 from zeroshard.observe.display import Display
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
-from zeroshard.policy import DTypes, Offload, Place, Policy
+from zeroshard.policy import DTypes, Offload, Place, Policy, Residency
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.state_dicts import state_dict_in_memory
@@ -93,7 +93,7 @@ class Sharded:
         """Declare that the backwards inside are not the last of their step.
 
         If gradients are not sharded, this rank only sums them, and sends nothing. With `active` False, the block has no
-        effect: `with sharded.accumulate(i < n - 1): loss.backward()`.
+        effect, so a loop can write `with sharded.accumulate(i < n - 1): loss.backward()`.
         """
         before = self._schedule.reductions.is_last_microbatch
         self._schedule.reductions.is_last_microbatch = before and not active
@@ -153,7 +153,14 @@ class Sharded:
 
         Units are unsharded one at a time. If ranks divide tensors (DTensors), several ranks have the number `to`: the
         first of them gets the state dict.
+
+        Raises:
+            UsageError: there is no such rank.
         """
+        if not 0 <= to < self.world_size:
+            raise UsageError(
+                f"consolidated_state_dict(to={to}): the ranks are 0 to {self.world_size - 1}. Choose one of them."
+            )
         keeps = self.rank == to and self._context.others.rank == 0
         state = state_dict_in_memory(self.model, keeps=keeps)
         return state if keeps else None
@@ -180,8 +187,8 @@ class Sharded:
             The name, and the whole tensor on the device that computes.
 
         Raises:
-            UsageError: there is no such rank, or an adapter cannot be merged. During the loop: some ranks left it
-                early, the optimizer stepped, or unsharded weights were written to.
+            UsageError: there is no such rank, an adapter cannot be merged or handed over, or the model has DTensors.
+                During the loop: some ranks left it early, the optimizer stepped, or unsharded weights were written to.
         """
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
 
@@ -222,23 +229,26 @@ class Sharded:
     ) -> int:
         """Park model states off the accelerator between steps, so that other code may use its memory.
 
-        A rank may call it without the others. Until `reload_states`, a forward, a step or a save raises an error. The
-        memory of parameters stays allocated while other code refers to it, such as a kept `parameter.detach()`.
+        A rank may call it without the others. Until `reload_states`, a backward, a step or a save raises an error, and
+        so does a forward if parameters are parked. The memory of parameters stays allocated while other code refers to
+        it, such as a kept `parameter.detach()`.
 
         Args:
             states: some of "parameters", "gradients" and "optimizer" (optimizer states, and master weights that are
                 separate tensors).
-            place: CPU memory, or the disk. `Place.CPU` has no effect without an accelerator.
+            place: CPU memory, or the disk: a `Place` or its name. `Place.CPU` has no effect without an accelerator.
             offload: the settings for the disk; its `path` is the folder.
 
         Returns:
             The number of freed bytes.
 
         Raises:
-            UsageError: a step has begun, or states are parked already.
+            UsageError: a step has begun, states are parked already, a name is no model state, or a parameter is of a
+                class of your own.
+            PolicyError: the place is the disk, and `offload` names no folder.
             StorageError: there is no room; nothing has changed.
         """
-        return self._parking.offload(states, place, offload or Offload())
+        return self._parking.offload(states, Residency(False, place).place, offload or Offload())
 
     def reload_states(self) -> None:
         """Reload the model states that `offload_states` parked."""
@@ -309,7 +319,8 @@ class Sharded:
                 The user's own `optimizer.add_param_group(param_group)` does the same.
 
         Raises:
-            UsageError: gradients are waiting for a step, or an unfrozen parameter is in no group of the optimizer.
+            UsageError: gradients are waiting for a step, an unfrozen parameter is in no group of the optimizer, or a
+                new group repeats a parameter, or is for `MuonWithAdamW` or one of several optimizers.
         """
         self._freezing.update(param_group)
 
@@ -325,7 +336,13 @@ class Sharded:
             export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
-        """End the sharding, and leave the parameters whole, ordinary and current. Every rank must call it."""
+        """End the sharding, and leave the parameters whole, ordinary and current. Every rank must call it.
+
+        The optimizer cannot step afterwards: make a new one.
+
+        Raises:
+            CheckpointError: the last asynchronous save failed.
+        """
         self._schedule.refuse_pinned("remove()")
         self.reload_states()
         self._schedule.forget_gradients()  # nothing is in flight any longer

@@ -146,7 +146,12 @@ class Held:
 
 
 class ModelStates:
-    """The model states by name (see the module's docstring). Made for each use; it holds at most one offloaded shard in memory."""
+    """The model states by parameter name.
+
+    The states of a parameter are "parameters" (its master weights; of a frozen parameter, its values), "gradients" (the mean over
+    ranks, between the last backward of a step and `zero_grad`), and those of the optimizer under its own names, such as "exp_avg".
+    Ask for the object anew for each use. Its methods raise UsageError for a parameter or a state that the model does not have.
+    """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
         self._step = step
@@ -185,7 +190,10 @@ class ModelStates:
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of a state. They are live memory, except that 16-bit gradients and states on disk are copied.
+        """Return this rank's ranges of a state.
+
+        They are live memory, except copies of 16-bit gradients, and of states that are not in the memory in which the optimizer
+        steps.
 
         Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor.
 
@@ -202,7 +210,11 @@ class ModelStates:
         return found
 
     def set_local(self, fqn: str, state: str, ranges: Sequence[Range]) -> None:
-        """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges."""
+        """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges.
+
+        Raises:
+            UsageError: this rank does not hold such a range.
+        """
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
         if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
             self._step.gradients.changes += 1
@@ -248,7 +260,11 @@ class ModelStates:
         return _of_all(whole.view(entry.shape), entry.placement, unit.others)
 
     def set(self, fqn: str, state: str, value: Tensor) -> None:
-        """Set a state from a whole tensor, of which each rank takes its part. Every rank must call it, with the same values."""
+        """Set a state from a whole tensor, of which each rank takes its part. Every rank must call it, with the same values.
+
+        Raises:
+            UsageError: the tensor has a different shape, or there is no such state, or no gradient yet.
+        """
         unit, index = self._find(fqn)
         placement = unit.named[index].placement
         if value.shape != placement.shape:

@@ -35,7 +35,7 @@ def hook_with_zero_step(
 
     Args:
         hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
-        ddp: the wrapped model.
+        ddp: accepted for compatibility with torch.
         zero: the optimizer, made with `overlap_with_ddp=True`.
         shard_buckets: accepted for compatibility with torch; shards are always even.
 

@@ -48,18 +48,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Args:
         params: parameters, or param groups.
         optimizer_class: the class of the local optimizer.
-        process_group: default: all ranks.
+        process_group: the ranks that share the optimizer's states; default: all ranks.
         parameters_as_bucket_view: whether to make the parameters views of flat buffers, into which the all-gather
             writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved`. `step()` then only warns.
-        elementwise: whether the optimizer updates each element only from its own history; default: as listed for the
-            optimizers of torch and zeroshard, and False for unknown classes.
+        elementwise: whether the optimizer updates each element only from its own history; default: what
+            zeroshard knows of the classes of torch and its own, and False for other classes.
         defaults: arguments of the local optimizer.
 
     Raises:
         TypeError, ValueError: as in torch's class.
-        UsageError: the optimizer class needs all parameters at once (LBFGS, Prodigy), or takes sparse gradients.
+        UsageError: the optimizer class needs all parameters at once (LBFGS, Prodigy) or takes sparse gradients, or a
+            parameter is a DTensor.
     """
 
     def __init__(

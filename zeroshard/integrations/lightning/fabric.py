@@ -27,7 +27,8 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    It is also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
+    Once `zeroshard.integrations.lightning` is imported, it is also registered as "zeroshard" (stage 2) and
+    "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
     without an optimizer is for evaluation. If the policy shards parameters, modules that are built inside
     `fabric.init_module()` are sharded as they are built.
 

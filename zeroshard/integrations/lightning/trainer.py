@@ -30,14 +30,15 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
-    It is also registered as "zeroshard" (stage 2) and "zeroshard_stage_1" to "zeroshard_stage_3". Lightning starts the
+    Once `zeroshard.integrations.lightning` is imported, it is also registered as "zeroshard" (stage 2) and
+    "zeroshard_stage_1" to "zeroshard_stage_3". Lightning starts the
     processes as for DDP, or torchrun or another launcher starts them. During `fit`, `trainer.strategy.sharded` is the
     result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
 
     A checkpoint is a folder with the name that the `.ckpt` file would have. Each rank writes its part to it. Training
     resumes from it (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights,
     which `load_from_checkpoint` reads, use `ModelCheckpoint(save_weights_only=True)` or `write_single_file(folder,
-    out)`. Files of other strategies load too, without their optimizer states.
+    out)`. Files of other strategies load in `validate` and `test`, and in `fit` only if they have no optimizer states.
 
     Args:
         stage: the ZeRO stage, 0 to 3; default 2.
@@ -45,8 +46,8 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         policy: the residencies of model states, instead of the stage.
         units: the parameters that are unsharded together, see `zeroshard.shard`.
         auto: values for keys that are "auto" in the config and cannot be derived.
-        ddp: arguments of Lightning's DDPStrategy: process_group_backend, timeout, start_method, cluster_environment and
-            so on.
+        ddp: arguments of Lightning's DDPStrategy: accelerator, parallel_devices, cluster_environment, checkpoint_io,
+            precision_plugin (for Fabric, precision), timeout, process_group_backend and start_method.
 
     Raises:
         UsageError, ConfigError: a setting cannot be honoured. The message names it, and the remedy.

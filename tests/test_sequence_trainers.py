@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from zeroshard.integrations.accelerate import count_samples_once
 from zeroshard.integrations.lightning import ZeroStrategy
 from zeroshard.integrations.transformers import ZeroTrainerMixin
 from zeroshard.sequence import Sequences, tile
@@ -154,3 +156,12 @@ def test_lightning_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> 
     first, second = ranks(fit)
     assert first == second
     assert first == pytest.approx(alone(), rel=1e-5)
+
+
+def test_a_batch_size_of_accelerates_that_counts_no_groups_is_left_out() -> None:
+    """Without a data-parallel size it counts one group of ranks, however many there are."""
+    ranks = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4}
+    assert count_samples_once({**sizes, "train_batch_size": 12}, ranks) == sizes
+    assert count_samples_once({**sizes, "train_batch_size": 24}, ranks) == {**sizes, "train_batch_size": 48}
+    assert count_samples_once({**sizes, "train_batch_size": 24}, None) == {**sizes, "train_batch_size": 24}

@@ -53,6 +53,7 @@ def test_a_loop_of_accelerates_is_one_process(ranks: int, tmp_path: Path) -> Non
     (alone,) = run(1, SCRIPT, [case(None, loop=True)], tmp_path / "alone")
     (found,) = run(ranks, SCRIPT, [case(2, loop=True)], tmp_path / "divided")
     assert len(found["losses"]) == 4 and found["samples"] == 2
+    assert any("every sample is in them 2 times" in one for one in found["warnings"])
     for what in ("losses", "norms"):
         assert found[what] == pytest.approx(alone[what], rel=1e-5), what
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
         found["losses"].append(accelerator.gather(loss.detach().reshape(1)).mean().item())
         found["norms"].append(float(model.get_global_grad_norm()))
     found["samples"] = model.train_batch_size()
+    model.eval()
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        for batch in loader:
+            model(input_ids=batch)
+    found["warnings"] = sorted({str(one.message) for one in said})
     return found
 
 

@@ -651,3 +651,65 @@ def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:
                     whole[part["start"] : part["stop"]] = file.get_tensor(f"{state}/{fqn}/{part['start']}")
             assert torch.equal(whole.view(record["shape"]), expected[f"{fqn} {state}"])
     assert told["parameters"]["embedding.weight"]["names"] == ["embedding.weight", "head.weight"]
+
+
+class Counting(nn.Module):
+    """It keeps what no buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: Any = {"calls": 0, "largest": torch.zeros(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {"calls": self.seen["calls"] + 1, "largest": x.abs().max().expand(2).clone()}
+        return self.linear(x) / (1 + self.seen["calls"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> None:
+    """Each rank its own; on another number of ranks, rank 0's."""
+
+    def made() -> tuple[Counting, zeroshard.Sharded]:
+        model = Counting()
+        return model, zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+
+    def body(rank: int) -> None:
+        model, sharded = made()
+        for _ in range(2):
+            model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        sharded.save(tmp_path, "a")
+        other, again = made()
+        again.load(tmp_path)
+        assert other.seen["calls"] == 2 and torch.equal(other.seen["largest"], torch.full((2,), 1.0 + rank))
+        other.seen = {"calls": lambda: None}
+        with pytest.warns(UserWarning, match="the checkpoint has no extra state of the model"):
+            again.save(tmp_path, "b")
+
+    on_ranks(body, 2)
+    model, sharded = made()
+    sharded.load(tmp_path, "a")
+    assert model.seen["calls"] == 2 and torch.equal(model.seen["largest"], torch.ones(2))
+    sharded.load(tmp_path, "b")
+    assert model.seen["calls"] == 2
+
+
+def test_keys_of_values_need_not_be_strings(tmp_path: Path) -> None:
+    _, sharded = build(2)
+    for number, values in enumerate(({1: 2, "1": 3, None: torch.ones(2)}, {(1, 2): 3}, {"$tuple": [1]}, {"a": {1: 2}})):
+        sharded.save(tmp_path, str(number), values)
+        loaded = sharded.load(tmp_path).values
+        assert loaded.keys() == values.keys()
+        assert str(loaded) == str(values)
+    with pytest.raises(UsageError, match="takes a dict, not a list"):
+        sharded.save(tmp_path, "list", [1])  # type: ignore[arg-type]
+    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
+        sharded.load(tmp_path)

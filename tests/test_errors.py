@@ -237,6 +237,22 @@ def refusal(call: object) -> str:
     return str(caught.value)
 
 
+def test_groups_that_are_none_of_this_ranks() -> None:
+    def body(rank: int) -> None:
+        group: Any = torch.distributed.new_group([0])
+        if rank == 1:
+            model = Stack()
+            assert "this rank is not in the group" in refusal(
+                lambda: zeroshard.shard(model, sgd(model), 2, group=group)
+            )
+            assert "group= is a list" in refusal(lambda: zeroshard.shard(model, sgd(model), 2, group=[0, 1]))  # type: ignore[arg-type]
+            make = zeroshard.ZeroRedundancyOptimizer
+            assert "not in the group" in refusal(lambda: make(model.parameters(), torch.optim.SGD, group, lr=0.1))
+        torch.distributed.barrier()
+
+    on_ranks(body, 2)
+
+
 def test_models_and_optimizers_that_cannot_be_sharded() -> None:
     model = Stack()
     assert "no parameters" in refusal(lambda: zeroshard.shard(nn.ReLU(), sgd(model)))

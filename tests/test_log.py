@@ -168,6 +168,24 @@ def test_services_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [samples for _, samples in comet.told] == [6, 18]
 
 
+def test_monitors_that_rank_0_cannot_make_are_an_error_on_every_rank() -> None:
+    """And the model may be given to `initialize` again."""
+    wrong = {"comet": {"enabled": True}}
+
+    def body(rank: int) -> float:
+        model = Stack()
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+        with pytest.raises(ConfigError, match="pip install comet_ml"):
+            zeroshard.initialize(model=model, config={**config, **wrong})
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        loss = engine(*tokens(rank, 0))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    assert len(on_ranks(body, 2)) == 2
+
+
 def test_tensorboard_is_written_or_asked_for(tmp_path: Path) -> None:
     settings = {"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     try:

@@ -446,3 +446,28 @@ def test_a_model_that_is_pickled_before_clipping_is_clipped(stage: int) -> None:
         assert norms[0] > 0 and torch.equal(*norms)
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30])
+def test_norms_of_fp64_are_of_fp64(scale: float) -> None:
+    def body(rank: int) -> None:
+        def norm_of(stage: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if stage is not None:
+                zeroshard.shard(model, optimizer, stage)
+            (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            return norm, whole(model) if stage is not None else dict(model.named_parameters())
+
+        expected, parameters = norm_of(None)
+        for stage in (0, 2, 3):
+            norm, found = norm_of(stage)
+            assert norm.dtype == torch.float64
+            torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
+            for fqn, value in parameters.items():
+                torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
+
+    on_ranks(body, 2)

@@ -119,7 +119,9 @@ class Checkpoints:
         exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
         node_local: bool = False,
     ) -> None:  # fmt: skip
-        """Save model states, buffers, every rank's random state and `values`. Every rank must call it, after a step.
+        """Save model states, buffers, modules' extra states, every rank's random state and `values`.
+
+        Every rank must call it, after a step. What a module's `get_extra_state` returns must be JSON values and tensors.
 
         The checkpoint loads at any world size and under any policy. It is either complete or absent.
 
@@ -146,6 +148,8 @@ class Checkpoints:
             UsageError: a backward is waiting for its step, an `optimizer.step()` is running, `asynchronous` is set and
                 model states are on disk, or `node_local` differs between ranks or is set for a model with DTensors.
         """
+        if values is not None and not isinstance(values, Mapping):
+            raise UsageError(f"save(values=...) takes a dict, not a {type(values).__name__}: name each value.")
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         steps = self.live.step.steps_begun
@@ -242,6 +246,10 @@ class Checkpoints:
                 checkpoint, or restart.
             UsageError: a backward is waiting for its step, or model states are parked.
         """
+        if torch.is_inference_mode_enabled():
+            raise UsageError(
+                "a load inside torch.inference_mode(): the states could not be updated later. Load outside."
+            )
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
         with self.live.collectives.operation(operation):
@@ -331,13 +339,22 @@ class Checkpoints:
                     reader.advance = row.advance
                     loader.read()
                 values = reader.values(manifest.values["shared"])
-                if random and manifest.world_size == self.live.collectives.world_size:
-                    state = reader.values(manifest.values["ranks"][self.live.rank].get("random"))
+                of_ranks = manifest.values["ranks"]
+                own: dict[str, Any] = next(iter(of_ranks), {})
+                if manifest.world_size == self.live.collectives.world_size:
+                    own = of_ranks[self.live.rank]
+                    if random:
+                        state = reader.values(own.get("random"))
+                extra_states = reader.values(own.get("extra_states", {}))
             except ZeroshardError:
                 raise
             except Exception as error:
                 raise CheckpointError(f"{path} is damaged: {error!r}. {files.ANOTHER}") from error
         loader.apply()
+        with self.together("the modules' extra states"):
+            for name, module in self.live.modules_with_extra_states.items():
+                if name in extra_states:
+                    module.set_extra_state(extra_states[name])
         with self.together("the random state"):
             try:
                 if state is not None:

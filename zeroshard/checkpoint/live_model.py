@@ -107,6 +107,13 @@ class LiveModel:
         return [[fqn_of[parameter] for parameter in group if parameter in fqn_of] for group in self.step.groups.ids]
 
     @property
+    def modules_with_extra_states(self) -> dict[str, nn.Module]:
+        """The modules that have a `get_extra_state` of their own, by name; a shared module once."""
+        kept = nn.Module.get_extra_state
+        named = self.model.named_modules()
+        return {name_of(name): module for name, module in named if type(module).get_extra_state is not kept}
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a state dict holds, by name; those of a shared module once."""
         return {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}

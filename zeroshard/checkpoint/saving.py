@@ -195,7 +195,10 @@ def take_snapshot(
             groups.append({"names": names, "options": packer.pack(options, f"param_groups[{number}]")})
     packed = {}
     if live.rank == 0:
-        packed = {key: packer.pack(value, key) for key, value in shared.items()}
+        if all(isinstance(key, str) and not key.startswith("$") for key in shared):
+            packed = {key: packer.pack(value, key) for key, value in shared.items()}
+        else:
+            packed = packer.pack(dict(shared), "values")
     outline = {
         "mesh": live.mesh,
         "policy": asdict(live.context.policy),
@@ -206,8 +209,20 @@ def take_snapshot(
         "values": {"shared": packed, "ranks": [], "description": description},
     }
     packed_own = {key: packer.pack(value, key) for key, value in own.items()}
+    packed_own["extra_states"] = _extra_states(live, packer)
     buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}
     return outline, Part(spans, values, packed_own, packer.tensors, buffers, packer.start_numbers())
+
+
+def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
+    """Pack what `get_extra_state` of the model's modules returns, by the modules' names."""
+    packed = {}
+    for name, module in live.modules_with_extra_states.items():
+        try:
+            packed[name] = packer.pack(module.get_extra_state(), f"get_extra_state() of {name or 'the model'}")
+        except CheckpointError as error:
+            warnings.warn(f"the checkpoint has no extra state of {name or 'the model'}: {error}", stacklevel=2)
+    return packed
 
 
 def _source(held: Held, state: str) -> Source:

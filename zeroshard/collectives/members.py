@@ -22,8 +22,18 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     """Return the process group of a mesh with one dimension; a group is returned unchanged.
 
     Raises:
-        UsageError: the mesh has several dimensions.
+        UsageError: the mesh has several dimensions, this rank is not in the group, or it is no group.
     """
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(
+            "this rank is not in the group that was passed. If each rank has a group, make all groups on every rank, and keep its "
+            "own; otherwise leave the call out on this rank."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
+        raise UsageError(
+            f"group= is a {type(group).__name__}, not a process group or a mesh: pass the result of "
+            'torch.distributed.new_group, or mesh["dp"].'
+        )
     if not isinstance(group, DeviceMesh):
         return group
     if group.ndim != 1:

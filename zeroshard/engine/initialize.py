@@ -155,8 +155,12 @@ def make_engine(
         backend, model, optimizer, config.policy, config.precision, group=group, attributes=attributes, elementwise=elementwise,
         **config.shard_arguments,
     )  # fmt: skip
-    lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
-    return Engine(sharded, config, lr_scheduler, device, checkpointing)
+    try:
+        lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
+        return Engine(sharded, config, lr_scheduler, device, checkpointing)
+    except BaseException:
+        sharded.remove_alone()  # the next call may get the same model
+        raise
 
 
 def _choose_optimizer(

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import __version__ as torch_version
 
 from zeroshard.config.load import Config
+from zeroshard.errors import ConfigError
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
 from zeroshard.sharding.sharded import Sharded
@@ -114,8 +115,8 @@ class Progress:
         blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
-        if self._rank == 0:
-            self._monitors = create_monitors(self._schema, lambda: about(sharded) | self._config)
+        if self._is_monitored:
+            self._monitors = self._make_monitors()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         if self._schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
@@ -124,6 +125,22 @@ class Progress:
         self._watchers: list[Watcher] = []
         self.tokens: int | None = None
         self.start_at(0)
+
+    def _make_monitors(self) -> list[Monitor]:
+        """Make the monitors on rank 0. Every rank must call it, and raises ConfigError if rank 0 cannot make them."""
+        made: list[Monitor] = []
+        problem = None
+        if self._rank == 0:
+            try:
+                made = create_monitors(self._schema, lambda: about(self._sharded) | self._config)
+            except ConfigError as error:
+                problem = str(error)
+            except Exception as error:
+                problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
+        problems = self._sharded.exchange_json(problem, "the config's monitors")
+        if any(problems):
+            raise ConfigError(next(filter(None, problems)))
+        return made
 
     # ------------------------------------------------------------------ during a step
 

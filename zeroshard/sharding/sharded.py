@@ -136,6 +136,10 @@ class Sharded:
 
         Every rank must call it, with the same shape and dtype.
         """
+        if not isinstance(values, Tensor):
+            raise UsageError(f"sum_over_ranks takes a tensor, not a {type(values).__name__}. Pass torch.tensor(value).")
+        if not values.numel():
+            return values.clone()
         own = values.contiguous().reshape(-1)
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
         parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]

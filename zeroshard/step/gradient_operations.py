@@ -106,7 +106,8 @@ class GradientOperations:
         if not isinstance(ord, Real) or float(ord) <= 0 or dim is not None or keepdim:
             return NotImplemented
         norm = self._norms_of_all(float(ord))[number]
-        return torch.tensor(norm, dtype=dtype or torch.float32, device=gradient.device)
+        own = torch.promote_types(gradient.dtype, torch.float32)
+        return torch.tensor(norm, dtype=dtype or own, device=gradient.device)
 
     def _p_norm(
         self, number: int, gradient: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,

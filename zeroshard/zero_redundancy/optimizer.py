@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.members import group_of
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.optim.states import looks_at_whole_parameters, refuse_what_cannot_be_sharded
@@ -78,9 +79,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         refuse_distributed(numbered, "ZeroRedundancyOptimizer")
         Joinable.__init__(self)  # type: ignore[no-untyped-call]
         self._device = self._all_parameters[0].device
-        if process_group is None:
-            process_group = dist.group.WORLD
-        self.process_group = process_group
+        self.process_group = group_of(process_group) or dist.group.WORLD
         self._collectives: Collectives = create_collectives(
             self.process_group, self._device, what="ZeroRedundancyOptimizer()"
         )

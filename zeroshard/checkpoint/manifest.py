@@ -320,7 +320,10 @@ def latest_tag(folder: Path) -> str:
 
 def is_of_deepspeed(folder: Path) -> bool:
     """Return whether DeepSpeed wrote a checkpoint directly into this folder."""
-    return any(any(folder.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
+    try:
+        return any(any(folder.glob(f"*_{kind}_states.pt")) for kind in ("model", "optim"))
+    except FileNotFoundError:  # another rank or job has just removed it
+        return False
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -246,9 +246,9 @@ class Checkpoints:
                 checkpoint, or restart.
             UsageError: a backward is waiting for its step, or model states are parked.
         """
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and self.live.inner is not None:
             raise UsageError(
-                "a load inside torch.inference_mode(): the states could not be updated later. Load outside."
+                "a load inside torch.inference_mode(): no step could update the states afterwards. Load outside of it."
             )
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'

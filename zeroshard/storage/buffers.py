@@ -263,7 +263,10 @@ def in_own_storage(view: Tensor) -> Tensor:
     The formats of safetensors take tensors that share a storage for tied ones, and `torch.save` writes whole storages.
     """
     user = view.detach()  # a further tensor, which `storage_users` of the memory counts until the returned one is gone
-    alone: Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(user))  # type: ignore[attr-defined]
+    try:
+        alone: Tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(user))  # type: ignore[attr-defined]
+    except (BufferError, RuntimeError):  # torch has no DLPack for tensors of this device: they share the storage
+        return view
     return alone
 
 

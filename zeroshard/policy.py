@@ -27,6 +27,14 @@ class Place(enum.StrEnum):
     DISK = "disk"
 
 
+def place_of(name: Place | str) -> Place:
+    """Return the place of a name. Raise PolicyError if there is none."""
+    if name not in list(Place):
+        names = ", ".join(f'"{place}"' for place in Place)
+        raise PolicyError(f"a model state cannot have the place {name!r}. Pass a Place, or one of {names}.")
+    return Place(name)
+
+
 @dataclass(frozen=True)
 class Residency:
     """The place of one kind of model state between its uses, and whether it is sharded.
@@ -46,12 +54,7 @@ class Residency:
     per_host: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.place, Place):
-            return
-        if self.place not in list(Place):
-            names = ", ".join(f'"{place}"' for place in Place)
-            raise PolicyError(f"a model state cannot have the place {self.place!r}. Pass a Place, or one of {names}.")
-        object.__setattr__(self, "place", Place(self.place))  # code compares places by identity
+        object.__setattr__(self, "place", place_of(self.place))  # code compares places by identity
 
 
 @dataclass(frozen=True)

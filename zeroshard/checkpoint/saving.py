@@ -25,7 +25,7 @@ from zeroshard.checkpoint.live_model import LiveModel, describe
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, refuse_shared
 from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, Source, write_file
-from zeroshard.checkpoint.values import Packer, storable
+from zeroshard.checkpoint.values import Packer, are_plain, storable
 from zeroshard.collectives.base import Collectives, nothing
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
@@ -195,7 +195,7 @@ def take_snapshot(
             groups.append({"names": names, "options": packer.pack(options, f"param_groups[{number}]")})
     packed = {}
     if live.rank == 0:
-        if all(isinstance(key, str) and not key.startswith("$") for key in shared):
+        if are_plain(shared):
             packed = {key: packer.pack(value, key) for key, value in shared.items()}
         else:
             packed = packer.pack(dict(shared), "values")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,7 @@ class Packer:
         )
 
     def _pack_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
-        is_plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        if is_plain and type(value) in (dict, OrderedDict):
+        if are_plain(value) and type(value) in (dict, OrderedDict):
             return {key: self.pack(item, f"{path}.{key}") for key, item in value.items()}
         pairs = []
         for key, item in value.items():
@@ -147,6 +146,11 @@ def storable(tensor: Tensor, path: str) -> Tensor:
             f"{path} is an alias of freed memory, such as `parameter.data` from inside a forward: clone it there."
         )
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def are_plain(keys: Iterable[Any]) -> bool:
+    """Return whether keys are those of a JSON object, and none is the mark of a packed value."""
+    return all(isinstance(key, str) and not key.startswith("$") for key in keys)
 
 
 def unpack(packed: Any, read: Callable[[str], Tensor]) -> Any:

@@ -155,7 +155,7 @@ class Saving(Readers):
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.
 
-        Every rank must call it, and writes its own part. Of a PEFT model, only the adapters are written.
+        Every rank must call it, and writes its own part. For a PEFT model, this writes only the adapters.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
-from zeroshard.schedule.module_hooks import BORDER, untraced
+from zeroshard.schedule.module_hooks import untraced
 from zeroshard.sequence.batches import has_values, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads, refuse_heads
 
@@ -42,6 +42,11 @@ _HARMLESS = ("position_ids", "cache_position", "labels", "shift_labels", "num_it
 """Tensors among a forward's keywords that reach each attention but do not change its result."""
 
 
+_MESSAGES = (
+    "the ranks of a sequence exchange heads and positions here, which no graph may contain. Leave fullgraph=True out, or compile "
+    "only the MLPs"
+)
+"""The reason for graph breaks of compiled layers."""
 _OWN_MASKS = "its model makes masks without transformers' mask functions"
 _CROSS = "has cross attention to sequences of another length"
 _ROUTER_LOSS = (
@@ -83,14 +88,13 @@ class CutAttention:
         # All models share the registry, so each needs a name of its own. transformers looks for parts of the core's name
         # in it.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
-        # The compiler would trace into messages, and reads of positions: compiled layers break their graphs here.
-        entry = untraced(_Entry)
+        entry = untraced(_Entry, _MESSAGES)
         AttentionInterface.register(self.name, entry(self._attention))
         AttentionMaskInterface.register(self.name, entry(self._mask))
         self._decoder.set_attn_implementation(self.name)
         self._handles: list[RemovableHandle] = [
             self._decoder.register_forward_pre_hook(
-                torch.compiler.disable(self._begin, reason=BORDER), with_kwargs=True
+                torch.compiler.disable(self._begin, reason=_MESSAGES), with_kwargs=True
             ),
             self._decoder.register_forward_hook(self._end, always_call=True),
         ]

@@ -238,14 +238,16 @@ class TileByTile(torch.autograd.Function):
 
 def _refuse_others(what: str, y: Tensor, known: Sequence[Tensor | None]) -> None:
     """Raise if a tile's result depends on a leaf that is not `known`, whose gradient would be lost."""
-    nodes, seen = [y.grad_fn], {id(one) for one in known}
+    nodes: list[Any] = [y.grad_fn]
+    seen: set[Any] = {None}  # it holds the nodes' Python objects: those of dropped ones would give their ids to others
+    known_ids = {id(one) for one in known}
     while nodes:
         node = nodes.pop()
-        if node is None or id(node) in seen:
+        if node in seen:
             continue
-        seen.add(id(node))
+        seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in seen:
+        if leaf is not None and id(leaf) not in known_ids:
             raise UsageError(
                 f"{what}: a tile uses a parameter {list(leaf.shape)} that its module does not own (by a hook or a closure), and "
                 "that parameter would get no gradient. Make it a parameter of the module, or leave the module out of tile()."

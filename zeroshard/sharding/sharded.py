@@ -21,7 +21,7 @@ from zeroshard.formats.hugging_face import export_live
 from zeroshard.observe.display import Display
 from zeroshard.observe.memory import formula, live_nbytes, memory_report
 from zeroshard.parameters.context import Context
-from zeroshard.policy import DTypes, Offload, Place, Policy, Residency
+from zeroshard.policy import DTypes, Offload, Place, Policy, place_of
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.state_dicts import state_dict_in_memory
@@ -252,7 +252,7 @@ class Sharded:
             PolicyError: the place is the disk, and `offload` names no folder.
             StorageError: there is no room; nothing has changed.
         """
-        return self._parking.offload(states, Residency(False, place).place, offload or Offload())
+        return self._parking.offload(states, place_of(place), offload or Offload())
 
     def reload_states(self) -> None:
         """Reload the model states that `offload_states` parked."""

@@ -150,7 +150,7 @@ class ModelStates:
 
     The states of a parameter are "parameters" (its master weights; of a frozen parameter, its values), "gradients" (the mean over
     ranks, between the last backward of a step and `zero_grad`), and those of the optimizer under its own names, such as "exp_avg".
-    Ask for the object anew for each use. Its methods raise UsageError for a parameter or a state that the model does not have.
+    Get this object again for each use. Its methods raise UsageError for a parameter or a state that the model does not have.
     """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:

@@ -49,7 +49,7 @@ def tables(results: dict[str, Any]) -> str:
         lines += [
             f"## {title}",
             "",
-            f"{where}. The part took {found['seconds']:.0f} s; its end: {found['end']}.",
+            f"{where}. The part took {found['seconds']:.0f} s. It ended with: {found['end']}.",
             "",
         ]
         lines += [*_table(counted(found["rows"]) if part == "right" else found["rows"]), ""]

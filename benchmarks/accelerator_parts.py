@@ -62,7 +62,7 @@ def facts(setting: Setting, tell: Tell) -> None:
     tell(fact="torch", value=f"{setting.version}, Python {platform.python_version()}")
     tell(fact="libraries", value=", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name))))
     free, total = torch.accelerator.get_memory_info(setting.device)
-    tell(fact="device memory, free of all, GiB", value=f"{free / GIB:.1f} of {total / GIB:.1f}")
+    tell(fact="device memory: free, of total, GiB", value=f"{free / GIB:.1f} of {total / GIB:.1f}")
     tell(fact="host memory available, GiB", value=host_memory_available() / GIB)
     tell(fact="CPUs", value=len(os.sched_getaffinity(0)))
     disk = shutil.disk_usage(tempfile.gettempdir())
@@ -140,7 +140,7 @@ def right(setting: Setting, tell: Tell) -> None:
     """Check whether kernels repeat their results, every policy through the backend, and the features of the simulated suite."""
     accelerator_ranks.be_deterministic()
     workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    tell(what="asked of kernels", result=f"deterministic where torch can; CUBLAS_WORKSPACE_CONFIG={workspaces}")
+    tell(what="deterministic kernels", result=f"requested where torch has them; CUBLAS_WORKSPACE_CONFIG={workspaces}")
     is_right = True
     with tempfile.TemporaryDirectory() as folder:
         policies = accelerator_ranks.policies(folder)
@@ -159,7 +159,8 @@ def right(setting: Setting, tell: Tell) -> None:
                 difference = float((reference - _plain(setting)).abs().max())
                 is_close = difference <= 10 * LEARNING_RATE
                 tell(
-                    what="stage 0 beside plain AdamW", result=f"{'' if is_close else 'WRONG: '}within {difference:.1e}"
+                    what="stage 0 compared with plain AdamW",
+                    result=f"{'' if is_close else 'WRONG: '}within {difference:.1e}",
                 )
                 is_right &= is_close
             expected = reference

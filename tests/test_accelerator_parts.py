@@ -57,8 +57,8 @@ def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
     assert not [row for row in found["rows"] if row.get("kept")]
     if part == "right":  # on this device every policy has the bits of stage 0
         said = {row["what"]: row["result"] for row in found["rows"]}
-        assert said.pop("asked of kernels") == "deterministic where torch can; CUBLAS_WORKSPACE_CONFIG=:4096:8"
-        assert said.pop("stage 0 beside plain AdamW").startswith("within")
+        assert said.pop("deterministic kernels") == "requested where torch has them; CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        assert said.pop("stage 0 compared with plain AdamW").startswith("within")
         assert set(said.values()) == {"equal", "right"}
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         names = set(archive.getnames())

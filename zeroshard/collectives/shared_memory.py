@@ -416,7 +416,7 @@ class SentRows(Sent):
     _lent: Lent
 
     def _row(self, peer: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Wait for a rank's row for this one, in that rank's memory."""
+        """Wait for the row that `peer` sends to this rank, and return it as a view of the peer's memory."""
         collectives = self._collectives
         rows = collectives.lent_by(peer, self._lent.tag, shape.numel(), dtype, self._lent.label)
         return rows.view(shape)[collectives.rank]

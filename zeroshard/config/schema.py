@@ -181,8 +181,8 @@ class CommsLoggerBlock(Block):
     """`comms_logger`: the bytes that rank 0 sends."""
 
     enabled: Annotated[bool, works(
-        "add the bytes that rank 0 sent, by collective, to the line that `steps_per_print` prints, and to the monitors. They are "
-        "those since the last line; with a monitor, those of the last step.")] = False
+        "add the bytes that rank 0 sent, by collective, to the line that `steps_per_print` prints, and to the monitors. The "
+        "bytes are counted since the previous line, or, if a monitor is enabled, over the last step.")] = False
     verbose: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
     prof_all: Annotated[bool, no_meaning("all collectives are always counted.")] = True
     prof_ops: Annotated[list[Any], no_meaning("all collectives are always counted.")] = []
@@ -230,15 +230,15 @@ class CheckpointBlock(Block):
 
 
 class TensorParallelBlock(Block):
-    """`tensor_parallel`: division of matrices over neighbouring ranks, by the plan of a transformers model.
+    """`tensor_parallel`: division of weight matrices over neighbouring ranks.
 
-    [Tensor parallelism beside sharding](../composing.md) lists the supported models, and how each call behaves on a divided model.
+    [Tensor parallelism with sharding](../composing.md) lists the supported models, and how each call behaves on a divided model.
     """
 
     autotp_size: Annotated[Count, works(
         "the number of ranks that divide one model and get the same batches. 0 or 1: no division. `initialize` and "
-        "`deepspeed.tp_model_init` divide the model by its `tp_plan`, at any stage.")] = 0
-    tp_overlap_comm: Annotated[bool, no_meaning("torch waits for each sum over ranks at its first use.")] = False
+        "`deepspeed.tp_model_init` divide the matrices that the `tp_plan` of a transformers model names, at any stage.")] = 0
+    tp_overlap_comm: Annotated[bool, no_meaning("torch waits for each all-reduce when its result is first used.")] = False
     partition_config: Annotated[dict[str, Any] | None, refused(
         "zeroshard uses the model's own plan (transformers' `tp_plan`). For another plan, divide the model with torch's `parallelize_module` first.")] = None
     preset_model: Annotated[str | None, refused("zeroshard uses the model's own plan (transformers' `tp_plan`).")] = None

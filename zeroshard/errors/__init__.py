@@ -17,8 +17,8 @@ def counted(number: int, what: str, ending: str = "s") -> str:
 class ZeroshardError(Exception):
     """The base class of zeroshard's errors.
 
-    Under torchrun, an uncaught error is printed once, without a traceback. A traceback ends in a note with the command
-    that explains the error; `str(error)` is only the message.
+    Under torchrun, each machine prints an uncaught error once, without a traceback unless `ZEROSHARD_TRACEBACK=1`. A
+    traceback ends in a note with the command that explains the error; `str(error)` is only the message.
     """
 
     def __init__(self, *args: object) -> None:
@@ -45,11 +45,11 @@ class UsageError(ZeroshardError, RuntimeError):
 
 
 class CollectiveError(ZeroshardError, RuntimeError):
-    """A failed collective: ranks diverged, timed out or died. The message names the ranks and the operation of each."""
+    """A failed collective: ranks diverged, timed out or died. The message names the ranks and their operations, if known."""
 
 
 class CheckpointError(ZeroshardError, RuntimeError):
-    """A checkpoint that cannot be written or loaded. The message names the file and the cause."""
+    """A checkpoint that cannot be written or loaded. The message names the cause, and the file if one is at fault."""
 
 
 class LossScaleError(ZeroshardError, FloatingPointError):
@@ -57,4 +57,4 @@ class LossScaleError(ZeroshardError, FloatingPointError):
 
 
 class StorageError(ZeroshardError, RuntimeError):
-    """Model states that cannot be stored in, or moved to or from, memory or disk. The message names the place and the cause."""
+    """A failure to store, read or move model states, in memory or on disk. The message names the cause, and a disk's folder."""

@@ -372,7 +372,7 @@ def _saved_spans(
 
 
 def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, covered: Mapping[str, int]) -> None:
-    """Raise if a fragment does not follow the previous one, or is outside of its parameter or its flat tensors."""
+    """Raise if a fragment is of no trained parameter, does not continue the previous fragment, or exceeds its tensors."""
     if span.name not in model.parameters or not model.parameters[span.name].trained:
         raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
     numel = prod(model.parameters[span.name].shape)

@@ -103,6 +103,6 @@ def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
 
 
 def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of a shard's parts, in their order. With an offload ratio below 1 they may be on two devices."""
+    """Add the sums of squares of a shard's parts, in the order of the parts. An offload ratio below 1 puts parts on two devices."""
     device = parts[0].device
     return torch.stack([part.to(device) for part in parts]).sum()

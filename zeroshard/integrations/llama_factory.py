@@ -95,7 +95,7 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
 
 
 def register() -> None:
-    """Register both names with LLaMA-Factory, for release 0.9.5 and for later versions."""
+    """Register "zeroshard" as a distributed plugin and as an optimizer plugin, for LLaMA-Factory 0.9.5 and for later versions."""
     try:  # later than 0.9.5
         distributed = import_module(_PLUGINS + "distributed.interface").DistributedPlugin
     except ModuleNotFoundError as error:

@@ -261,9 +261,9 @@ class Appearance:
                 )
 
     def refuse_lost_writes(self) -> None:
-        """Raise if a parameter was written to while it showed a placeholder: its values at rest did not change.
+        """Raise if a parameter was written to while it showed a placeholder, so that the write was lost.
 
-        torch calls no `__torch_function__` for `set_`.
+        Only this check finds `set_`, for which torch calls no `__torch_function__`.
         """
         now = self.versions()
         if self.placeholders is None or not self._versions or now == self._versions:

@@ -67,7 +67,7 @@ class Context:
         return Everyone(self.collectives, self.others)
 
     def dtypes(self, own_dtype: torch.dtype) -> DTypes:
-        """Return the dtypes of a parameter's model states; its own dtype is `own_dtype`."""
+        """Return the dtypes of the model states of a parameter whose own dtype is `own_dtype`."""
         return self.precision.resolve(own_dtype, self.collectives.sum_dtype)
 
     def close(self) -> None:

@@ -456,7 +456,7 @@ def _differentiable(tree: Any) -> list[Tensor]:
 
 
 class OneThread:
-    """The check that only one thread runs a forward: another would reshard parameters that the first is reading.
+    """The check that only one thread at a time runs a forward. A second one would reshard parameters that the first is reading.
 
     Args:
         units: the model's units.

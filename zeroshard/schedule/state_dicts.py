@@ -89,9 +89,9 @@ class _KeptInMemory(OrderedDict[str, Any]):
 
 
 def state_dict_in_memory(module: nn.Module, *, keeps: bool) -> dict[str, Any]:
-    """Return a module's state dict in CPU memory if this rank `keeps` it, unit by unit. Every rank must call it.
+    """Return a module's state dict, gathered one unit at a time: in CPU memory if `keeps`, otherwise without values.
 
-    Tied parameters are one tensor.
+    Every rank must call it. Tied parameters are one tensor.
     """
     state = _KeptInMemory(keeps)
     module.state_dict(destination=state)

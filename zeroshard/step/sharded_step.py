@@ -505,7 +505,7 @@ class ShardedStep:
         return norm_of(self._everyone.by_shard(by_rank))
 
     def list_group(self, param_group: dict[str, Any]) -> None:
-        """Register another param group of the user's parameters. `lay_out` gives it their views."""
+        """Register another param group of the user's parameters. `lay_out` later adds the views of these parameters to it."""
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
 

@@ -259,7 +259,7 @@ def _make_last(hooks: Any, handle: RemovableHandle) -> None:
 def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHandle) -> None:
     """Move a pre-hook of a module's forward before all others, and a hook after all others.
 
-    torch's `prepend=True` applies at registration: a later hook may still come before or after.
+    torch's `prepend=True` sets the order only at registration: a later hook can still run before the pre-hook, or after the hook.
     """
     _make_first(module._forward_pre_hooks, first)
     _make_last(module._forward_hooks, last)

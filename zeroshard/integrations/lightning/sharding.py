@@ -198,7 +198,7 @@ class Sharding:
 
 
 def _refuse_disagreement(config: Config, facts: Facts) -> None:
-    """Raise if the config and Lightning have different values, instead of choosing one silently."""
+    """Raise if the config enables fp16 or autocast, which Lightning sets, or if its bf16 or clipping differs from Lightning's."""
     schema = config.schema
     autocast = "16-mixed" if config.scales_loss else "bf16-mixed"
     for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):

@@ -181,7 +181,7 @@ class Native(Grouped):
         # If possible the backend divides while it adds, so that no sum grows with the number of ranks.
         averages = divisor == self.world_size and self.members.backend not in _WITHOUT_AVG
         arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
-        return _NativeMean(arriving, workspace, 1.0 if averages else divisor)
+        return NativeMean(arriving, workspace, 1.0 if averages else divisor)
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
@@ -237,10 +237,10 @@ class Native(Grouped):
 
 
 @dataclass(eq=False)
-class _NativeMean(Reduction):
+class NativeMean(Reduction):
     """A reduce-scatter of the backend, whose result is divided here if the backend did not divide it."""
 
-    _transfer: Transfer
+    _transfer: Work
     _total: Tensor
     _divisor: float
 

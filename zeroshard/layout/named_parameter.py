@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.layout.placement import Placement
-from zeroshard.torch_private import distributed_as, is_distributed, local_of, part_as, show_local
+from zeroshard.torch_private import distributed_by, distribution_of, is_distributed, local_of, part_as, show_local
 
 _WRAPPED = "_orig_mod"
 
@@ -63,7 +63,7 @@ class NamedParameter:
 
     def as_parameter(self, local: Tensor) -> Tensor:
         """Wrap this rank's part in a DTensor with the parameter's placements; for an ordinary parameter, return it unchanged."""
-        return distributed_as(self.parameter, local) if self.is_distributed else local
+        return distributed_by(distribution_of(self.parameter), local) if self.is_distributed else local
 
     def own_part(self, gradient: Tensor) -> Tensor:
         """Return this rank's part of a gradient. All ranks of a DTensor must call it, since it may sum over them."""

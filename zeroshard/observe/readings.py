@@ -11,11 +11,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from zeroshard.storage.transfers import CPU, Copies, Transfer
+from zeroshard.storage.transfers import CPU, LANDED, Copies, Transfer
 
 Number = float | Tensor
 Key = TypeVar("Key")
-_Kind = tuple[torch.device, torch.dtype]
 
 
 class Readings(Generic[Key]):
@@ -24,8 +23,10 @@ class Readings(Generic[Key]):
     def __init__(self) -> None:
         self._waiting: list[tuple[Key, list[Number]]] = []
         self._in_flight: list[tuple[Key, list[Number]]] = []
-        self._arriving: dict[_Kind, tuple[Tensor, Transfer]] = {}
-        self._copies: dict[torch.device, Copies] = {}
+        self._host = torch.empty(0)
+        """The accelerator's numbers of the batch in flight, when `_transfer` is done."""
+        self._transfer: Transfer = LANDED
+        self._copies: Copies | None = None
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
         """Add numbers to the next batch. An accelerator's tensors are copied only with that batch, and must not change before."""
@@ -48,7 +49,7 @@ class Readings(Generic[Key]):
             wait: whether to block until all numbers have arrived.
         """
         found: list[tuple[Key, list[float]]] = []
-        while wait or all(transfer.is_done for _, transfer in self._arriving.values()):
+        while wait or self._transfer.is_done:
             found += self._land()
             if not self._waiting:
                 break
@@ -58,33 +59,25 @@ class Readings(Generic[Key]):
     def _start(self) -> None:
         self._in_flight = self._waiting
         self._waiting = []
-        alike: dict[_Kind, list[Tensor]] = {}
-        for _, numbers in self._in_flight:
-            for number in numbers:
-                if isinstance(number, Tensor):
-                    alike.setdefault((number.device, number.dtype), []).append(number)
-        for (device, dtype), tensors in alike.items():
-            if device not in self._copies:
-                self._copies[device] = Copies(device)
-            host = torch.empty(len(tensors), dtype=torch.float32, pin_memory=True)
-            self._arriving[device, dtype] = (host, self._copies[device].copy(host, torch.stack(tensors)))
+        there = [number for _, numbers in self._in_flight for number in numbers if isinstance(number, Tensor)]
+        if there:
+            device = there[0].device
+            self._copies = self._copies or Copies(device)
+            self._host = torch.empty(len(there), dtype=torch.float32, pin_memory=True)
+            self._transfer = self._copies.copy(
+                self._host, torch.stack([one.to(device, torch.float32) for one in there])
+            )
 
     def _land(self) -> list[tuple[Key, list[float]]]:
         """Wait for the batch in flight, and return its numbers."""
-        arrived = {}
-        for kind, (host, transfer) in self._arriving.items():
-            if not transfer.is_done:
-                transfer.wait(CPU)
-            arrived[kind] = iter(host.tolist())
-        found: list[tuple[Key, list[float]]] = []
-        for key, numbers in self._in_flight:
-            values = []
-            for number in numbers:
-                if isinstance(number, Tensor):
-                    values.append(next(arrived[number.device, number.dtype]))
-                else:
-                    values.append(number)
-            found.append((key, values))
-        self._arriving = {}
+        if not self._transfer.is_done:
+            self._transfer.wait(CPU)
+        arrived = iter(self._host.tolist())
+        found = [
+            (key, [next(arrived) if isinstance(number, Tensor) else number for number in numbers])
+            for key, numbers in self._in_flight
+        ]
+        self._host = torch.empty(0)
+        self._transfer = LANDED
         self._in_flight = []
         return found

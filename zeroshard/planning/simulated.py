@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Reduction, SummedRows, Work, nothing, sum_into
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, Reduction, SummedRows, Work, nothing, sum_into
 from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel, Within
 from zeroshard.collectives.members import Members
+from zeroshard.collectives.native import NativeMean
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
@@ -33,7 +34,7 @@ from zeroshard.policy import Offload, Policy
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
 from zeroshard.storage.base import FREE_SHARE, DeviceStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
-from zeroshard.storage.disk import BlockFile
+from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
@@ -48,34 +49,19 @@ _FEW = 4
 # ---------------------------------------------------------------------- ranks
 
 
+@dataclass(eq=False)
 class _Arriving(Work):
-    def __init__(self, arrivals: Sequence[Arrival]) -> None:
-        self._arrivals = arrivals
+    _arrival: Arrival
 
     def wait(self) -> None:
-        for arrival in self._arrivals:
-            arrival.wait()
+        self._arrival.wait()
 
 
-class _Sum(Reduction):
-    """The result of a backend that sums, such as NCCL: one row. With a divisor of 1, the row is already the mean."""
-
-    def __init__(self, arriving: Work, total: Tensor, divisor: float) -> None:
-        self._arriving = arriving
-        self._total = total
-        self._divisor = divisor
+class _Sum(NativeMean):
+    """The result of a backend that sums, such as NCCL: one row, which may be shorter than the shard of [Note: ranks and shards]."""
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        self._arriving.wait()
-        own = out[: self._total.numel()]
-        if not accumulate:
-            own.copy_(self._total)
-            if self._divisor != 1.0:
-                own.div_(self._divisor)
-        elif self._divisor == 1.0:
-            own.add_(self._total)
-        else:
-            own.add_(self._total.to(out.dtype).div_(self._divisor))
+        super().finish(out[: self._total.numel()], accumulate=accumulate)
 
 
 _ROWS_SUMMED = 3
@@ -150,13 +136,13 @@ class SimulatedRanks(Collectives):
         with self._ledger.purpose(BUFFERS):
             return torch.zeros(numel, dtype=dtype)
 
-    def _send(self, kind: str, nbytes: int) -> _Arriving:
+    def _send(self, kind: str, nbytes: int) -> Work:
         """Send `nbytes` bytes to the other ranks."""
         if self.ranks == 1:
-            return _Arriving(())
+            return Done()
         self.sent[kind] += nbytes
         self.calls[kind] += 1
-        return _Arriving((self._link.send(nbytes),))
+        return _Arriving(self._link.send(nbytes))
 
     def _to_others(self, rows: Tensor) -> int:
         """Return the bytes that a rank sends if each other rank gets its row."""
@@ -443,26 +429,20 @@ def _staging_buffer(ledger: Ledger, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
-class _File:
-    """A `BlockFile` that writes nothing."""
+class _File(DirectFile):
+    """A file that writes nothing."""
 
     def __init__(self, write: Line, read: Line, requests: int, block_nbytes: int) -> None:
         self._write_line = write
         self._read_line = read
         self.buffers_nbytes = requests * min(block_nbytes, 1 << 20)
         self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+        self._released = {}
 
     def allocate(self, nbytes: int, label: str) -> int:
         start = self._nbytes
         self._nbytes += in_pages(nbytes)
         return start
-
-    def release(self, start: int, nbytes: int) -> None:
-        self._nbytes -= in_pages(nbytes)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
         return self._write_line.send(flat.nbytes, arrives_at(after))
@@ -511,7 +491,7 @@ class SimulatedStorages(Storages):
     def _make_host(self) -> MemoryStorage:
         return _Host(self._ledger, self._copies)
 
-    def _make_file(self, offload: Offload) -> BlockFile:
+    def _make_file(self, offload: Offload) -> DirectFile:
         speeds = (self._machine.disk_write, self._machine.disk_read)
         write, read = (Line(self._clock, "disk", speed / self._sharers, 1e-4) for speed in speeds)
         return _File(write, read, offload.requests, offload.block_nbytes)

@@ -55,22 +55,6 @@ class _View:
     trained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Distributed:
-    """A DTensor, whose local tensor is a view of a unit's flat buffer."""
-
-    local: _View
-    distribution: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Theirs:
-    """A tensor that another hook packed, with the function that unpacks it."""
-
-    packed: Any
-    unpack: Callable[[Any], Any]
-
-
 class SavedParameters:
     """The hooks on saved tensors for the units that are sharded at rest.
 
@@ -163,13 +147,13 @@ class SavedParameters:
         if self._has_distributed and is_distributed(tensor):
             local = self._view_of(local_of(tensor), None)
             if local is not None:
-                return _Distributed(local, distribution_of(tensor))
+                return partial(self._distributed, local, distribution_of(tensor))
         else:
             view = self._view_of(tensor, sys._getframe(1))
             if view is not None:
                 return view
         if others is not None:
-            return _Theirs(others[0](tensor), others[1])
+            return partial(others[1], others[0](tensor))
         # Detached: an operation's own output would keep itself alive.
         return (tensor if tensor.grad_fn is None else tensor.detach()), version_of(tensor)
 
@@ -207,17 +191,18 @@ class SavedParameters:
         is_itself = caller is not None and _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
+    def _distributed(self, local: _View, distribution: Any) -> Tensor:
+        with torch.no_grad():
+            return distributed_by(distribution, self._unpack(local))
+
     def _unpack(self, packed: Any) -> Any:
         kind = type(packed)
         if kind is tuple:
             tensor, version = packed
             _check(version, version_of(tensor), f"a tensor of shape {tuple(tensor.shape)}")
             return tensor
-        if kind is _Theirs:
-            return packed.unpack(packed.packed)
-        if kind is _Distributed:
-            with torch.no_grad():
-                return distributed_by(packed.distribution, self._unpack(packed.local))
+        if kind is partial:
+            return packed()
         unit = packed.unit
         entry = unit.named[packed.index]
         _check(packed.version, version_of(entry.parameter) - unit.appearance.hides, entry.fqn)

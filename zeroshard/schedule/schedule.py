@@ -428,7 +428,6 @@ class Schedule:
         Each `parameter.grad` that the user set counts as this rank's gradient, as if a backward had made it.
         """
         self.refuse_parked("a step, or a gradient norm,")
-        self._move(Move.STEP)
         given = self.gradients_of_users()
         if given:
             if after(self.state, Move.GRADIENT) is StepState.UNWANTED:

@@ -219,7 +219,8 @@ class TileByTile(torch.autograd.Function):
         ]
         wanted = [tensor for tensor, need in zip((*ctx.parameters, *given), needs, strict=True) if need]
         by_x = torch.empty_like(x) if needs_x else None
-        sums = _Sums()
+        totals: list[Tensor | None] = [None] * len(wanted)
+        widened: set[int] = set()
         for where in _parts(x.shape[1], ctx.most):
             own = x[:, where].detach().contiguous().requires_grad_(needs_x)
             with torch.enable_grad(), ctx.autocast():
@@ -231,9 +232,12 @@ class TileByTile(torch.autograd.Function):
             if by_x is not None:
                 of_x = made.pop(0)
                 by_x[:, where] = 0 if of_x is None else of_x
-            sums.add(made)
-        totals = iter(sums.totals())
-        return None, None, None, by_x, None, *[next(totals) if need else None for need in needs]
+            _add_tile(totals, widened, made)
+        # A gradient has the dtype of its tensor. A sum in fp32 is rounded once.
+        rounded = iter(
+            total if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, wanted, strict=True)
+        )
+        return None, None, None, by_x, None, *[next(rounded) if need else None for need in needs]
 
 
 def _refuse_others(what: str, y: Tensor, known: Sequence[Tensor | None]) -> None:
@@ -270,37 +274,25 @@ class _Random:
             set_device_states(*self._others, device_type=self._device)
 
 
-class _Sums:
-    """The sums of gradients over tiles. 16-bit gradients are summed in fp32, and rounded once at the end."""
+def _add_tile(totals: list[Tensor | None], widened: set[int], gradients: Sequence[Tensor | None]) -> None:
+    """Add one tile's gradients to the totals. None counts as zero.
 
-    def __init__(self) -> None:
-        self._gradients: list[Tensor | None] | None = None
-        """The first tile's gradients from autograd. Two of them may be one tensor, so additions are not in place."""
-        self._sums: dict[int, Tensor] = {}
+    16-bit gradients are summed in fp32. The first addition makes a new tensor, since two of autograd's gradients may be one.
 
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add one tile's gradients. None counts as zero."""
-        if self._gradients is None:
-            self._gradients = list(gradients)
-            return
-        for index, gradient in enumerate(gradients):
-            first = self._gradients[index]
-            if gradient is None:
-                continue
-            if index in self._sums:
-                self._sums[index].add_(gradient)
-            elif first is None:
-                self._gradients[index] = gradient
-            else:
-                self._sums[index] = first.to(torch.promote_types(first.dtype, torch.float32)) + gradient
-
-    def totals(self) -> list[Tensor | None]:
-        """Return the sums in the gradients' own dtypes."""
-        found = []
-        for index, first in enumerate(self._gradients or ()):
-            total = self._sums.get(index, first)
-            found.append(total if total is None or first is None else total.to(first.dtype))
-        return found
+    Args:
+        widened: the indices of the totals that are new tensors; updated.
+    """
+    for index, gradient in enumerate(gradients):
+        total = totals[index]
+        if gradient is None:
+            continue
+        if total is None:
+            totals[index] = gradient
+        elif index in widened:
+            total.add_(gradient)
+        else:
+            totals[index] = total.to(torch.promote_types(total.dtype, torch.float32)) + gradient
+            widened.add(index)
 
 
 def _parts(count: int, most: int) -> Iterable[slice]:

@@ -12,8 +12,11 @@ for batch in data:
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -179,38 +182,27 @@ def shard_on(
     mesh = mesh_of(model)
     if mesh is not None:
         refuse_beside_others(model, mesh, group, precision, whole_parameters=whole)
-    collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
-    others = _others(backend, mesh, device, collectives)
-    kind = None if mesh is None else distributed_class()
-    storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
-    context = Context(
-        policy, precision, collectives, BufferPool(device, collectives.buffer), storages, bucket_numel, whole_parameters=whole,
-        live=live, whole_class=whole_class(attributes, backend.parameter_class), others=others,
-        distributed_class=None if kind is None else whole_class(attributes, kind),
-    )  # fmt: skip
-    try:
+    with ExitStack() as undo:
+        collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
+        undo.callback(collectives.close)
+        others: Collectives = Alone()
+        kind = None
+        if mesh is not None:  # the ranks of a mesh's other dimension divide the model's DTensors
+            others = backend.collectives(mesh.get_group(), device, what="shard()")
+            undo.callback(others.close)
+            refuse_crossed(collectives, others)
+            kind = distributed_class()
+        storages = backend.storages(policy, device, precision.resolve(parameters[0].dtype).param.itemsize, collectives)
+        undo.callback(storages.close)
+        context = Context(
+            policy, precision, collectives, BufferPool(device, collectives.buffer), storages, bucket_numel, whole_parameters=whole,
+            live=live, whole_class=whole_class(attributes, backend.parameter_class), others=others,
+            distributed_class=None if kind is None else whole_class(attributes, kind),
+        )  # fmt: skip
         with collectives.operation("shard()"):
-            return _shard(model, optimizer, context, units, overlap=overlap)
-    except BaseException:
-        storages.close()
-        collectives.close()
-        others.close()
-        raise
-
-
-def _others(backend: Backend, mesh: DeviceMesh | None, device: torch.device, collectives: Collectives) -> Collectives:
-    """Return the transport between the ranks that divide the model's DTensors. On an error, close `collectives`."""
-    if mesh is None:
-        return Alone()
-    others: Collectives = Alone()
-    try:
-        others = backend.collectives(mesh.get_group(), device, what="shard()")
-        refuse_crossed(collectives, others)
-    except BaseException:
-        others.close()
-        collectives.close()
-        raise
-    return others
+            sharded = _shard(model, optimizer, context, units, overlap=overlap)
+        undo.pop_all()
+    return sharded
 
 
 def _shard(
@@ -413,28 +405,17 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
         f"buckets of {context.bucket_numel} elements",
         f"sharded: {sharded}",
     ]
-    digest = hashlib.sha256()
-    digests = []
-    for line in lines:
-        digest.update(line.encode() + b"\n")
-        digests.append(digest.digest())
-    everyone = collectives.exchange(digests[-1] + len(lines).to_bytes(8, "little"), "the shapes of the model")
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    everyone = collectives.exchange(digest, "the shapes of the model")
     different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if different:
-        # Bisect to the first line that differs. All ranks take the same branches, since all get the same answers.
-        low = 0
-        high = min(int.from_bytes(data[-8:], "little") for data in everyone)
-        while low < high:
-            middle = (low + high) // 2
-            same = collectives.exchange(digests[middle], "the shapes of the model")
-            if all(other == same[0] for other in same):
-                low = middle + 1
-            else:
-                high = middle
-        mine = [*lines, "nothing more"][low]
+        of_lines = collectives.exchange_json([zlib.crc32(line.encode()) for line in lines], "the shapes of the model")
+        compared = enumerate(zip_longest(*of_lines))
+        first = next((number for number, sums in compared if len(set(sums)) > 1), 0)
+        mine = [*lines, "nothing more"][first]
         raise UsageError(
             f"the ranks built different models: ranks {different} differ from rank 0, first at parameter, buffer or setting "
-            f"{low + 1}, where rank {collectives.rank} has: {mine}. Build the same model, with the same settings, on every rank."
+            f"{first + 1}, where rank {collectives.rank} has: {mine}. Build the same model, with the same settings, on every rank."
         )
 
 

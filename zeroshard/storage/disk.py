@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -59,27 +59,8 @@ class Requests(Transfer):
         return all(future.done() for future in self._futures)
 
 
-class BlockFile(Protocol):
-    """The part of a file that a disk storage uses."""
-
-    buffers_nbytes: int
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def allocate(self, nbytes: int, label: str) -> int: ...
-
-    def release(self, start: int, nbytes: int) -> None: ...
-
-    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer: ...
-
-    def read(self, start: int, flat: Tensor, label: str) -> Transfer: ...
-
-    def close(self) -> None: ...
-
-
 class DirectFile:
-    """A `BlockFile` without a name (see the module's docstring).
+    """A file without a name (see the module's docstring).
 
     Args:
         folder: the file's folder, which must exist.
@@ -159,11 +140,11 @@ class DirectFile:
         """Release a range of `allocate`."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
-    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Requests:
+    def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
         """Start to write a contiguous CPU tensor at `start`, once `after` is over."""
         return self._start(self._write, start, flat, label, after)
 
-    def read(self, start: int, flat: Tensor, label: str) -> Requests:
+    def read(self, start: int, flat: Tensor, label: str) -> Transfer:
         """Start to fill a contiguous CPU tensor from `start`, and verify the checksums of its blocks."""
         return self._start(self._read, start, flat, label, LANDED)
 
@@ -247,7 +228,7 @@ class DiskStorage(Storage):
         ahead: the buffers with the content of slots that are read next, and the reads that fill them.
     """
 
-    def __init__(self, file: BlockFile, copies: Copies, staging: Staging) -> None:
+    def __init__(self, file: DirectFile, copies: Copies, staging: Staging) -> None:
         self.file = file
         self.device = CPU
         self.copies = copies
@@ -365,7 +346,7 @@ class DiskSlot(Slot):
             requests.wait(CPU)
 
 
-def _release(file: BlockFile, start: int, nbytes: int, writing: list[Transfer]) -> None:
+def _release(file: DirectFile, start: int, nbytes: int, writing: list[Transfer]) -> None:
     """Release the range of a deleted slot, once nothing writes to it any longer."""
     for requests in writing:
         with suppress(StorageError):

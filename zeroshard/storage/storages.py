@@ -12,7 +12,7 @@ from zeroshard.errors import PolicyError
 from zeroshard.policy import Offload, Place, Policy
 from zeroshard.storage.base import AcceleratorStorage, CpuStorage, DeviceStorage, MemoryStorage, Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer, ResizedBuffer, ShareableBuffer
-from zeroshard.storage.disk import BlockFile, DirectFile, DiskStorage
+from zeroshard.storage.disk import DirectFile, DiskStorage
 from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
@@ -75,7 +75,7 @@ class Storages:
     def _make_host(self) -> MemoryStorage:
         return CpuStorage(self._copies, pin=self.pin)
 
-    def _make_file(self, offload: Offload) -> BlockFile:
+    def _make_file(self, offload: Offload) -> DirectFile:
         if offload.path is None:
             raise PolicyError("states are to go to disk, and no folder is named: pass Offload(path=...).")
         return DirectFile(offload.path, offload.block_nbytes, offload.requests, self.accelerator.device)

@@ -182,11 +182,6 @@ def show_local(tensor: Any, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def distributed_as(like: Any, local: Tensor) -> Tensor:
-    """Create a DTensor outside of graphs, with the distribution of another DTensor."""
-    return distributed_by(like._spec, local)
-
-
 def distribution_of(tensor: Any) -> Any:
     """Return a DTensor's mesh, placements, shape, strides and dtype, as one object that DTensors may share."""
     return tensor._spec

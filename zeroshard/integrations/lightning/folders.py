@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.schedule.state_dicts import state_dict_in_memory
+from zeroshard.formats.consolidated import state_dict_of
 from zeroshard.sharding.sharded import Sharded
 
 _TAG = "checkpoint"
@@ -99,17 +98,6 @@ def clear_for_file(path: str | os.PathLike[str]) -> None:
         shutil.rmtree(path)
 
 
-def whole_state_dict(module: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the module's whole state dict on rank 0, in CPU memory, and {} on other ranks. Every rank must call it.
-
-    One unit is unsharded at a time.
-    """
-    state = state_dict_in_memory(module, keeps=rank == 0)
-    if rank != 0:
-        return {}
-    return state
-
-
 def write_single_file(
     path: str | os.PathLike[str], out: str | os.PathLike[str], weights_only: bool | None = None
 ) -> None:
@@ -127,9 +115,5 @@ def write_single_file(
         CheckpointError: there is no such folder, or it is damaged.
     """
     reader = open_checkpoint(path, _TAG)
-    state: dict[str, Tensor] = {}
-    model = list(reader.model())
-    for stored, tensor in zip(model, reader.tensors([(one, one.span) for one in model]), strict=True):
-        state.update(dict.fromkeys(stored.names, tensor.view(stored.shape)))
     rest = _rest(reader.values(reader.manifest.values["shared"]), path, weights_only)
-    torch.save({**rest, "state_dict": state}, out)
+    torch.save({**rest, "state_dict": state_dict_of(path, _TAG, dtype=None)}, out)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor
@@ -162,27 +163,17 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ steps
 
-    def _step(self, name: str, *args: Any) -> Any:
+    def _step(self, name: str, context: str, *args: Any) -> Any:
         """Run a step through the module's forward, so that parameters outside all blocks are gathered once."""
-        if self.sharded is None:
-            return getattr(self.lightning_module, name)(*args)
-        return self._forward_redirection(self.model, self.lightning_module, name, *args)
+        with getattr(self.precision_plugin, context)():
+            if self.sharded is None:
+                return getattr(self.lightning_module, name)(*args)
+            return self._forward_redirection(self.model, self.lightning_module, name, *args)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+    training_step = partialmethod(_step, "training_step", "train_step_context")
+    validation_step = partialmethod(_step, "validation_step", "val_step_context")
+    test_step = partialmethod(_step, "test_step", "test_step_context")
+    predict_step = partialmethod(_step, "predict_step", "predict_step_context")
 
     def post_backward(self, closure_loss: Tensor) -> None:
         if self.sharded is not None:
@@ -234,7 +225,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             )
             return
         if self.sharded is not None:
-            checkpoint["state_dict"] = folders.whole_state_dict(self.lightning_module, self.global_rank)
+            checkpoint["state_dict"] = self.sharded.consolidated_state_dict() or {}
         elif self._gave_states_up and checkpoint.pop("optimizer_states", None) is not None and self.is_global_zero:
             trainer_class("utilities.rank_zero", "rank_zero_warn")(
                 f"{filepath} holds weights and no optimizer state, since fit is over. To resume, save during fit, with "

@@ -153,10 +153,6 @@ def get_accelerator() -> DeepSpeedAccelerator:
     return DeepSpeedAccelerator()
 
 
-def is_current_accelerator_supported() -> bool:
-    return True
-
-
 def empty_cache() -> None:
     get_accelerator().empty_cache()
 

@@ -10,7 +10,7 @@ import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from importlib.abc import InspectLoader, PathEntryFinder
+from importlib.abc import PathEntryFinder
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -97,22 +97,13 @@ def _refused(name: str, instead: str) -> type[Any]:
     return type(name, (), {"__init__": init, "__doc__": f"Not offered. {instead}", "__module__": "deepspeed"})
 
 
-class FileLoader(SourceFileLoader):
-    """A loader of a module with a file, which also gets the names of its row."""
+class Loader(SourceFileLoader):
+    """A loader of a module: it runs the module's own file, if there is one, and adds the names of its row."""
 
     def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
+        if Path(self.path).stem == self.name.rpartition(".")[2]:
+            super().exec_module(module)
         fill(module)
-
-
-class RowLoader(InspectLoader):
-    """A loader of a module that is only a row of the table."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        fill(module)
-
-    def get_source(self, fullname: str) -> str:
-        return ""
 
 
 class Folder(PathEntryFinder):
@@ -127,7 +118,7 @@ class Folder(PathEntryFinder):
             raise ImportError(f"{path} is not in {ROOT}", path=path)
         self._path = Path(path)
         self._package = ".".join(("deepspeed", *self._path.relative_to(ROOT).parts))
-        self._files = FileFinder(path, (FileLoader, SOURCE_SUFFIXES))
+        self._files = FileFinder(path, (Loader, SOURCE_SUFFIXES))
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
@@ -141,9 +132,8 @@ class Folder(PathEntryFinder):
         # inspect.getsource looks for a class in its module's file.
         code = next((word[1:-1] for word in TABLE[fullname].names.split() if word.startswith("._")), "_names")
         below = [str(self._path / name)] if self._is_package(name) else None
-        return spec_from_file_location(
-            fullname, ROOT / f"{code}.py", loader=RowLoader(), submodule_search_locations=below
-        )
+        file = str(ROOT / f"{code}.py")
+        return spec_from_file_location(fullname, file, loader=Loader(fullname, file), submodule_search_locations=below)
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
         """Yield the name of each module, and whether it is a package, for pkgutil."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import zeroshard
 from zeroshard import DynamicLossScaler, StaticLossScaler
@@ -183,15 +183,6 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
 
 # ---------------------------------------------------------------------- experts: no parameter belongs to one rank only
-
-
-def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
-    """Return (False, 0): no module can have layers of DeepSpeed's MoE."""
-    return False, 0
-
-
-def is_moe_param(parameter: Tensor) -> bool:
-    return False
 
 
 def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,11 @@ class Row:
     otherwise: str = ""
 
 
+def constant(answer: Any) -> Callable[..., Any]:
+    """Return a function that returns `answer`, whatever its arguments are."""
+    return lambda *_, **__: answer
+
+
 _SCHEDULES = {
     "LR_RANGE_TEST": "LRRangeTest", "ONE_CYCLE": "OneCycle", "WARMUP_LR": "WarmupLR", "WARMUP_DECAY_LR": "WarmupDecayLR",
     "WARMUP_COSINE_LR": "WarmupCosineLR",
@@ -46,12 +51,13 @@ _KERNELS = ("fused_adam", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_lion", "
 _MICS = "Use zero.Init(), and mics_shard_size in the config."
 _MONITORS = "The config's blocks tensorboard, csv_monitor, wandb and comet write the figures of engine.step()."
 _OPTIMIZER = "deepspeed.initialize makes the engine's optimizer."
+_MODEL_PARALLEL = {
+    f"{prefix}model_parallel_{what}": constant(answer)
+    for prefix in ("_get_", "get_", "get_tensor_") for what, answer in (("world_size", 1), ("rank", 0))
+}  # fmt: skip
 _GROUPS = """
     _get_data_parallel_group=get_world_group get_data_parallel_group=get_world_group
     _get_sequence_data_parallel_group=get_world_group
-    _get_model_parallel_world_size get_model_parallel_world_size=_get_model_parallel_world_size
-    get_tensor_model_parallel_world_size=_get_model_parallel_world_size _get_model_parallel_rank
-    get_model_parallel_rank=_get_model_parallel_rank get_tensor_model_parallel_rank=_get_model_parallel_rank
     torch.distributed:
     _get_data_parallel_world_size=get_world_size get_data_parallel_world_size=get_world_size
     _get_sequence_data_parallel_world_size=get_world_size
@@ -76,16 +82,18 @@ _ROWS = {
         ".accelerator.real_accelerator: *",
         {"set_accelerator": "torch finds the accelerator. CUDA_VISIBLE_DEVICES hides devices."}),
     ".accelerator.real_accelerator": Row(
-        "._accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported"),
+        "._accelerator: DeepSpeedAccelerator get_accelerator", values={"is_current_accelerator_supported": constant(True)}),
     ".checkpoint": Row(instead={
         "DeepSpeedCheckpoint": "`zeroshard inspect` shows a checkpoint, and `zeroshard import-deepspeed` imports DeepSpeed's."}),
     ".checkpoint.utils": Row("._functions: clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
     ".checkpointing": Row(".runtime.activation_checkpointing.checkpointing: * __getattr__"),
     ".comm": Row(".comm.comm: * __getattr__"),
     ".comm.comm": Row(
-        "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed configure get_world_group "
-        "get_global_rank get_all_ranks_from_group has_all_gather_into_tensor has_reduce_scatter_tensor",
+        "zeroshard.launch: get_local_rank=local_rank ._ranks: is_initialized init_distributed get_world_group "
+        "get_global_rank get_all_ranks_from_group",
         {"log_summary": 'The config\'s {"comms_logger": {"enabled": true}} prints the bytes sent, with the line of each step.'},
+        values={  # the config's `comms_logger` configures logs
+            "configure": constant(None), "has_all_gather_into_tensor": constant(True), "has_reduce_scatter_tensor": constant(True)},
         otherwise="torch.distributed"),
     ".git_version_info": Row(values={
         "version": "0.19.8", "git_hash": "zeroshard", "git_branch": "zeroshard", "installed_ops": {}, "compatible_ops": {},
@@ -102,7 +110,9 @@ _ROWS = {
     ".monitor.monitor": Row(refused={"Monitor MonitorMaster": _MONITORS}),
     ".moe.layer": Row(
         refused={"MoE": "The experts of transformers' models, such as Mixtral, are sharded like other parameters."}),
-    ".moe.utils": Row("._functions: has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+    ".moe.utils": Row(
+        "._functions: split_params_into_different_moe_groups_for_optimizer",
+        values={"has_moe_layers": constant((False, 0)), "is_moe_param": constant(False)}),
     ".ops": Row(
         "", {"transformer": "zeroshard has no compiled kernels."},
         values={"__compatible_ops__": dict.fromkeys(_KERNELS, True)}),
@@ -208,7 +218,8 @@ _ROWS = {
     ".utils.groups": Row(
         f"._ranks: {_GROUPS}", {
         "_get_expert_parallel_group _get_expert_data_parallel_group get_tensor_model_parallel_group initialize":
-            "All ranks are data-parallel. There are no groups of experts, tensors or pipeline stages."}),
+            "All ranks are data-parallel. There are no groups of experts, tensors or pipeline stages."},
+        values=_MODEL_PARALLEL),
     ".utils.init_on_device": Row("._functions: OnDevice"),
     ".utils.logging": Row("._functions: log_dist logger print_dist set_log_level_from_string"),
     ".utils.tensor_fragment": Row(

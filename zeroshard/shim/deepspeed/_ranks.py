@@ -28,10 +28,6 @@ def init_distributed(
     tell_backend()
 
 
-def configure(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, since the config's `comms_logger` configures logs."""
-
-
 def get_world_group() -> Any:
     return dist.group.WORLD
 
@@ -42,18 +38,3 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     return dist.get_process_group_ranks(group or dist.group.WORLD)
-
-
-def has_all_gather_into_tensor() -> bool:
-    return True
-
-
-has_reduce_scatter_tensor = has_all_gather_into_tensor
-
-
-def _get_model_parallel_world_size() -> int:
-    return 1
-
-
-def _get_model_parallel_rank() -> int:
-    return 0

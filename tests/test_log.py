@@ -126,6 +126,14 @@ def test_a_log_that_the_disk_does_not_take_is_no_end(tmp_path: Path, kind: str) 
     )
 
 
+@pytest.mark.parametrize("kind", ["json_monitor", "csv_monitor"])
+def test_a_log_in_a_place_that_is_no_folder_is_refused_before_the_first_step(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "job").write_text("")
+    settings = {kind: {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    with pytest.raises(ConfigError, match=r"^the log .*job.* cannot be written: .*\. Name a folder"):
+        run(settings, steps=0)
+
+
 class Recorder:
     """Stands where a service's client would: what it was made with, and what it was told."""
 

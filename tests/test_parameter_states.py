@@ -273,6 +273,20 @@ def test_both_kinds_at_once() -> None:
     on_ranks(body, 2)
 
 
+def test_modules_and_parameters_are_unsharded_together() -> None:
+    def body(rank: int) -> None:
+        model = sharded_stack(3)[0]
+        other = model.blocks[2].up.weight
+        with zeroshard.unsharded([model.blocks[0], None, other]):
+            assert all(zeroshard.parameter_states(one).is_here for one in (other, *model.blocks[0].parameters()))
+            assert not zeroshard.parameter_states(model.blocks[1].up.weight).is_here
+        for wrong in (["blocks.0.up.weight"], model.named_parameters()):
+            with pytest.raises(UsageError, match=r"unsharded\(\) got a (str|tuple) in its target. Pass modules and"):
+                zeroshard.unsharded(wrong).__enter__()
+
+    on_ranks(body, 2)
+
+
 def test_one_born_sharded_may_take_another_shape_and_dtype() -> None:
     """As a resized embedding does."""
 

@@ -69,7 +69,10 @@ def home_of(parameter: Tensor) -> Home | None:
 
 @contextmanager
 def unsharded(
-    target: nn.Module | Tensor | Iterable[Tensor | None], modifier_rank: int | None = None, *, undo: bool = False
+    target: nn.Module | Tensor | Iterable[nn.Module | Tensor | None],
+    modifier_rank: int | None = None,
+    *,
+    undo: bool = False,
 ) -> Iterator[None]:
     """Unshard the parameters of a module, or given parameters, inside the block.
 
@@ -79,22 +82,25 @@ def unsharded(
     exception leaves the block, changes to parameters that are sharded at rest are lost.
 
     Args:
-        target: a module, a parameter, or several parameters. Other parameters of their units are unsharded too. Tensors
-            that belong to no sharded model, and None, are ignored.
+        target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
+            too. Tensors that belong to no sharded model, and None, are ignored.
         modifier_rank: the rank of the data-parallel group whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is for reading.
         undo: without a modifier rank: undo changes at the end of the block instead of raising an error. This copies
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: parameters were changed without a modifier rank, and the block ends or another one begins inside it.
-            Changes to sharded parameters are lost.
+        UsageError: the target is something else; or parameters were changed without a modifier rank, and the block ends
+            or another one begins inside it. Changes to sharded parameters are lost.
     """
-    if isinstance(target, nn.Module):
-        wanted: list[Tensor] = list(target.parameters())
-    else:
-        given = [target] if isinstance(target, Tensor) else target
-        wanted = [one for one in given if isinstance(one, Tensor)]
+    wanted = list[Tensor]()
+    for one in [target] if isinstance(target, nn.Module | Tensor) else target:
+        if isinstance(one, nn.Module):
+            wanted += one.parameters()
+        elif isinstance(one, Tensor):
+            wanted.append(one)
+        elif one is not None:
+            raise UsageError(f"unsharded() got a {type(one).__name__} in its target. Pass modules and parameters.")
     undo = undo and modifier_rank is None
     with _born_whole(wanted, modifier_rank, undo=undo), _units_whole(wanted, modifier_rank, undo=undo):
         yield

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import __version__ as torch_version
 
 from zeroshard.config.load import Config
-from zeroshard.errors import ConfigError
+from zeroshard.errors import ConfigError, ZeroshardError
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
 from zeroshard.sharding.sharded import Sharded
@@ -133,7 +133,7 @@ class Progress:
         if self._rank == 0:
             try:
                 made = create_monitors(self._schema, lambda: about(self._sharded) | self._config)
-            except ConfigError as error:
+            except ZeroshardError as error:
                 problem = str(error)
             except Exception as error:
                 problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."

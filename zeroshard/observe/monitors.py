@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -149,6 +150,11 @@ class FileMonitor(ABC):
                 stacklevel=2,
             )
 
+    def _unwritable(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
+        )
+
     def close(self) -> None:
         for file in self._open.values():
             with suppress(OSError):  # a full disk may refuse the last data
@@ -175,9 +181,7 @@ class JsonLinesMonitor(FileMonitor):
         try:
             _append_to(self.path).close()
         except OSError as error:
-            raise UsageError(
-                f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
-            ) from error
+            raise self._unwritable(error) from error
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         if STEPS not in self._open:
@@ -187,10 +191,19 @@ class JsonLinesMonitor(FileMonitor):
 
 
 class CsvMonitor(FileMonitor):
-    """One file per figure, such as `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) per step."""
+    """One file per figure, such as `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) per step.
+
+    Raises:
+        UsageError: no file can be written there; raised before the first step.
+    """
 
     def __init__(self, block: MonitorBlock) -> None:
         super().__init__(Path(block.output_path) / block.job_name)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         for name, value in events.items():

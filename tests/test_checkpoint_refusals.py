@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 from models import Stack
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from torch import nn
 from twin import step
 
 import zeroshard
-from zeroshard import CheckpointError, Policy, ZeroshardError
+from zeroshard import CheckpointError, CollectiveError, Policy, ZeroshardError
+from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.loading import requests_for
-from zeroshard.checkpoint.manifest import RangeRecord, StateRecord
+from zeroshard.checkpoint.manifest import RangeRecord, StateRecord, tags
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Placement
 
@@ -249,3 +250,72 @@ def test_a_name_that_no_disk_takes_is_an_error_of_checkpoints(tag: str | None) -
             made.load("x" * 300, tag)
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("keep_last", [0, -1, 1.5, True, "3"])
+def test_a_number_of_checkpoints_that_keeps_none_is_refused(keep_last: Any, tmp_path: Path) -> None:
+    """-1 keeps all in other libraries: it must not remove all but this one."""
+    _, made = sharded(one)
+    made.save(tmp_path, "first")
+    with pytest.raises(ZeroshardError, match=rf"keep_last={keep_last!r}: give .*at least 1, or None to keep all"):
+        made.save(tmp_path, "last", keep_last=keep_last)
+    assert tags(tmp_path) == ["first"]
+    made.remove()
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_tags_that_differ_between_ranks_are_named(call: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        _, made = sharded(one)
+        for tag in ("tag 0", "tag 1"):
+            made.save(tmp_path, tag)
+        with pytest.raises(
+            ZeroshardError, match=rf"the tag is 'tag {rank}' on this rank and 'tag {1 - rank}' on rank {1 - rank}: pass"
+        ):
+            getattr(made, call)(tmp_path, f"tag {rank}")
+        made.save(tmp_path, "then")
+        assert tags(tmp_path)[0] == "then"
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", pytest.param("gloo", marks=pytest.mark.full)], indirect=True)
+def test_a_later_save_that_one_rank_alone_calls_is_named_long_before_the_timeout(
+    transport: str, tmp_path: Path
+) -> None:
+    """The first save made connections of its own, over which nobody would notice that the other rank trains on."""
+
+    def body(rank: int) -> None:
+        model, made = sharded(one)
+        step(model, made, rank, 0)
+        made.save(tmp_path, "first")
+        with pytest.raises(CollectiveError) as caught:
+            if rank == 0:
+                made.save(tmp_path, "second")
+            step(model, made, rank, 1)
+        assert 'rank 0 waited for save "second"' in str(caught.value)
+
+    run_ranks(body, 2, collective_timeout=600, timeout=60)
+
+
+def test_after_an_interrupted_save_no_rank_waits_for_the_other(tmp_path: Path) -> None:
+    """The rank that was interrupted leaves the save, and the other one gets an error. The next save is whole."""
+
+    def body(rank: int) -> None:
+        model, made = sharded(one)
+        step(model, made, rank, 0)
+        write_part = saving.write_part
+
+        def interrupted(*arguments: Any) -> Any:
+            raise KeyboardInterrupt
+
+        if rank == 1:
+            saving.write_part = interrupted
+        with pytest.raises(KeyboardInterrupt if rank == 1 else CollectiveError):
+            made.save(tmp_path, "torn")
+        saving.write_part = write_part
+        step(model, made, rank, 1)
+        made.save(tmp_path, "whole")
+        assert tags(tmp_path) == ["whole"]
+
+    run_ranks(body, 2, collective_timeout=600, timeout=60)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,12 +296,12 @@ class Saving(torch.optim.SGD):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=lambda p: Saving(p, lr=0.1))
+        model, sharded = build(stage, make_optimizer=lambda p: Saving(p, lr=0.1), elementwise=True)
         step(model, sharded, rank, 0)
         sharded.save(tmp_path, "before")
         optimizer = sharded.optimizer
         optimizer.save = lambda: sharded.save(tmp_path, "within", within_step=True)
-        with pytest.raises(UsageError, match=r"in the middle of optimizer\.step"):
+        with pytest.raises(UsageError, match=r"a save inside optimizer\.step"):
             step(model, sharded, rank, 1)
         del optimizer.save
         with pytest.raises(UsageError, match="load a checkpoint"):
@@ -308,9 +309,13 @@ def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -
         sharded.optimizer.zero_grad()
         with pytest.raises(CheckpointError):
             sharded.load(tmp_path, "absent")
-        step(model, sharded, rank, 1)  # it goes on all the same
-        with pytest.raises(UsageError, match="load a checkpoint"):
-            sharded.save(tmp_path, "torn")
+        uses = {
+            "a forward": partial(step, model, sharded, rank, 1), "a step": sharded.optimizer.step,
+            "an export": partial(sharded.export, tmp_path / "out"), "a state dict": sharded.consolidated_state_dict,
+        }  # fmt: skip
+        for use in uses.values():
+            with pytest.raises(UsageError, match=r"an exception aborted optimizer\.step\(\).*Load a checkpoint"):
+                use()
         sharded.load(tmp_path)
         step(model, sharded, rank, 1)
         sharded.save(tmp_path, "after")

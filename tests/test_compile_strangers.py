@@ -83,6 +83,33 @@ def test_compiled_after_shard() -> None:
     run_ranks(body, 2, timeout=200)
 
 
+def test_a_compiled_step_with_the_optimizer_inside() -> None:
+    """Its graphs end at the hooks of the optimizer's step."""
+
+    def body(rank: int) -> None:
+        results = []
+        for stage, compiles in ((0, False), (1, True), (3, True)):
+            model = make()
+            own = adamw(model.parameters())
+            sharded = zeroshard.shard(model, own, stage)
+
+            def step(number: int, model: nn.Module = model, own: torch.optim.Optimizer = own) -> Tensor:
+                loss = model(*texts(rank, number))
+                loss.backward()
+                own.step()
+                own.zero_grad()
+                return loss.detach()
+
+            taken = torch.compile(step, backend="eager") if compiles else step
+            losses = [taken(number) for number in range(3)]
+            with zeroshard.unsharded(model):
+                results.append([torch.stack(losses), *(p.detach().clone() for p in model.parameters())])
+            sharded.remove()
+            assert same(results[-1], results[0]), stage
+
+    run_ranks(body, 2, timeout=200)
+
+
 @pytest.mark.full
 def test_an_engine_compiles_and_is_compiled() -> None:
     def body(rank: int) -> None:

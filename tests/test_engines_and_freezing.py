@@ -130,7 +130,7 @@ def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None
         sharded.optimizer.zero_grad()
         with zeroshard.unsharded(model):
             assert not torch.equal(before, model.blocks[1].up.weight)
-        with pytest.raises(UsageError, match="in a group of the optimizer already"):
+        with pytest.raises(UsageError, match="were in another group when zeroshard took"):
             sharded.update_trainable({"params": list(model.head.parameters())})
 
     on_ranks(body, 2)

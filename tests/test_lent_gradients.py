@@ -38,11 +38,11 @@ def test_in_parts_the_bits_are_the_same(stage: int) -> None:
     work = Workload(lambda: GPT(GPTConfig(layers=3, width=64, heads=2, context=16)), batch, adam, steps=3, max_norm=0.5)
 
     def body(rank: int) -> list[bool]:
-        whole = train(rank, work, Policy.stage(stage), precision=NARROW)
+        whole = train(rank, work, Policy.stage(stage), precision=NARROW, elementwise=True)
         at_once, before = len(calls), resident.LENT_NUMEL
         resident.LENT_NUMEL = 10_000
         try:
-            parts = train(rank, work, Policy.stage(stage), precision=NARROW)
+            parts = train(rank, work, Policy.stage(stage), precision=NARROW, elementwise=True)
         finally:
             resident.LENT_NUMEL = before
         return [parts.equals(whole), at_once == work.steps, len(calls) - at_once > 2 * work.steps]

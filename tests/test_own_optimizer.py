@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import operator
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def test_cast_gradients_use_the_same_memory_unless_the_optimizer_keeps_them(keep
     optimizer = Keeping(model.parameters(), keeps)
     policy = Policy.stage(2).offloaded(optimizer=Place.DISK, offload=Offload(path=str(tmp_path), sub_group_numel=100))
     precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
-    sharded = zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=100)
+    sharded = zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=100, elementwise=True)
     for number in range(2):
         model(*tokens(0, number)).backward()
         optimizer.step()
@@ -379,7 +380,7 @@ def test_a_class_that_evaluates_its_closure(stage: int) -> None:
         model = Stack()
         plain = copy.deepcopy(model)
         optimizer, expected = (Evaluates(one.parameters(), lr=0.1) for one in (model, plain))
-        sharded = zeroshard.shard(model, optimizer, stage)
+        sharded = zeroshard.shard(model, optimizer, stage, elementwise=True)
         for number in range(2):
             losses = []
             for one, its in ((model, optimizer), (plain, expected)):
@@ -578,7 +579,7 @@ def test_a_group_that_cannot_be_added_is_refused(stage: int) -> None:
         model, own, _ = sharded_of(stage)
         with pytest.raises(UsageError, match="1 of the new param group's parameters are not in the model"):
             own.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        with pytest.raises(UsageError, match="in a group of the optimizer already"):
+        with pytest.raises(UsageError, match="were in another group when zeroshard took"):
             own.add_param_group({"params": [model.embedding.weight]})
         model(*tokens(rank, 0)).backward()
         with pytest.raises(UsageError, match="End the step first"):
@@ -667,7 +668,7 @@ def test_after_remove_its_step_is_refused() -> None:
 
 @STAGES
 def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
-    """What is written there counts. A copy of the optimizer keeps its states as they are."""
+    """What is written there counts, and what is removed begins anew. A copy of the optimizer is refused."""
 
     def body(rank: int) -> None:
         model, own, sharded = sharded_of(stage)
@@ -684,6 +685,9 @@ def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
                 continue
             if not parts:
                 assert not state
+                assert own.state.pop(parameter, None) == {}
+                with pytest.raises(KeyError, match="this rank has no part"):
+                    state["exp_avg"]
                 with pytest.raises(UsageError, match="another rank updates"):
                     state["exp_avg"] = torch.zeros(1)
                 continue
@@ -693,9 +697,16 @@ def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
                 sharded.states.local(fqn, "exp_avg")[0].tensor, torch.full_like(parts[0].tensor, rank + 2.0)
             )
             found += 1
+            if found == 1:  # as those of a new layer: the next step begins with new ones
+                assert torch.equal(
+                    own.state.pop(parameter)["exp_avg"], torch.full_like(parts[0].tensor.flatten(), rank + 2.0)
+                )
+                assert own.state[parameter] == {}
         assert found
         assert own.state[nn.Parameter(torch.zeros(1))] == {}
-        assert len(copy.deepcopy(own.state)) == len(own.state) > 0
+        for lose in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="would lose its states"):
+                lose(own)
 
     on_ranks(body, 2)
 
@@ -847,3 +858,89 @@ def test_the_states_that_adagrad_begins_with_are_not_kept() -> None:
         torch.testing.assert_close(model.bias.detach(), before - 0.1 / 1.5**0.5)
 
     on_ranks(body, 2)
+
+
+class Centred(torch.optim.SGD):
+    """It subtracts the mean of each row of a gradient: what it does to an element depends on others."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None and parameter.grad.ndim > 1:
+                    parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+class Named(torch.optim.SGD):
+    """It changes nothing."""
+
+
+@STAGES
+def test_a_subclass_with_a_step_of_its_own_is_unknown(stage: int) -> None:
+    def body(rank: int) -> None:
+        def trained(make: type[torch.optim.SGD], on: int | None, **options: Any) -> dict[str, Tensor]:
+            torch.manual_seed(0)
+            model = Stack()
+            optimizer = make(model.parameters(), lr=0.1)
+            sharded = None if on is None else zeroshard.shard(model, optimizer, on, bucket_numel=100, **options)
+            for number in range(2):
+                model(*tokens(0, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            values = whole(model) if sharded else {fqn: p.detach() for fqn, p in model.named_parameters()}
+            return {fqn: value.clone() for fqn, value in values.items()}
+
+        with pytest.raises(UsageError, match=r"Centred may need whole ones.*pass elementwise=True"):
+            trained(Centred, stage)
+        plain = trained(Centred, None)
+        for fqn, value in trained(Centred, stage, elementwise=False).items():
+            torch.testing.assert_close(value, plain[fqn])
+        assert same(trained(Named, stage), trained(torch.optim.SGD, stage))
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_step_before_the_first_backward_changes_nothing(stage: int) -> None:
+    """Loops call it so that a scheduler does not warn."""
+
+    def body(rank: int) -> None:
+        results = []
+        for is_first in (False, True):
+            model, own, sharded = sharded_of(stage)
+            if is_first:
+                own.step()
+            model(*tokens(rank, 0)).backward()
+            own.step()
+            results.append(whole(model))
+            sharded.remove()
+        assert all(torch.equal(value, results[1][fqn]) for fqn, value in results[0].items())
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_another_optimizer_of_the_same_parameters_is_refused(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, _ = sharded_of(stage)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        other.step()  # there are no gradients
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(
+            UsageError, match=r"SGD.step\(\) of .*: zeroshard was not given this optimizer.*call sharded.remove"
+        ):
+            other.step()
+        wrapper = torch.optim.SGD(own.param_groups, lr=0.1)  # it shares the groups, as Lookahead and SAM do
+        wrapper.step = own.step  # type: ignore[method-assign]
+        wrapper.step()
+        own.zero_grad()
+
+    on_ranks(body, 2)
+
+
+def test_gradients_that_should_become_zeros_are_dropped_with_a_warning() -> None:
+    model, own, sharded = sharded_of(1)
+    model(*tokens(0, 0)).backward()
+    with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) drops gradients"):
+        own.zero_grad(set_to_none=False)
+    sharded.remove()

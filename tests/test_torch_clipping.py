@@ -221,7 +221,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_torchs_own_clipping_clips(clip: str, ranks: int) -> None:
     """As plain PyTorch within rounding; the same bits under every policy and on every rank."""

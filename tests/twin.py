@@ -262,6 +262,7 @@ def build(
     make_model: Callable[[], nn.Module] = Stack,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = OPTIMIZERS["fused AdamW"],
     bucket_numel: int = SMALL_BUCKETS,
+    elementwise: bool | None = None,
 ) -> tuple[Any, Sharded]:
     """Return the same model on every rank, and what `shard` returned. `policy` may be a stage, `precision` a dtype."""
     torch.manual_seed(0)
@@ -269,7 +270,9 @@ def build(
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
     precision = precision if isinstance(precision, Precision) else Precision(precision)
     optimizer = make_optimizer(model.parameters())
-    return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel)
+    return model, zeroshard.shard(
+        model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, elementwise=elementwise
+    )
 
 
 def step(model: nn.Module, sharded: Sharded, rank: int, number: int) -> None:

@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from zeroshard.checkpoint.saving import Destination, Part, take_snapshot, write_
 from zeroshard.checkpoint.values import random_state, set_random_state
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.watch import make_current
-from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
+from zeroshard.errors import CheckpointError, CollectiveError, UsageError, ZeroshardError
 from zeroshard.observe.display import Display
 
 _ATTEMPTS = 50
@@ -91,6 +92,27 @@ class Checkpoints:
     def _device(self) -> torch.device:
         return self.live.units[0].flat.tensor.device
 
+    @contextmanager
+    def operation(self, name: str) -> Iterator[None]:
+        """Name the waits of a save, a load or an export. Every rank must enter it.
+
+        After an error that other ranks may not have, such as an interrupt, the connections are closed, so that no rank waits for
+        this one. The next call makes new ones.
+        """
+        try:
+            with self.live.collectives.operation(name):
+                yield
+        except BaseException as error:
+            is_writing = self._pending is not None and not self._pending.done()
+            if (isinstance(error, CollectiveError) or not isinstance(error, Exception)) and not is_writing:
+                self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        if "control" in vars(self):
+            self.control.close()
+            del self.control
+
     def together(self, what: str) -> AbstractContextManager[None]:
         """Raise an exception of any rank in the block as a `CheckpointError` on all. Every rank must enter it."""
         return together(self.control, what)
@@ -145,9 +167,16 @@ class Checkpoints:
         Raises:
             CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
                 message names the file and the cause. Earlier checkpoints do not change.
-            UsageError: a backward is waiting for its step, an `optimizer.step()` is running, `asynchronous` is set and
-                model states are on disk, or `node_local` differs between ranks or is set for a model with DTensors.
+            UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `keep_last` is
+                less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local` differs between
+                ranks, or `node_local` is set for a model with DTensors.
         """
+        if keep_last is not None and (
+            isinstance(keep_last, bool) or not isinstance(keep_last, Integral) or keep_last < 1
+        ):
+            raise UsageError(
+                f"keep_last={keep_last!r}: give the number of checkpoints to keep, at least 1, or None to keep all."
+            )
         if values is not None and not isinstance(values, Mapping):
             raise UsageError(f"save(values=...) takes a dict, not a {type(values).__name__}: name each value.")
         if self.live.schedule.awaits_step and not within_step:
@@ -155,14 +184,14 @@ class Checkpoints:
         steps = self.live.step.steps_begun
         self.live.step.refuse_inside()
         self.live.schedule.refuse_unseen_changes()
-        with self.live.collectives.operation(f'save "{tag}"'):
+        with self.operation(f'save "{tag}"'):
             files.check_tag(tag)
             if asynchronous and self.live.context.policy.uses_disk:
                 raise UsageError(
                     "an asynchronous save needs CPU memory for this rank's model states, which this policy stores on "
                     "disk. Save without asynchronous=True."
                 )
-            self.wait_together()
+            self.wait_together(tag)
             with self.together("the values that are saved"):
                 path = files.whole_path(folder)
                 own = {"random": random_state()}
@@ -201,10 +230,19 @@ class Checkpoints:
             self._pending = None
             pending.result()
 
-    def wait_together(self) -> None:
-        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it."""
-        with together(self.control, "the previous asynchronous save", "the previous asynchronous save failed: "):
+    def wait_together(self, tag: str | None = None) -> None:
+        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag.
+
+        The ranks meet over the connections of training, which detect a rank that trains on.
+        """
+        collectives = self.live.collectives
+        with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
             self.wait()
+        for rank, other in enumerate(collectives.exchange_json(repr(tag), "the tag of a checkpoint")):
+            if other != repr(tag):
+                raise UsageError(
+                    f"the tag is {tag!r} on this rank and {other} on rank {rank}: pass the same on every rank."
+                )
 
     def raise_if_failed(self) -> None:
         """Raise the error of an asynchronous save that has failed."""
@@ -217,9 +255,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._staging.clear()
-            if "control" in vars(self):
-                self.control.close()
-                del self.control
+            self._disconnect()
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
@@ -252,8 +288,8 @@ class Checkpoints:
             )
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
-        with self.live.collectives.operation(operation):
-            self.wait_together()
+        with self.operation(operation):
+            self.wait_together(tag)
             if self.live.schedule.awaits_step:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
             self.live.step.schedule.refuse_parked("a load")

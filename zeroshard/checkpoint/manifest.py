@@ -464,7 +464,7 @@ def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> N
     stays = {kept}
     if (folder / LATEST).is_file():
         stays.add(latest_tag(folder))
-    for tag in tags(folder, whole=whole)[max(count, 1) :]:
+    for tag in tags(folder, whole=whole)[count:]:
         if tag not in stays:
             remove(folder / tag)
 

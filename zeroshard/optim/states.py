@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -89,10 +90,15 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
-    """Return whether optimizers of this class need whole parameters; None if that is unknown."""
+    """Return whether optimizers of this class need whole parameters; None if that is unknown.
+
+    A class that extends one in `KNOWN` is like it, unless it has a `step` of its own.
+    """
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in KNOWN:
-            return not KNOWN[base.__name__].elementwise
+            # torch wraps the step of a class when it makes its first instance.
+            has_own_step = inspect.unwrap(cls.step) is not inspect.unwrap(base.step)  # type: ignore[attr-defined]
+            return None if has_own_step else not KNOWN[base.__name__].elementwise
     return None
 
 

@@ -249,8 +249,8 @@ class TakenGradient(Tensor):
         fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
-            f"GradScaler work on it (as do norm, mul_, div_, clamp_), and {func.__name__} does not. To read it, call "
-            f'sharded.states.get("{fqn}", "gradients"); to drop the gradients, optimizer.zero_grad().'
+            f"GradScaler work on it (as do norm, and mul_, div_ and clamp_ by a number), and this {func.__name__} does not. To "
+            f'read or change it, call sharded.states.get("{fqn}", "gradients") and set; to drop gradients, optimizer.zero_grad().'
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import chain, islice
 
 import torch
@@ -259,6 +260,7 @@ class Schedule:
     def begin_forward(self) -> None:
         """Begin a forward of the root, outside of a backward."""
         self._backward_ended = False
+        self.refuse_aborted_step()
         self.tree.refuse_replaced_modules()
         for unit in self.units:
             if not unit.trainable:
@@ -460,6 +462,14 @@ class Schedule:
 
     # ------------------------------------------------------------------ step
 
+    def refuse_aborted_step(self) -> None:
+        """Raise if an exception left a step before its end: some parameters are updated, and others are not."""
+        if self.is_stepping:
+            raise UsageError(
+                "an exception aborted optimizer.step(), so some parameters are updated and others are not. Load a checkpoint on "
+                "every rank, or make and shard a new model."
+            )
+
     def begin_step(self) -> None:
         """Prepare for the optimizer's update: afterwards no parameter is arriving or held."""
         self.refuse_parked("optimizer.step()")
@@ -498,10 +508,10 @@ class Schedule:
                 f"{what} while {', '.join(sorted(self.live.parked))} are parked: call reload_states() first."
             )
 
-    def unlisted(self) -> dict[int, str]:
-        """Return the names of parameters that no optimizer lists, by `id`."""
-        entries = chain.from_iterable(unit.named for unit in self.units if not unit.trainable)
-        return {id(entry.parameter): entry.fqn for entry in entries if id(entry.parameter) not in self.optimized}
+    @cached_property
+    def fqns(self) -> dict[int, str]:
+        """The names of the model's parameters, by `id`."""
+        return {id(entry.parameter): entry.fqn for unit in self.units for entry in unit.named}
 
     def refuse_pinned(self, what: str) -> None:
         for unit in self.units:

@@ -159,12 +159,13 @@ class Sharded:
         first of them gets the state dict.
 
         Raises:
-            UsageError: there is no such rank.
+            UsageError: there is no such rank, or a step was aborted.
         """
         if not 0 <= to < self.world_size:
             raise UsageError(
                 f"consolidated_state_dict(to={to}): the ranks are 0 to {self.world_size - 1}. Choose one of them."
             )
+        self._schedule.refuse_aborted_step()
         keeps = self.rank == to and self._context.others.rank == 0
         state = state_dict_in_memory(self.model, keeps=keeps)
         return state if keeps else None
@@ -336,7 +337,8 @@ class Sharded:
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model for `from_pretrained`, see `Engine.export`. Every rank must call it, to write its part."""
-        with self._context.collectives.operation(f'export to "{out}"'):
+        self._schedule.refuse_aborted_step()
+        with self.checkpoints.operation(f'export to "{out}"'):
             export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -105,7 +105,7 @@ class OptimizerStates:
             for one in (self._inner, *optimizers):
                 one.state = states
 
-    def _states_of(self, parameter: int) -> Mapping[str, Any] | None:
+    def _states_of(self, parameter: int) -> MutableMapping[str, Any] | None:
         """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
         if parameter not in self._step.parts_of:
             return None
@@ -126,6 +126,12 @@ class OptimizerStates:
 class StatesOfAnotherRank(UserDict[str, Any]):
     """The states, always empty, of a parameter of which this rank has no part."""
 
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"{name}: this rank has no part of the parameter's states. Check `if optimizer.state[parameter]:`, or call "
+            "sharded.states.get on every rank."
+        )
+
     def __setitem__(self, name: str, value: Any) -> None:
         raise UsageError(
             f"{name!r} was set in the states of a parameter that another rank updates: it would be lost. Write where the states "
@@ -144,7 +150,9 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
         find: returns the states of a parameter of the model, by its `id`; None if the model has no such parameter.
     """
 
-    def __init__(self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], Mapping[str, Any] | None]) -> None:
+    def __init__(
+        self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], MutableMapping[str, Any] | None]
+    ) -> None:
         super().__init__(dict, states)
         self._find = find
 
@@ -174,6 +182,21 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
             )
         super().__setitem__(key, value)
 
+    def __delitem__(self, key: Any) -> None:
+        if super().__contains__(key):
+            super().__delitem__(key)
+        else:
+            self.pop(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove this rank's part of a parameter's states, so that the next step begins with new ones. Return this part."""
+        found = None if super().__contains__(key) else self._find(id(key))
+        if found is None:
+            return super().pop(key, *default)
+        removed = dict(found)
+        found.clear()
+        return removed
+
     def copy(self) -> Any:
         """Return an ordinary dict of the same states."""
         return defaultdict(dict, self.items())
@@ -181,7 +204,12 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
     __copy__ = copy
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
+        if self:
+            raise UsageError(
+                "a copy or a pickle of the optimizer would lose its states, which are of this rank's shards. Copy "
+                "optimizer.state_dict(), or save a checkpoint."
+            )
+        return defaultdict, (dict,)
 
 
 def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:

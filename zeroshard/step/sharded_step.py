@@ -57,8 +57,6 @@ class ShardedStep:
         self._is_driven = False
         self.steps_begun = 0
         """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
-        self._aborted = False
-        """Whether a step was aborted, and another one has begun since: parameters are still of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
@@ -89,7 +87,7 @@ class ShardedStep:
         schedule.on_dropped_gradients(self.zero_grad)
         self.groups = ParamGroups(inner, self.users_optimizers())
         self.lay_out()
-        _watch_optimizers(_before_any_step)
+        _watch_optimizers()
         _TAKEN.add(self)
 
     def users_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -118,9 +116,9 @@ class ShardedStep:
 
     def refuse_inside(self) -> None:
         """Raise if model states are of two steps: inside a step and its driver's part, or after one that was aborted."""
-        if self._is_driven or self.schedule.is_stepping or self._aborted:
+        if self._is_driven or self.schedule.is_stepping:
             raise UsageError(
-                "a save in the middle of optimizer.step() would hold some parameters as they were and some as they will be: have "
+                "a save inside optimizer.step(), or after one that an exception aborted, would hold parameters of two steps: have "
                 "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a "
                 "checkpoint."
             )
@@ -128,7 +126,6 @@ class ShardedStep:
     def forget_aborted_step(self) -> None:
         """Record that a load has made the model states those of one step again."""
         self.schedule.is_stepping = False
-        self._aborted = False
 
     def lay_out(self) -> None:
         """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
@@ -225,6 +222,7 @@ class ShardedStep:
                 "optimizer.step() inside a backward, as in a hook on gradients: other gradients of the step are missing, and "
                 "the backward's end reduces them over ranks. Step after the backward."
             )
+        self.schedule.refuse_aborted_step()
         if self.driver is not None and not self._is_driven:
             report = self.driver()
             return evaluated[0] if evaluated else report
@@ -232,16 +230,8 @@ class ShardedStep:
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
-        self._aborted |= self.schedule.is_stepping
         self.schedule.begin_step()
-        # A parameter is updated if some rank used it, and this optimizer lists it.
-        steps: Sequence[bool] = self._used
-        if len(self._optimizers) > 1:
-            parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
-            steps = [
-                used and parameter in users.parameters and parameter not in self.dropped
-                for parameter, used in zip(parameters, self._used, strict=True)
-            ]
+        steps = self._updated_by(users)
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
         left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
@@ -275,7 +265,19 @@ class ShardedStep:
                         view.value.grad = None
                 casts.take_back()
         self.schedule.end_step()
+        if not any(self._used):  # a step before the first backward has no gradients to drop
+            self.zero_grad()
         return evaluated[0] if evaluated else None
+
+    def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
+        """Return, for each flag, whether an optimizer updates the parameter: some rank used it, and this optimizer lists it."""
+        if len(self._optimizers) == 1:
+            return self._used
+        parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
+        return [
+            used and parameter in users.parameters and parameter not in self.dropped
+            for parameter, used in zip(parameters, self._used, strict=True)
+        ]
 
     def step_inner(self, optimizer: torch.optim.Optimizer, *evaluated: Any) -> None:
         """Call the step of an optimizer's class once, with the gradients that its tensors have.
@@ -296,22 +298,21 @@ class ShardedStep:
         """Move our hooks to their places on an optimizer of this model, which is about to step.
 
         Raises:
-            UsageError: it is another optimizer, which updates parameters of this model that no optimizer lists: each rank
-                has its own gradients of them.
+            UsageError: it is another optimizer, and would update parameters of this model.
         """
         for one in self._optimizers:
             if one.optimizer is optimizer:
                 one.keep_places()
                 return
-        unlisted = self.schedule.unlisted()
-        if not unlisted:
-            return
-        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            fqn = unlisted.get(id(parameter))
-            if fqn is not None and parameter.grad is not None:
+        # An optimizer that wraps another one may share its groups, and calls its step.
+        ours = {id(group) for one in self._optimizers for group in one.optimizer.param_groups}
+        groups = [group for group in optimizer.param_groups if id(group) not in ours]
+        names = self.schedule.fqns
+        for parameter in chain.from_iterable(group["params"] for group in groups):
+            if id(parameter) in names and parameter.grad is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step() of {fqn}, whose gradient is this rank's own: zeroshard was not "
-                    "given this optimizer. Name all of the model's: shard(model, [one, other], policy)."
+                    f"{type(optimizer).__name__}.step() of {names[id(parameter)]}: zeroshard was not given this optimizer. Name "
+                    "all of the model's: shard(model, [one, other], policy). To replace one, call sharded.remove() and shard again."
                 )
 
     def release_inner(self) -> None:
@@ -515,7 +516,10 @@ _TAKEN = weakref.WeakSet[ShardedStep]()
 """The steps of all sharded models, which `_before_any_step` notifies. torch's hook on all optimizers stays: if the garbage
 collector removed it in the middle of a step, that step would raise an error."""
 
-_watch_optimizers = cache(register_optimizer_step_pre_hook)
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_any_step))
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -62,10 +63,11 @@ class UsersOptimizer:
         self._stepped_at = -1
         self._is_inside = False
         self.is_removed = False
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        self._after = optimizer.register_step_post_hook(self._after_step)
+        # A compiled training step must not trace what these call.
+        self._before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
+        self._after = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
         # Replace the method, as torch's schedulers replace `step`: after an aborted backward, no `grad` would show the call.
-        optimizer.zero_grad = self._drop_gradients  # type: ignore[method-assign]
+        optimizer.zero_grad = torch.compiler.disable(self._drop_gradients)  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Call the user's `step()`. If this call is already inside the user's hooks, run only the sharded step."""
@@ -92,6 +94,12 @@ class UsersOptimizer:
         self.optimizer.register_load_state_dict_pre_hook(refuse)
 
     def _drop_gradients(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            warnings.warn(
+                "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that "
+                "no backward used as they are, and momentum and weight decay do not change them.",
+                stacklevel=2,
+            )
         self._zero_grad(self)
 
     def keep_places(self) -> None:
@@ -205,7 +213,8 @@ class ParamGroups:
         again = sum(id(parameter) in known for parameter in param_group["params"])
         if again:
             raise UsageError(
-                f"{again} of the new param group's parameters are in a group of the optimizer already. Leave them out."
+                f"{again} of the new param group's parameters were in another group when zeroshard took the optimizer. Leave them "
+                "out; to regroup them, call sharded.remove(), and shard with an optimizer of the new groups."
             )
         type(self._inner).add_param_group(self._inner, param_group)
         self._users.append(self._inner.param_groups[-1]["params"])

@@ -154,6 +154,7 @@ def train(
     precision: Precision | None = None,
     bucket_numel: int = DEFAULT_BUCKET_NUMEL,
     overlap: bool = True,
+    elementwise: bool | None = None,
     inspect: Callable[[Sharded], None] | None = None,
 ) -> Run:
     """Train a workload in a plain loop under one policy. Every rank must call it.
@@ -161,11 +162,13 @@ def train(
     Args:
         rank: this rank, for `workload.make_batch`.
         workload: the description of the run.
-        policy: as for `shard`, like `precision`, `bucket_numel` and `overlap`.
+        policy: as for `shard`, like `precision`, `bucket_numel`, `overlap` and `elementwise`.
         inspect: a function that is called after each step with the result of `shard`.
     """
     model, optimizer = workload.build()
-    sharded = shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap)
+    sharded = shard(
+        model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, overlap=overlap, elementwise=elementwise
+    )  # fmt: skip
     sharded.comm_report()
     losses = []
     norms = []

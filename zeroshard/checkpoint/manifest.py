@@ -43,7 +43,7 @@ _LONGEST_NAME = 255
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
 
 # Remedies, for the ends of messages.
-ANOTHER = "Load another tag, or pass fall_back=True."
+ANOTHER = "Load another tag, or pass fall_back=True to load()."
 CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
 
 

@@ -88,7 +88,8 @@ class Packer:
     def _pack_object(self, value: Any, path: str) -> Any:
         """Pack an object of another library, or refuse it."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return {"$ndarray": self.pack(torch.from_numpy(value.copy()), path)}
+            native = value.astype(value.dtype.newbyteorder("="))  # a copy, which torch can read
+            return {"$ndarray": self.pack(torch.from_numpy(native), path)}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf":
             return {"$number": [str(value.dtype), value.item()]}
         if isinstance(value, bytes):

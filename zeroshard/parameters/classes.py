@@ -194,6 +194,8 @@ def classes_of(
 
 def _attribute_of(func: Callable[..., Any]) -> str:
     """Return the name of the attribute that `func`, a getter or setter of torch, reads or sets; "" for other operations."""
+    if not func.__name__.startswith("__"):  # such as linear, whose `__self__` is a module of torch
+        return ""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 

@@ -427,7 +427,8 @@ class Unit:
             raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
         raise UsageError(
             f"{fqn} is sharded at rest, and `{what}` needs its values while its module does not run. Read or write inside "
-            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). For files: sharded.save, export."
+            "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). In another module's forward, use "
+            "zeroshard.borrow(module, parameter). For files: sharded.save, export."
         )
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:

@@ -430,5 +430,6 @@ def free_for_sharding(model: nn.Module) -> None:
     if taken:
         raise UsageError(
             f"the model is sharded already (parameter {taken[0]}): call remove() on the result of shard(), or "
-            "destroy() on the engine of initialize, or make a new model."
+            "destroy() on the engine of initialize, or make a new model. If two models share parameters, shard one module that "
+            "holds both, with a list of their optimizers."
         )

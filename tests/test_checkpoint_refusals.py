@@ -298,6 +298,7 @@ def test_a_later_save_that_one_rank_alone_calls_is_named_long_before_the_timeout
     run_ranks(body, 2, collective_timeout=600, timeout=60)
 
 
+@pytest.mark.full
 def test_after_an_interrupted_save_no_rank_waits_for_the_other(tmp_path: Path) -> None:
     """The rank that was interrupted leaves the save, and the other one gets an error. The next save is whole."""
 

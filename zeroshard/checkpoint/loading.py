@@ -279,9 +279,10 @@ class Loader:
             )
 
     def _find_options(self) -> dict[int, dict[str, Any]]:
-        """Find the saved hyperparameters of this run's param groups, by group number. Parameters' names decide.
+        """Find the saved hyperparameters of this run's param groups, by group number.
 
-        Saved groups may be merged or split here only if their hyperparameters are equal.
+        Groups are matched by the names of their parameters. Saved groups may be merged if their hyperparameters are equal. A
+        saved group may be split if this run's groups have equal hyperparameters.
         """
         saved = []
         for group in self.reader.manifest.param_groups:

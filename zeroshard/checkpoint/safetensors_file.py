@@ -378,7 +378,7 @@ def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn an error from opening a file into a `CheckpointError` that names the file."""
+    """Turn an error from opening a file, or reading its header, into a `CheckpointError` that names the file."""
     try:
         yield
     except OSError as error:

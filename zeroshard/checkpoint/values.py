@@ -150,7 +150,7 @@ def storable(tensor: Tensor, path: str) -> Tensor:
 
 
 def are_plain(keys: Iterable[Any]) -> bool:
-    """Return whether keys are those of a JSON object, and none is the mark of a packed value."""
+    """Return whether all keys are strings, and none begins with `$`, the mark of a packed value."""
     return all(isinstance(key, str) and not key.startswith("$") for key in keys)
 
 

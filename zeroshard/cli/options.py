@@ -95,7 +95,7 @@ def _load_module(name: str) -> Any:
 
 
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
-    """Call the user's code, and raise its exceptions as a `UsageError` that names the line."""
+    """Call the user's code. Raise its exceptions, except zeroshard's own, as a `UsageError` that names the line of that code."""
     try:
         return factory()
     except ZeroshardError:

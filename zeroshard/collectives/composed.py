@@ -334,7 +334,7 @@ class CrossingCount(Counter[str]):
 
 @dataclass(eq=False)
 class _Mean(Reduction):
-    """A reduction that crosses hosts when the next one has started, or when it is waited for."""
+    """A reduction whose part between hosts starts once the next reduction has started, or when this one is waited for."""
 
     _across: Grouped | QuantizedGradients
     _inside: Reduction

@@ -38,10 +38,10 @@ def sharded_init(
 ) -> Iterator[None]:
     """Shard modules while they are built in this context. Every rank must enter it.
 
-    Each rank keeps only its part of the parameters. At any time, only the parameters of one module under construction
-    (without its children) are whole, and any other parameter only while an operation uses it. The parameters of the
-    outermost modules are divided at the end of the context. `shard` and `initialize` accept such a model like any
-    other.
+    Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
+    another one; those of the outermost modules, at the end of the context. Until then, the direct parameters of modules
+    under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
+    `shard` and `initialize` accept such a model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.

@@ -203,7 +203,7 @@ class Engine(Saving, nn.Module):
 
     @property
     def _ends_step(self) -> bool:
-        """Whether a step now updates the parameters. Each step does if the caller counts microbatches."""
+        """Whether `step()`, if called now, updates the parameters. Every call does if the caller counts microbatches."""
         return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:

@@ -28,7 +28,7 @@ class Writes:
     Attributes:
         cpu: the place of parameters that rest whole in CPU memory; None if they do not.
         is_cut: whether the parameters are divided over the ranks of `context.others`, see `Unit`.
-        found: the parameters that the user wrote to since `spread_owners_values`, by index.
+        found: the parameters that the user has written to since the last call of `spread_owners_values`, by index.
         masters_wait: whether parameters were written while master weights were parked.
     """
 

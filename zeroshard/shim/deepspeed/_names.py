@@ -15,11 +15,11 @@ class Row:
 
     Attributes:
         names: modules with a colon, each followed by the names from it. `own=theirs` renames one, and `*` stands for
-            `__all__`. Modules of this package begin with a dot. Code in files that begin with `_` becomes this module's
-            own.
-        instead: sentences that name a replacement, by name or by several names with spaces. Such a name raises an
-            error.
-        refused: the same for classes that isinstance may need. Creating an instance raises an error.
+            `__all__`. Modules of this package begin with a dot. Classes and functions of files whose names begin with `_`
+            get this module as their `__module__`.
+        instead: a sentence that names a replacement, for each name that the module lacks. A key is one such name, or several
+            with spaces. Reading the name raises an error with the sentence.
+        refused: the same, for classes that exist only for `isinstance`. Creating an instance raises an error.
         values: constants by name.
         otherwise: the module that has all other names.
     """

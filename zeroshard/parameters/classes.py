@@ -270,7 +270,7 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Run torch.amp.GradScaler's operation on gradients: set `found_inf` if a value is not finite, and multiply by `inverse_scale`."""
+    """Run GradScaler's operation on gradients: set `found_inf` if a value is not finite, and multiply by `inverse_scale`."""
     largest = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients if gradient.numel()]
     if not all(torch.isfinite(each) for each in largest):
         found_inf.fill_(1.0)

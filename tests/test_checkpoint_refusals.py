@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack
+from models import Stack, tokens
 from ranks import on_ranks, run_ranks
 from torch import nn
 from twin import step
@@ -320,3 +322,57 @@ def test_after_an_interrupted_save_no_rank_waits_for_the_other(tmp_path: Path) -
         assert tags(tmp_path) == ["whole"]
 
     run_ranks(body, 2, collective_timeout=600, timeout=60)
+
+
+def test_an_interrupted_wait_for_an_asynchronous_save_leaves_the_save_whole(tmp_path: Path) -> None:
+    """The thread that writes goes on, and a second call waits for it again."""
+
+    def body(rank: int) -> None:
+        model, made = sharded(one)
+        step(model, made, rank, 0)
+        write_part = saving.write_part
+        is_waited_for = threading.Event()
+
+        def late(*arguments: Any) -> Any:
+            assert is_waited_for.wait(60)
+            return write_part(*arguments)
+
+        saving.write_part = late
+        made.save(tmp_path, "behind", asynchronous=True)
+        if rank == 0:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                made.save(tmp_path, "next")
+        is_waited_for.set()
+        made.save(tmp_path, "next")
+        saving.write_part = write_part
+        assert tags(tmp_path) == ["next", "behind"]
+        assert made.load(tmp_path, "behind").tag == "behind"
+
+    run_ranks(body, 2, collective_timeout=600, timeout=60)
+
+
+def test_ranks_of_which_one_has_closed_its_connections_save_again(tmp_path: Path) -> None:
+    """As after an interrupt that came when the other ranks had finished the save."""
+
+    def body(rank: int) -> None:
+        _, made = sharded(one)
+        made.save(tmp_path, "first")
+        if rank == 1:
+            with pytest.raises(KeyboardInterrupt), made.checkpoints.operation("save"):
+                raise KeyboardInterrupt
+        made.save(tmp_path, "second")
+        assert tags(tmp_path) == ["second", "first"]
+
+    run_ranks(body, 2, collective_timeout=600, timeout=60)
+
+
+def test_after_a_step_without_an_optimizer_the_model_still_evaluates() -> None:
+    model, made = sharded(None, 3)
+    with pytest.raises(ZeroshardError, match="for evaluation only"):
+        made.optimizer.step()
+    with torch.no_grad():
+        model(*tokens(0, 0))
+    assert made.consolidated_state_dict()
+    made.remove()

@@ -685,7 +685,7 @@ def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
                 continue
             if not parts:
                 assert not state
-                assert own.state.pop(parameter, None) == {}
+                assert own.state.pop(parameter, None) is None
                 with pytest.raises(KeyError, match="this rank has no part"):
                     state["exp_avg"]
                 with pytest.raises(UsageError, match="another rank updates"):
@@ -919,6 +919,17 @@ def test_a_step_before_the_first_backward_changes_nothing(stage: int) -> None:
     on_ranks(body, 2)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """It calls the step of another optimizer, as Lookahead and SAM do."""
+
+    def __init__(self, inner: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
 @STAGES
 def test_another_optimizer_of_the_same_parameters_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
@@ -930,10 +941,10 @@ def test_another_optimizer_of_the_same_parameters_is_refused(stage: int) -> None
             UsageError, match=r"SGD.step\(\) of .*: zeroshard was not given this optimizer.*call sharded.remove"
         ):
             other.step()
-        wrapper = torch.optim.SGD(own.param_groups, lr=0.1)  # it shares the groups, as Lookahead and SAM do
-        wrapper.step = own.step  # type: ignore[method-assign]
-        wrapper.step()
-        own.zero_grad()
+        for wrapper in (Wrapper(own, own.param_groups), Wrapper(own, [dict(group) for group in own.param_groups])):
+            before = whole(model)
+            wrapper.step()
+            assert not all(torch.equal(value, before[fqn]) for fqn, value in whole(model).items())
 
     on_ranks(body, 2)
 
@@ -943,4 +954,29 @@ def test_gradients_that_should_become_zeros_are_dropped_with_a_warning() -> None
     model(*tokens(0, 0)).backward()
     with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) drops gradients"):
         own.zero_grad(set_to_none=False)
+    sharded.remove()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD"])
+def test_states_that_were_removed_begin_anew(optimizer: str) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = copy.deepcopy(model)
+    own, expected = (OPTIMIZERS[optimizer](one.parameters()) for one in (model, plain))
+    sharded = zeroshard.shard(model, own, 1)
+    for number in range(3):
+        for one, its in ((model, own), (plain, expected)):
+            one(*tokens(0, number)).backward()
+            its.step()
+            its.zero_grad()
+            if number == 0:
+                removed = its.state.pop(one.blocks[1].up.weight)
+                assert "step" in removed or optimizer == "SGD"
+                if optimizer == "Adagrad":  # plain PyTorch's makes its first states only once
+                    expected.state[plain.blocks[1].up.weight] = {
+                        "step": torch.tensor(0.0),
+                        "sum": torch.zeros(plain.blocks[1].up.weight.shape),
+                    }
+    for fqn, value in plain.named_parameters():
+        torch.testing.assert_close(sharded.states.get(fqn), value.detach())
     sharded.remove()

@@ -78,6 +78,7 @@ def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> I
 
 def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
     live.schedule.refuse_unseen_changes()
+    live.schedule.refuse_aborted_step()
     steps = live.schedule.steps_ended
     is_together = any(unit.sharded_at_rest and not unit.is_pinned for unit in live.units)
     with live.collectives.operation("named_weights()"):  # PEFT may read parameters to name them

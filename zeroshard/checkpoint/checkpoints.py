@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -225,21 +226,32 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until an asynchronous save is complete, and raise its error once."""
-        if self._pending is not None:
-            pending = self._pending
-            self._pending = None
+        pending = self._pending
+        if pending is None:
+            return
+        wait_for([pending])  # after an interrupt here, the save is still pending
+        self._pending = None
+        try:
             pending.result()
+        except CollectiveError:
+            self._disconnect()
+            raise
 
     def wait_together(self, tag: str | None = None) -> None:
-        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag.
+        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag or None.
 
-        The ranks meet over the connections of training, which detect a rank that trains on.
+        The ranks meet over the connections of training, which detect a rank that trains on. If some rank has closed its
+        connections of saves, all do.
         """
         collectives = self.live.collectives
         with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
             self.wait()
-        for rank, other in enumerate(collectives.exchange_json(repr(tag), "the tag of a checkpoint")):
-            if other != repr(tag):
+        own = [tag if tag is None else repr(tag), "control" in vars(self)]
+        everyone = collectives.exchange_json(own, "the tag of a checkpoint")
+        if not all(is_connected for _, is_connected in everyone):
+            self._disconnect()
+        for rank, (other, _) in enumerate(everyone):
+            if None not in (tag, other) and other != repr(tag):
                 raise UsageError(
                     f"the tag is {tag!r} on this rank and {other} on rank {rank}: pass the same on every rank."
                 )

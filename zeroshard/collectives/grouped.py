@@ -83,6 +83,7 @@ class Grouped(Collectives):
         """Make connections, under the watch. Every member must call it."""
         with self.guarded("the others, to make connections"):
             Watch.forget(self.members.root, self.members.own)
+            self.watch.begin()
             return make()
 
     def failure(

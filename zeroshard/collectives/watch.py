@@ -254,6 +254,10 @@ class Watch(Waits):
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)  # it may hang in the store
 
+    def begin(self) -> None:
+        """Watch again after a wait that failed, since new connections are made. Forget this rank's message about it."""
+        self._has_failed = False
+
     # ------------------------------------------------------------------ the thread
 
     def _run(self, store: Store, device: torch.device | None) -> None:

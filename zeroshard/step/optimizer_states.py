@@ -101,7 +101,7 @@ class OptimizerStates:
         optimizers = self._step.users_optimizers()
         # Optimizers other than torch's may keep `state` elsewhere, too.
         if all(type(one).__module__.startswith("torch.optim.") for one in optimizers):
-            states = ShardStates(self._inner.state, self._states_of)
+            states = ShardStates(self._inner.state, self._states_of, self._step.make_first_states)
             for one in (self._inner, *optimizers):
                 one.state = states
 
@@ -148,13 +148,16 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
     Args:
         find: returns the states of a parameter of the model, by its `id`; None if the model has no such parameter.
+        renew: makes the first states of the parameters that have none, if their optimizer begins with some.
     """
 
     def __init__(
-        self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], MutableMapping[str, Any] | None]
-    ) -> None:
+        self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], MutableMapping[str, Any] | None],
+        renew: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(dict, states)
         self._find = find
+        self._renew = renew
 
     def __missing__(self, key: Any) -> Any:
         found = self._find(id(key))
@@ -193,8 +196,11 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
         found = None if super().__contains__(key) else self._find(id(key))
         if found is None:
             return super().pop(key, *default)
+        if not found and default:
+            return default[0]
         removed = dict(found)
         found.clear()
+        self._renew()
         return removed
 
     def copy(self) -> Any:

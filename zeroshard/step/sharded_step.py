@@ -31,7 +31,14 @@ from zeroshard.step.gradient_operations import GradientOperations
 from zeroshard.step.replicas import Replicas
 from zeroshard.step.resident import Casts, MeanGradients, Resident, ShardView, SubGroups, placeholder
 from zeroshard.step.travelling import SubGroupsInFrames, Travelling
-from zeroshard.step.users_optimizer import DIGEST_NBYTES, DroppedGradients, GroupOptions, ParamGroups, UsersOptimizer
+from zeroshard.step.users_optimizer import (
+    DIGEST_NBYTES,
+    DroppedGradients,
+    GroupOptions,
+    ParamGroups,
+    UsersOptimizer,
+    warn_of_zeros,
+)
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import in_backward, step_without_hooks
 
@@ -120,7 +127,7 @@ class ShardedStep:
             raise UsageError(
                 "a save inside optimizer.step(), or after one that an exception aborted, would hold parameters of two steps: have "
                 "the signal's handler, or the thread, set a flag, and save after the step. After an aborted step, load a "
-                "checkpoint."
+                "checkpoint with sharded.load, or make and shard a new model."
             )
 
     def forget_aborted_step(self) -> None:
@@ -178,15 +185,15 @@ class ShardedStep:
         self.sub_groups = SubGroups(self.residents, policy)
         if any(isinstance(resident, Travelling) for resident in self.residents):
             self.sub_groups = SubGroupsInFrames(self.residents, policy, states_per_parameter(self.inner))
-        self._make_first_states()
+        self.make_first_states()
 
-    def _make_first_states(self) -> None:
+    def make_first_states(self) -> None:
         """Give each view that has no states the initial states of its optimizer, if there are any."""
         first_of = {
             parameter: one.first_state for one in self._optimizers if one.first_state for parameter in one.parameters
         }
         for resident in self.residents:
-            new = [view for view in resident.views if view.value not in self.inner.state]
+            new = [view for view in resident.views if not self.inner.state.get(view.value)]
             new = [view for view in new if id(view.named.parameter) in first_of]
             if not new:
                 continue
@@ -247,7 +254,7 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users.optimizer, *evaluated)  # nothing to update; a `NoOptimizer` raises
+            self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
         for residents in self.sub_groups.run(sync):
             # To the optimizer this is one step: values that it keeps for a whole group are reset before each sub-group.
@@ -304,11 +311,12 @@ class ShardedStep:
             if one.optimizer is optimizer:
                 one.keep_places()
                 return
-        # An optimizer that wraps another one may share its groups, and calls its step.
-        ours = {id(group) for one in self._optimizers for group in one.optimizer.param_groups}
-        groups = [group for group in optimizer.param_groups if id(group) not in ours]
+        ours = {id(one.optimizer) for one in self._optimizers}
+        ours |= {id(group) for one in self._optimizers for group in one.optimizer.param_groups}
+        if any(id(one) in ours for one in (*vars(optimizer).values(), *optimizer.param_groups)):
+            return  # it wraps one of them, whose step it calls
         names = self.schedule.fqns
-        for parameter in chain.from_iterable(group["params"] for group in groups):
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(parameter) in names and parameter.grad is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() of {names[id(parameter)]}: zeroshard was not given this optimizer. Name "
@@ -336,6 +344,7 @@ class ShardedStep:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Their buffers stay, to be overwritten."""
+        warn_of_zeros(set_to_none)
         self._used_at = -1
         self.dropped.reset()
         self._mean_gradients.factors = []

@@ -7,7 +7,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -94,12 +94,7 @@ class UsersOptimizer:
         self.optimizer.register_load_state_dict_pre_hook(refuse)
 
     def _drop_gradients(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            warnings.warn(
-                "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that "
-                "no backward used as they are, and momentum and weight decay do not change them.",
-                stacklevel=2,
-            )
+        warn_of_zeros(set_to_none)
         self._zero_grad(self)
 
     def keep_places(self) -> None:
@@ -113,6 +108,8 @@ class UsersOptimizer:
                 f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are no "
                 "more. Make a new optimizer from model.parameters()."
             )
+        if isinstance(optimizer, NoOptimizer):
+            optimizer.refuse()
         if self._depth and self._stepped_at == self._schedule.gradients_taken:
             self._depth += 1
             return None
@@ -142,6 +139,16 @@ class UsersOptimizer:
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
             group.update(before)  # values that it keeps for a whole group, such as a count, advance only once
         self._groups = []
+
+
+def warn_of_zeros(set_to_none: bool) -> None:
+    """Warn about a `zero_grad` that should leave zeros, two callers and a wrapper of torch away."""
+    if not set_to_none:
+        warnings.warn(
+            "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that no "
+            "backward used as they are, and momentum and weight decay do not change them.",
+            stacklevel=4,
+        )
 
 
 class ParamGroups:
@@ -352,6 +359,10 @@ class NoOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Raise, since there is nothing to update."""
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
         """Raise, since there is nothing to update."""
         raise UsageError(
             "this model was sharded without an optimizer, for evaluation only. Pass shard() an optimizer to train."

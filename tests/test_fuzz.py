@@ -15,10 +15,12 @@ from fuzzing import ACTIONS, Boom, Setting
 from fuzzing_sides import Plain, Sharded
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from insides import schedule
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from zeroshard.errors import ZeroshardError
+from zeroshard.schedule.schedule import StepState
 
 Action = tuple[str, int]
 
@@ -142,9 +144,10 @@ def run(setting: Setting, actions: Iterable[Action]) -> list[str]:
 def one(ours: Sharded, theirs: Plain, facts: Facts, action: str, number: int, refused: list[str]) -> None:
     facts.note(action, number)
     graphs = [*ours.losses]
+    has_used = schedule(ours.sharded).state in (StepState.STEPPED, StepState.UNWANTED)
     seen, error = attempt(ours, action, number)
     takes_up = action == "update_trainable" or (action == "add_group" and ours.has_group and not theirs.has_group)
-    if takes_up and facts.stepped and error is None:  # ours drops gradients that a step has used
+    if takes_up and has_used and error is None:  # ours drops gradients that a step has used
         theirs.zero_grad(number)
         was_set = facts.grad_set
         facts.done("zero_grad", None)
@@ -268,6 +271,7 @@ FOUND: dict[str, list[Action]] = {
     "parameters taken up while states are parked": [
         ("train", 0), ("step", 0), ("offload", 0), ("update_trainable", 0), ("reload", 0), ("step", 0),
     ],
+    "a gradient set after a step that had none": [("step", 0), ("set_grad", 0), ("update_trainable", 0), ("step_one", 0)],
     "gradients set to zero between microbatches": [("accumulate", 0), ("drop_grads", 0), ("train", 0), ("step", 0)],
 }  # fmt: skip
 """What this found, shrunk."""
@@ -294,6 +298,7 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
 FOUND_OF_A_CLASS: dict[str, list[Action]] = {
     "parameters parked that cannot name their readers": [("offload", 0), ("write", 8)],
     "a copy after a backward": [("train", 0), ("deepcopy", 0)],
+    "a gradient set after a step that had none": [("step", 0), ("set_grad", 0), ("update_trainable", 0), ("step_one", 0)],
     "gradients set to zero between microbatches": [
         ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
     ],

@@ -108,6 +108,8 @@ def expected(state: StepState, move: Move) -> StepState | str:
     if isinstance(there, str):
         return there
     if before is Move.STEP and there is StepState.CLEAN:  # no gradient came: the other ranks hear so
+        if then is Move.STEPPED:  # on no rank did one come, so there is none to drop
+            return StepState.CLEAN
         there = StepState.GRADIENTS
     return there if then is None else MOVES[there][then]
 

@@ -58,10 +58,6 @@ class GradientOperations:
         for resident in self._residents:
             for view in resident.views:
                 self._parts[view.flag].append((resident, view))
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what was done to the gradients of a step, which are dropped."""
         self.changed: set[int] = set()
         """The parameters whose gradients the user has changed on this rank since ranks last agreed on these, by number."""
         self.factors: dict[int, list[float]] = {}

@@ -71,6 +71,8 @@ class ShardedStep:
         self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
+        self._taken: GradientOperations | None = None
+        """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
         self.views: list[ShardView] = []
@@ -163,9 +165,7 @@ class ShardedStep:
                 resident.views = views
                 self.residents.append(resident)
                 self._unit_of[resident] = unit
-        self._operations = GradientOperations(
-            self.schedule, self._context, self._mean_gradients, self._flags, self.residents
-        )
+        self._taken = None
         self.views = [view for resident in self.residents for view in resident.views]
         self.parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
             parameter: [] for parameters in self.groups.ids for parameter in parameters
@@ -348,7 +348,7 @@ class ShardedStep:
         self._used_at = -1
         self.dropped.reset()
         self._mean_gradients.factors = []
-        self._operations.reset()
+        self._taken = None
         self.schedule.forget_gradients()
         if not self.schedule.live.parked:
             self.sub_groups.prefetch()
@@ -362,7 +362,8 @@ class ShardedStep:
     @property
     def gradients(self) -> MeanGradients:
         """The mean gradients in this rank's shards, with the user's operations on `parameter.grad` applied."""
-        self._operations.apply_factors()
+        if self._taken is not None:
+            self._taken.apply_factors()
         return self._mean_gradients
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
@@ -390,11 +391,18 @@ class ShardedStep:
                 f"{name} of the gradient of {unit.named[index].fqn}, whose microbatches are summed on this rank, in another "
                 "dtype or in several parts, and not reduced yet: change gradients after the last backward of a step."
             )
-        return self._operations.operate(flag, name, args, kwargs)
+        return self._operations().operate(flag, name, args, kwargs)
+
+    def _operations(self) -> GradientOperations:
+        if self._taken is None:
+            self._taken = GradientOperations(
+                self.schedule, self._context, self._mean_gradients, self._flags, self.residents
+            )
+        return self._taken
 
     def _before_later_gradients(self) -> None:
         """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
-        if self._mean_gradients.factors or self._operations.factors:
+        if self._mean_gradients.factors or (self._taken is not None and self._taken.factors):
             self.schedule.reductions.land()
             self.gradients.apply_factors(resident.shard for resident in self.residents)
 
@@ -429,11 +437,17 @@ class ShardedStep:
 
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
-        is_known = self._used_at == self.schedule.gradients_taken and not self._operations.changed
+        is_known = self._used_at == self.schedule.gradients_taken and not self._changed
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
-        self._operations.apply_factors()
+        if self._taken is not None:
+            self._taken.apply_factors()
         self.dropped.refuse_later_backward()  # after gradients that the user set were taken, which count as one
+
+    @property
+    def _changed(self) -> set[int]:
+        """The parameters whose gradients the user has changed on this rank, by number, since ranks last agreed on these."""
+        return set() if self._taken is None else self._taken.changed
 
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
@@ -471,7 +485,7 @@ class ShardedStep:
             sums = self.gradients.squares_by_shard(counted)
             own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
-        changed = self._operations.changed
+        changed = self._changed
         own_flags = bytes(
             (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
             for number, (unit, index) in enumerate(self._flags)
@@ -488,7 +502,7 @@ class ShardedStep:
         messages = [message[len(digest) :] for message in messages]
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & 4 for flag in flags):
-            self._operations.agree([bytes(flag & 4 for flag in message) for message in messages])
+            self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.spread_owners_values()

@@ -82,8 +82,7 @@ class Grouped(Collectives):
     def _made(self, make: Callable[[], T]) -> T:
         """Make connections, under the watch. Every member must call it."""
         with self.guarded("the others, to make connections"):
-            Watch.forget(self.members.root, self.members.own)
-            self.watch.begin()
+            self.watch.begin(self.members.root)
             return make()
 
     def failure(

@@ -254,8 +254,9 @@ class Watch(Waits):
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)  # it may hang in the store
 
-    def begin(self) -> None:
-        """Watch again after a wait that failed, since new connections are made. Forget this rank's message about it."""
+    def begin(self, store: Store) -> None:
+        """Delete this rank's last message, and watch again after a wait that failed, since new connections are made."""
+        store.set(self._key(self._own), "")
         self._has_failed = False
 
     # ------------------------------------------------------------------ the thread
@@ -367,11 +368,6 @@ class Watch(Waits):
             time.sleep(_POLL_SECONDS)
 
     # ------------------------------------------------------------------ the store
-
-    @classmethod
-    def forget(cls, store: Store, rank: int) -> None:
-        """Delete a rank's message from before the group was made."""
-        store.set(cls._key(rank), "")
 
     @staticmethod
     def _key(rank: int) -> str:

@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,6 +261,28 @@ def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(stage: int) -> N
                 sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
                 assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
         assert len(norms) > 3
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_are_set_after_a_factor_of_zero(stage: int, tmp_path: Path) -> None:
+    """Gradients on disk keep their factors, and a value that is set is divided by them."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, path=str(tmp_path))
+        sharded = zeroshard.shard(model, sgd(model.parameters()), policy)
+        model(torch.ones(2, 4)).sum().backward()
+        model.weight.grad.mul_(0.0)
+        model.bias.grad.mul_(0.0)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        mean = sharded.states.get("weight", "gradients")
+        assert mean is not None and not mean.any()
+        sharded.states.set("bias", "gradients", torch.ones(4))
+        mean = sharded.states.get("bias", "gradients")
+        assert mean is not None and torch.equal(mean, torch.ones(4))
 
     on_ranks(body, 2)
 

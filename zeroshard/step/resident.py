@@ -333,6 +333,8 @@ class MeanGradients:
         for shard in here:
             shard.squares = None
         self.factors.append(coefficient)
+        if not isinstance(coefficient, Tensor) and coefficient == 0.0:
+            self.apply_factors(shards)  # `set` divides by the factors that are left
 
     def apply_factors(self, shards: Iterable[Shard]) -> None:
         """Apply the factors that are left, before gradients of another backward are added."""

@@ -2,7 +2,7 @@
 
 A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
 has a default that is correct for all transports, and a transport overrides those that it can do better. (Only `discard` and
-`scatter_rows` have none: the first is for memory that the system lends, the second for transports that others are made of.) No
+`scatter_rows` have no default: `discard` is for memory that the system lends, `scatter_rows` for parts of other transports.) No
 caller depends on the kind of transport.
 """
 
@@ -82,7 +82,7 @@ class Collectives(ABC):
         self.sent: Counter[str] = Counter()
         """Bytes that this rank sent to others, by operation."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        """Returns a context for each wait for other ranks, by its kind: "reduce", "gather" or "exchange". A clock sets it."""
+        """Returns a context for each wait for other ranks, by kind: "reduce", "gather", "exchange", "transfer", "broadcast"."""
 
     # ------------------------------------------------------------------ the five operations
 
@@ -93,7 +93,7 @@ class Collectives(ABC):
         """Fill every row from its owner, in place; this rank's own row is the input.
 
         Args:
-            own: [shard_numel], this rank's stored values. They stay as they are until `wait_released(own)`.
+            own: [shard_numel], this rank's stored values. They must not change before `wait_released(own)`.
             prepare: gives `rows` memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
         """
 
@@ -107,7 +107,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` with that of rank `source`."""
+        """Overwrite `tensor` with rank `source`'s tensor."""
 
     @abstractmethod
     def exchange(self, data: bytes, label: str) -> list[bytes]:
@@ -199,7 +199,7 @@ class Collectives(ABC):
         return by_rank
 
     def data_rank(self, rank: int) -> int:
-        """Return the number of a rank among the ranks that shard one model; by default all ranks do."""
+        """Return the place of a rank among the ranks that shard one model; by default these are all ranks."""
         return rank
 
     @property
@@ -224,8 +224,8 @@ class Collectives(ABC):
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
-        If messages do not pass through the device, the host does not wait for it: the values arrive in the device's order.
-        Without a `value`, on any rank, they are zeros.
+        The host waits for a value on a device, except in `Native` and `Alone`: there the values arrive in the device's order.
+        If no rank gives a `value`, the values are zeros.
 
         Raises:
             CollectiveError: some ranks gave a value, and some did not.

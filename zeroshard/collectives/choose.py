@@ -38,9 +38,9 @@ def create_collectives(
     Args:
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
         lasting: False for a few operations, at a point where the user's own could run too. A backend with expensive communicators
-            then uses those of the user's group, so there is nothing to make or to close.
+            then uses those of the user's group, and makes and closes none.
         within: the policy's `within`: sums are computed host by host.
-        wire: the policy's lossy communication. A single rank ignores it.
+        wire: the policy's lossy communication, which only the hosts of `within` use between them.
 
     Raises:
         CollectiveError: some ranks did not make the call; the message names them.

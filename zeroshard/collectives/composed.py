@@ -185,8 +185,8 @@ class TwoLevel(Composed):
         across   over the H ranks at the same place s, one on each host
 
     The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [W, n] are also blocks [S, H * n], and
-    `inside` reduces and gathers blocks. Hosts sum first, and their sums cross in fp32: (g0 + g1) + (g2 + g3) for two hosts of two
-    ranks. The order of a sum depends on the hosts, and is the same for every policy.
+    `inside` reduces and gathers blocks. Hosts sum first, and their sums cross in fp32 at least, or as codes: (g0 + g1) + (g2 + g3)
+    for two hosts of two ranks. The order of a sum depends on the hosts, and is the same for every policy.
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
@@ -390,9 +390,9 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 
 
 class Everyone(Collectives):
-    """The ranks of `data` and of `others`, which have this rank in common, in the order of torch's ranks.
+    """All ranks of a mesh of two dimensions, in the order of torch's ranks.
 
-    They exchange small messages only: first over `data`, and then, all messages of those ranks in one, over `others`.
+    They exchange small messages only. Each goes over `data` first. Then the messages of `data`'s ranks go over `others`, as one.
 
     Args:
         data: the collectives of the data-parallel ranks.

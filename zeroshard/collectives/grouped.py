@@ -1,4 +1,4 @@
-"""The parts that transports of several ranks share (guarded waits, works in flight), and the plainest of them, over gloo."""
+"""The parts that transports of several ranks share (guarded waits, works in flight), and the plainest transport, over gloo."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ class Transfer(Work):
 class PointToPoint(Grouped):
     """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
 
-    gloo's own reduce-scatter moves twice these bytes. gloo reads and writes CPU memory, so tensors of other devices pass
-    through it.
+    gloo's own reduce-scatter moves twice these bytes. gloo reads and writes CPU memory, so tensors of other devices are
+    copied through CPU memory.
 
     Args:
         peers: the members to connect with; default: all.
@@ -294,7 +294,7 @@ class PointToPoint(Grouped):
         return self.gather_from(self.peers, rows, bucket, label)
 
     def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
-        """Receive the rows of some peers, which receive this rank's."""
+        """Receive the rows of some peers, and send this rank's row to them."""
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         receive = {peer: rows[peer] for peer in peers}
@@ -336,6 +336,6 @@ def _host_memory(like: Tensor) -> Tensor:
 
 
 def _land(landing: dict[int, Tensor], receive: dict[int, Tensor]) -> None:
-    """Copy what arrived in CPU memory to its place."""
+    """Copy tensors that arrived in CPU memory to their places."""
     for peer, tensor in receive.items():
         tensor.copy_(landing[peer])

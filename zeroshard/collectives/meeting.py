@@ -179,7 +179,7 @@ def _connect(
     listener: socket.socket, members: Members, everyone: list[dict[str, str]], store: PrefixStore,
     sockets: dict[int, socket.socket],
 ) -> None:  # fmt: skip
-    """Connect each rank to those before it, and accept those after it. Fill `sockets`, by rank."""
+    """Connect to the ranks before this one, and accept those after it. Fill `sockets`, by rank."""
     deadline = time.monotonic() + members.timeout.total_seconds()
     for peer in range(members.rank):
         one = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +213,7 @@ def _connect(
 
 
 def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[int, socket.socket]) -> None:
-    """Read the caller's name; close the connection of any other program."""
+    """Add a caller that sends the secret to `sockets`; close the connection of any other program."""
     hello: Any = {}
     with suppress(OSError, ValueError):
         hello = json.loads(caller.recv(_HELLO_NBYTES) or b"{}")

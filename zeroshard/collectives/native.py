@@ -238,7 +238,7 @@ class Native(Grouped):
 
 @dataclass(eq=False)
 class NativeMean(Reduction):
-    """A reduce-scatter of the backend, whose result is divided here if the backend did not divide it."""
+    """A reduce-scatter of the backend, whose result `finish` divides if the backend did not."""
 
     _transfer: Work
     _total: Tensor

@@ -1,7 +1,7 @@
 """Owns the connections between the ranks of one host: messages under tags, and reports of ended processes.
 
 A connection is a pair of unix sockets. On every processor the kernel orders writes to memory before a message is sent, and reads
-after it has arrived. It also reports an ended process at once.
+after it has arrived. The kernel also reports an ended process at once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send, and return False if the peer has finished: it needs nothing more, and its earlier messages can be read."""
+        """Send, and return whether the peer took it. A finished peer needs nothing more, and its earlier messages can be read."""
         try:
             self.send(peer, tag, data)
         except Lost:

@@ -1,10 +1,10 @@
 """Owns the collectives of ranks that share a host: each rank reads the others' data in place, in memory that all of them map.
 
 An operation takes two messages between each pair of ranks: the place of the data, and the report that it was read. Data that a
-rank offers must be in its file (`buffer`); other data is copied there first. It must not change before the others have read it.
-So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to: rows of
-a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`, `wait_released`). Sums
-are computed in the order of ranks, so they are bit-identical to those over gloo.
+rank offers must be in its file (`buffer`); other data is copied there first. Offered data must not change before the others have
+read it. So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to:
+rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`,
+`wait_released`). Sums are computed in the order of ranks, so they are bit-identical to sums over gloo.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class SharedMemory(Grouped):
         self._unread: weakref.WeakKeyDictionary[SharedGather, Tensor] = weakref.WeakKeyDictionary()
         """The gathers of rows at rest, and this rank's row."""
         self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        """The other ranks, from this one's neighbour on."""
+        """The other ranks, starting with this rank's neighbour."""
 
     @property
     def _here(self) -> Met:
@@ -236,7 +236,7 @@ class SharedMemory(Grouped):
             if memory is None or _overlap(own, memory):
                 gather.read_early()
         for lent in self._lending.in_place():
-            # This excludes rows: a peer may read those only after this rank's next operation.
+            # Not the rows of reductions: a peer may read those only after this rank's next operation.
             is_gather = lent.tag >> _SEQUENCE_BITS & 3 == _GATHER
             if is_gather and (memory is None or _overlap(lent.tensor, memory)):
                 self.wait_read(lent)
@@ -385,7 +385,7 @@ class SharedGather(Work):
             self._read(wanted=False)
 
     def read_early(self) -> None:
-        """Copy the other ranks' rows to separate memory now. `wait` copies them to this rank's rows, which may have none yet."""
+        """Copy the other ranks' rows to separate memory now. `wait` copies them to `rows`, which may have no memory yet."""
         for peer in self._left:
             if peer not in self._early:
                 self._early[peer] = self._row(peer).clone()

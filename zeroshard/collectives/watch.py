@@ -1,6 +1,6 @@
-"""Owns the watch over waits: it logs long ones, reports failed ones, and shares through the store each rank's present wait.
+"""Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's present wait through the store.
 
-Each watch has one thread beside the training. Only this thread uses the store, over its own connection, so a store that does not
+Each watch has its own thread. Only this thread uses the store, over its own connection, so a store that does not
 answer never blocks a rank.
 """
 
@@ -37,7 +37,7 @@ REPORT_SECONDS = 5.0
 """The seconds that a rank whose wait failed waits for the others' messages."""
 
 GONE_SECONDS = 0.4
-"""The same, if the dead rank is known."""
+"""The same, if a dead rank is known."""
 
 _LOOKS = 6
 """The number of looks at the waits before the first notice."""

@@ -35,7 +35,7 @@ class Shard:
     Attributes:
         number: its number in the bucket.
         rest: the parameters at rest, in the dtype of the forward, or the master weights that are rounded to it.
-        master: the tensor that the optimizer updates; `rest` itself if the dtype is the same.
+        master: the values that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
         step: the storage in which the optimizer steps.
         home: the storage of its states.
@@ -87,7 +87,7 @@ class Microbatch:
 
     Attributes:
         missing: the parameters whose gradient has not arrived.
-        is_closed: no more will arrive, and missing ones count as zeros.
+        is_closed: no more gradients will arrive, and missing ones count as zeros.
         whole: [n] in scratch; or a part of the tensor that autograd made, which must not be written to.
         is_scratch: `whole` is scratch.
     """
@@ -104,7 +104,7 @@ class _Flight:
 
     Attributes:
         stays: its sum stays on the accelerator, since another microbatch follows.
-        before: scratch for the earlier sum, to which it is added, and the transfer that fills it.
+        before: scratch for the earlier sum, to which this one is added, and the transfer that fills the scratch.
     """
 
     reduction: Reduction
@@ -135,7 +135,7 @@ class Waiting:
     which only stores them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
     `zero_grad`) find them here.
 
-    A parameter's hook refers to this object, so it holds no parameters, buckets or units, which own the parameter.
+    A parameter's hook refers to this object. So this object must not hold parameters, or buckets or units, which own them.
 
     Args:
         count: the number of the unit's parameters.
@@ -147,7 +147,7 @@ class Waiting:
     def __init__(self, count: int, limit: float) -> None:
         self.gradients: dict[int, Tensor] = {}
         self.received: set[int] = set()
-        """Parameters that gave a gradient in this backward, of the module's last call."""
+        """The parameters that gave a gradient since the backward of the module's latest call began."""
         self._count = count
         self._limit = limit
         self._numel = 0
@@ -169,7 +169,7 @@ class Waiting:
         Args:
             otherwise: the hook that handles other gradients: the first of several, the unit's last, one that reaches the limit, a
                 second one of a parameter, or one that is refused.
-            ordinary: the class of parameters whose values are here.
+            ordinary: the class of parameters that have their values.
         """
         gradients = self.gradients
         received = self.received
@@ -304,7 +304,7 @@ class GradientBucket:
             foreach_copy_(targets, parts)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """Return this rank's sum so far of one parameter's gradient, 1-D, if all of it is here and was not reduced yet."""
+        """Return this rank's sum so far of the bucket's part of a parameter's gradient, 1-D, if it was not reduced yet."""
         if self.holds is not Holds.LOCAL_SUM or index not in self._summed:
             return None
         assert self._rows is not None
@@ -332,21 +332,21 @@ class GradientBucket:
 
     @property
     def _sums_before_reducing(self) -> bool:
-        """Whether gradients are summed over microbatches before one reduction. Later ones are reduced like sharded gradients."""
+        """Whether gradients are summed over microbatches before one reduction. Gradients after it are reduced like sharded ones."""
         return not self._policy.gradients.sharded and self.holds in (Holds.NOTHING, Holds.LOCAL_SUM)
 
     # ------------------------------------------------------------------ over ranks
 
     @property
     def offloaded_nbytes(self) -> int:
-        """The bytes of this rank's mean if it does not rest on the accelerator, or 0."""
+        """The bytes of this rank's mean if it does not rest on the accelerator, otherwise 0."""
         gradient = self._own.gradient
         return 0 if gradient.memory_in(self._accelerator) is not None else gradient.nbytes
 
     def reduce_gradients(self, is_last_microbatch: bool, keeps_sum: bool) -> bool:
         """Start the reduction of the microbatch's gradients. Missing ones count as zeros.
 
-        Return whether one was started: unsharded gradients wait for the last microbatch. None may be in flight before.
+        Return whether it was started: unsharded gradients wait for the last microbatch. No other reduction may be in flight.
 
         Args:
             keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
@@ -390,7 +390,7 @@ class GradientBucket:
         """Block until the mean over ranks, if one is in flight, is in this rank's shard, and return scratch to the pool."""
         if self.flight is None:
             return
-        self.wait_gather()  # it is still reading the shard that is about to change, and another will follow
+        self.wait_gather()  # it still reads the shard that is about to change, and another gather will follow
         flight = self.flight
         slot = self._own.gradient
         adds = self.holds is Holds.ADDING
@@ -415,7 +415,7 @@ class GradientBucket:
             with slot.borrowed(self._accelerator, self._pool, read=adds, write=True) as own:
                 flight.reduction.finish(own, accumulate=adds)
                 if slot.memory_in(self._accelerator) is None:
-                    self._own.squares = sum_of_squares(own)  # while it is here
+                    self._own.squares = sum_of_squares(own)  # before it leaves the accelerator
         self._move("land")
         self._end_flight(flight)
         if not flight.stays:
@@ -430,7 +430,7 @@ class GradientBucket:
 
     def _end_flight(self, flight: _Flight) -> None:
         if flight.reduction.is_released:
-            self._lent = None  # the reduction refers to what was sent, which may be the gradients that autograd made
+            self._lent = None  # the reduction refers to the sent tensor, which may be autograd's own gradient
             self._return_scratch(flight.scratch)
         else:
             self._lent = flight.reduction
@@ -456,7 +456,7 @@ class GradientBucket:
         """Block until the gather of `start_gather`, if one is in flight, has arrived."""
         if self._gathering is not None:
             self._wait_released()
-            self._gathering.wait()  # which raises again if it raised before
+            self._gathering.wait()  # a wait that failed raises its error again
             self._gathering = None
 
     def forget(self) -> None:
@@ -496,7 +496,7 @@ class GradientBucket:
         return memories_in(self._accelerator, allocated)
 
     def buffers(self) -> list[FlatBuffer]:
-        """Return the buffers of gradients at rest that have a content and can be freed."""
+        """Return the buffers of gradients at rest that have content and can be freed."""
         found = [shard.gradient.buffer for shard in self.shards if not shard.gradient.is_empty]
         return [buffer for buffer in found if buffer is not None]
 

@@ -1,9 +1,9 @@
 """Owns the arithmetic of the global gradient norm and of clipping.
 
-The squares are summed shard by shard in the same order under every policy, and over ranks in rank order, in fp64. So
-the norm, and with it a clipped step, is bit-identical whichever rank holds a shard.
+Each shard's squares are summed in the same order under every policy, and then the shards' sums in shard order, in fp64.
+So the norm, and with it a clipped step, is bit-identical whichever rank holds a shard.
 
-Values that an accelerator computes stay there, as tensors of shape []: only reading them waits.
+Values that an accelerator computes stay on it, as tensors of shape []: only a read of them waits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from zeroshard.torch_private import foreach_mul_, foreach_norm
 
 ROW_NUMEL = 1024
-"""Elements whose squares are summed in fp32; the rows are then summed in fp64. One fp32 sum over 16 M elements is off by
-6e-4 on a CPU, rows of 1024 by 1e-10, at the same speed."""
+"""The elements of a row, whose squares a CPU sums in fp32; it adds the rows in fp64. One fp32 sum over 16 M elements is off
+by 6e-4, the sum of rows of 1024 by 1e-10, at the same speed."""
 
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
@@ -89,7 +89,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
 
 
 def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
-    """Multiply in place, except by the number 1. A tensor of shape [] is on the same device."""
+    """Multiply in place, except by the number 1. A tensor coefficient has shape [], and is on the same device."""
     if not isinstance(coefficient, Tensor) and coefficient == 1.0:
         return
     for alike in _by_kind(flats):

@@ -1,21 +1,21 @@
 """Owns the order in which buckets are reduced, and the number of reductions in flight.
 
 [Note: order]
-Collectives of one kind must start in the same order on every rank. Gradients become complete in an order that may differ (a rank
-that skips a parameter), so reductions follow one fixed order of buckets: a complete bucket waits for those before it. Buckets that
-are incomplete when the backward ends are reduced then, with zeros for missing gradients. The fixed order is the one in which rank 0
-completed its buckets in the first backward.
+Collectives of one kind must start in the same order on every rank. Gradients may become complete in a different order on each rank
+(one may skip a parameter), so reductions follow one fixed order of buckets: a complete bucket waits for those before it. Buckets
+that are incomplete when the backward ends are reduced then, with zeros for missing gradients. The first step uses the reverse order
+of registration. Later steps use the order in which rank 0 completed its buckets in the first one.
 
 Buckets that the backend launches at once are a group: the buckets of a unit are reduced when the last of them is complete.
 
 Where several units are sharded, a rank starts all-gathers inside its backward, and waits for them. A rank must not wait there while
 another waits for one of its reductions. So a unit whose backward is over is closed, with zeros for missing gradients, before the
-wait for the next unit. No reduction starts before that (`in_turn`): when a unit's last gradient comes depends on the rank, and when
-it is closed does not. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
+wait for the next unit. No reduction starts before that (`in_turn`): ranks differ in the time of a unit's last gradient, but close
+it at the same point. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
 So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for their turn on the device.
 
 Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it, and before it
-writes to the scratch again it waits for them to finish it: in orders of their own, ranks could wait for each other.
+writes to the scratch again it waits for them to finish it. If ranks finished in different orders, they could wait for each other.
 
 [Note: room]
 Gradients that rest in CPU memory are copied there while the backward continues. If the accelerator has room, the computation waits
@@ -47,8 +47,8 @@ class Reductions:
         units: the buckets of each trainable unit, in the order of registration.
         limit_numel: the maximum number of elements in flight while the next gradients are computed; one bucket is
             always allowed. 0: wait for each reduction immediately.
-        overlap: gathers run behind the computation. If False, each blocks immediately.
-        in_turn: a unit's reductions start when it is closed, since several units are gathered inside a backward.
+        overlap: whether gathers run behind the computation. If not, each blocks immediately.
+        in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
         accelerator: the accelerator memory checked for free space, if gradients are stored elsewhere. See [Note: room].
         pool: the buckets' buffer pool.
     """
@@ -61,7 +61,7 @@ class Reductions:
         self._accelerator = accelerator
         self._pool = pool
         self._keeps_sums: bool | None = None
-        """Means that rest elsewhere stay on the accelerator until the last microbatch. None: this step has not checked."""
+        """Whether means that rest elsewhere stay on the accelerator until the last microbatch. None: not checked in this step."""
         self._kept_sums = False
         """The same for the last step."""
         self._limit = limit_numel

@@ -30,8 +30,8 @@ MIXTURES = (
 
 MANY_UNITS = 128
 TINY_NUMEL = 10_000
-"""If there are more than `MANY_UNITS` units, a block with fewer elements than this belongs to the unit that contains it: the
-messages of a unit would take longer than the block's computation."""
+"""With more than `MANY_UNITS` units, a block with fewer than `TINY_NUMEL` elements belongs to the unit around it, unless the rule
+sets `min_numel`. The messages of a separate unit would take longer than the block's computation."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Group:
     persistent: bool
     """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
-    """How DTensors are divided; those that are divided differently are in separate groups."""
+    """The end of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)", or "" for other parameters."""
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
@@ -74,7 +74,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that `rule` or `MIXTURES` declares as units. A class that only the model has stands for the model."""
+    """Return the modules that `rule` or `MIXTURES` declares as units: the model only for a class that no module inside has."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -112,11 +112,11 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
-    """Return the groups of parameters that share a flat buffer each. DTensors are in separate groups.
+    """Return the groups of parameters, one for each flat buffer. DTensors are in separate groups.
 
     Args:
         optimized: the `id`s of the parameters that the optimizer updates. Others count as frozen. If they require a gradient,
-            autograd gives them this rank's own, which no step uses.
+            autograd computes one from this rank's batches only, and no step uses it.
         rule: the user's rule for units.
     """
     rule = rule or Units()
@@ -203,7 +203,7 @@ class _Extent(NamedTuple):
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raise if a parameter shares elements in memory with another parameter or with a buffer.
 
-    In plain PyTorch a write to one of the two shows in the other. Once parameters are in flat buffers, it would not.
+    In plain PyTorch a write to one of the two shows in the other. With parameters in flat buffers, the write would not.
 
     Raises:
         UsageError: two of them share elements; the message names both, and the remedy.
@@ -229,7 +229,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _overlap(one: _Extent, other: _Extent) -> bool:
-    """Return whether two tensors with overlapping extents have an element in common. Columns of one matrix have none."""
+    """Return whether two tensors with overlapping extents share an element. Two columns of one matrix do not."""
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
     if one.tensor.itemsize != other.tensor.itemsize:

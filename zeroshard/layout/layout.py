@@ -10,7 +10,7 @@ A unit's parameters follow one another in one flat buffer. The buffer is cut int
 An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter (see `lay_out_whole`).
 
 The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer gets the same 1-D views
-under every policy. Results of fused kernels depend, in the last bits, on the borders of tensors, so they are bit-identical too.
+under every policy. The last bits of a fused kernel's results depend on the borders of tensors, so these bits are equal, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import cached_property
 ALIGNMENT = 16
 """The start of every parameter and the size of every shard are padded to a multiple of this number of elements. In fp32 this is
 64 bytes, the size of a cache line and of a vector register. In 16 bits it is 32 bytes, and an accelerator's matrix products
-need 16."""
+need an alignment of 16 bytes."""
 
 SOLO_NUMEL = 1 << 20
-"""A parameter with at least this many elements that divides evenly has separate buckets, so its gradient is sent from the tensor
-that autograd made, without a copy into a buffer."""
+"""A parameter that has at least this many elements, and divides evenly over the ranks, has separate buckets. If the transport and
+the dtype allow it, its gradient is sent from the tensor that autograd made, without a copy into a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def lay_out(numels: Sequence[int], world_size: int, bucket_numel: int, solo_nume
     Args:
         numels: the elements of each parameter; 0 is allowed.
         world_size: the number of shards in a bucket.
-        bucket_numel: the maximum number of elements in a bucket; a larger parameter spans several buckets.
+        bucket_numel: the maximum number of elements in a bucket (at least `ALIGNMENT` a shard); larger parameters span several.
         solo_numel: see `SOLO_NUMEL`.
     """
     quantum = world_size * ALIGNMENT

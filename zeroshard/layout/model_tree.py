@@ -88,7 +88,7 @@ class ModelTree:
 
 
 def _places(model: nn.Module) -> dict[tuple[int, str], tuple[str, nn.Module, nn.Parameter]]:
-    """Return (fqn, module, parameter) for each place of a parameter: its module's `id`, and its name there."""
+    """Return (fqn, module, parameter) by the place of each parameter: its module's `id`, and its name in that module."""
     return {
         (id(module), name): (name_of(f"{prefix}.{name}".lstrip(".")), module, parameter)
         for prefix, module in model.named_modules()

@@ -21,7 +21,7 @@ def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str)
         what: the name of the call, for the error.
 
     Raises:
-        UsageError: at least one of the patterns matches no module.
+        UsageError: a pattern matches no module.
     """
     if isinstance(patterns, str):
         patterns = [patterns]
@@ -58,7 +58,7 @@ class Forwards:
         module.forward = forward  # type: ignore[method-assign]
 
     def restore(self) -> None:
-        """Restore the forward that each module had: its own attribute, or its class's."""
+        """Restore the forward that each module had: an attribute of the module, or the method of its class."""
         for module, before in reversed(self._before):
             del module.forward
             if before is not None:

@@ -1,4 +1,4 @@
-"""Owns the interface that ordinary parameters and DTensors share: this rank's part, its names, and its place in the whole.
+"""Owns the interface that ordinary parameters and DTensors share: names, this rank's part, and its place in the whole.
 
 `torch.compile(module)` returns a new module, which holds the original as `_orig_mod`. Names in checkpoints and exports omit that
 part. So files load into compiled and plain models, and have the names that PEFT and transformers use.

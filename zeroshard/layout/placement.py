@@ -1,10 +1,10 @@
 """Owns the place of a part in a whole: integers only.
 
-A tensor-parallel dimension cuts a parameter along one of the parameter's dimensions, and each of its ranks holds one slab. In the
+Tensor parallelism cuts a parameter along one of the parameter's dimensions, and each of the ranks holds one slab. In the
 flattened whole a slab is a series of equal runs, one every `stride` elements. An uncut parameter is one slab in one run.
 
     shape (3, 4), dimension 1, from 2 to 4       whole   . . a b . . c d . . e f
-                                                 here    a b c d e f        runs of 2, one every 4
+                                                 slab    a b c d e f        runs of 2, one every 4
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Runs:
         return self.start + (self.count - 1) * self.stride + self.numel
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parts in a range: (start, stop) in the whole, and the number of elements of the runs that come before."""
+        """Yield the runs' parts in a range: (start, stop) in the whole, and the number of the runs' elements before the part."""
         first = max((start - self.start) // self.stride, 0) if self.count > 1 else 0
         for number in range(first, self.count):
             begin = self.start + number * self.stride
@@ -59,7 +59,7 @@ class Runs:
             own += mine.numel * mine.count
 
     def _rows(self, stride: int) -> Iterator[tuple[Runs, int]]:
-        """Yield runs of this stride that cross no multiple of it, each with the number of elements before it."""
+        """Yield the same elements as runs that cross no multiple of `stride`, each with the number of elements before the run."""
         if self.count > 1 and self.stride == stride and self.start % stride + self.numel <= stride:
             yield self, 0
             return
@@ -81,10 +81,10 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The intersection of two patterns of runs: `count` blocks of `numel` elements.
+    """A part of the intersection of two patterns of runs: `count` blocks of `numel` elements.
 
     Attributes:
-        here, every: the place of the first block among the elements of the first pattern, and the distance between two blocks.
+        here, every: the place of the first block among the elements of the first pattern, and the distance to the next block.
         there, other_every: the same for the second pattern.
     """
 
@@ -97,7 +97,7 @@ class Common:
 
 
 def _common_rows(a: Runs, here: int, b: Runs, there: int, stride: int) -> Iterator[Common]:
-    """Intersect runs of one stride that cross no multiple of it."""
+    """Intersect two patterns with the same stride, in which no run crosses a multiple of the stride."""
     first_a, first_b = a.start // stride, b.start // stride
     first = max(first_a, first_b)
     count = min(first_a + a.count, first_b + b.count) - first

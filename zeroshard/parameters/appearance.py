@@ -30,7 +30,7 @@ class Appearance:
         named: the unit's parameters.
         views: views of the flat buffer, one for each parameter, in its shape.
         owner: their unit, which is called for reads, and for gradients that the user sets.
-        whole: the class of parameters that have their values; DTensors have a different one from other parameters.
+        whole: the class of parameters that have their values; it differs for DTensors.
         separate: whether to show each view in a storage of its own, as libraries that write files expect. The flat buffer
             must then keep its memory as long as parameters show it.
 
@@ -55,7 +55,7 @@ class Appearance:
         self._views = list(views)
         self._ordinary: type[nn.Parameter] = nn.Parameter
         if self._is_distributed:
-            # A DTensor holds the view itself, which counts the user's writes, but not those of all-gathers into the flat buffer.
+            # A DTensor holds a detached view, whose version counter counts the user's writes, but no all-gathers into the buffer.
             self._views = [view.data for view in views]
             kind = distributed_class()
             assert kind is not None
@@ -77,7 +77,7 @@ class Appearance:
         self.hides = 0
         self.expect_present_grads()
 
-    # ------------------------------------------------------------------ the tensors that they show
+    # ------------------------------------------------------------------ the tensors that parameters show
 
     def show_views(self) -> None:
         """Show the values again, instead of placeholders or of tensors that the user assigned."""
@@ -98,7 +98,7 @@ class Appearance:
         self._versions = self.versions()
 
     def hide(self) -> None:
-        """Hide the values, so that every read calls the unit's `before_read`."""
+        """Show placeholders. Reads call the unit's `before_read`, except reads of a parameter of a user's own class."""
         if not self._absent_views:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
@@ -164,13 +164,13 @@ class Appearance:
 
     @property
     def tells_readers(self) -> bool:
-        """Whether reads of all parameters can be intercepted. Those of a parameter of a user's own class cannot."""
+        """Whether reads of all parameters can be intercepted. Reads of a parameter of a user's own class cannot."""
         return all(map(self.is_own, self._named))
 
     # ------------------------------------------------------------------ the user's writes
 
     def versions(self) -> list[int]:
-        """Return the number of the user's in-place writes to each parameter."""
+        """Return a count for each parameter, which rises with each in-place write of the user."""
         count = writes_of if self._is_distributed else version_of
         with past_torch_function():  # a count is no read
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
@@ -210,7 +210,7 @@ class Appearance:
             self._own_writes[index] += 1
 
     def collect_written(self) -> set[int]:
-        """Return the parameters that were written to in place, or were assigned new `.data`, since the last call."""
+        """Return the indices of parameters that were written to in place, or were assigned new `.data`, since the last call."""
         written = self.adopt_new_data()
         now = self.versions()
         if now != self._versions:

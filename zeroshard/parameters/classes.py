@@ -1,4 +1,4 @@
-"""Owns the classes of parameters that report to their unit: what a user reads of them, and what a user does with their gradients.
+"""Owns the classes of parameters that report to their unit: reads of their values, and operations on their gradients.
 
 A parameter is of such a class while its values are absent or arriving, or while its gradient is in shards. torch's own lazy
 parameters change their class, too. Results of operations on a parameter are never of these classes.
@@ -33,7 +33,7 @@ DATA: Any = torch.Tensor.data
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
     """Return the class of unsharded parameters: `ordinary`, or a subclass of it with `attributes`. Copies are ordinary."""
-    # Parameters of a dry run have no values.
+    # Parameters of a dry run are of another class, without values.
     if attributes is None or ordinary not in (nn.Parameter, distributed_class()):
         return ordinary
 
@@ -71,15 +71,15 @@ def notes_data(live: Live) -> type:
 def classes_of(
     owner: Any, whole: type[nn.Parameter], ordinary: type[nn.Parameter]
 ) -> tuple[type[nn.Parameter], type[nn.Parameter]]:
-    """Return two classes: of parameters whose values are absent or arriving, and of those whose gradient was taken.
+    """Return two classes of parameters: with values that are absent or arriving, and with a gradient that was taken.
 
     Args:
-        owner: their unit, which is called when the user touches them. (A type would import upwards.)
+        owner: their unit, which is called when the user touches them. (Its type is in a higher package.)
         whole: the class of parameters that have their values.
         ordinary: the class that the user gave them.
     """
     shown: dict[int, Tensor] = {}
-    """By `id` of a parameter, the tensor that its `grad` is while its gradient is taken."""
+    """The tensors that `grad` returns for taken gradients, by the parameter's `id`."""
 
     class Taken(whole):  # type: ignore[misc, valid-type]
         """An `nn.Parameter` whose `grad` represents a gradient in shards. Operations on it have no overhead."""
@@ -207,7 +207,7 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
 
 
 def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Return whether a conversion returns the tensor itself, or sets `data` to it, as `module.to(device)` does."""
+    """Return whether a call leaves its tensor as it is: a conversion to the same type, or `data` set to the tensor itself."""
     if func.__name__ == "__set__":
         return _attribute_of(func) == "data" and args[0] is args[1]
     if func.__name__ not in CONVERSIONS:
@@ -217,9 +217,9 @@ def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: An
 
 
 class TakenGradient(Tensor):
-    """The `parameter.grad` from the last backward of a step to `zero_grad`: it has a shape and a dtype, but no values.
+    """The `parameter.grad` after zeroshard has taken the gradient of a backward: it has a shape and a dtype, but no values.
 
-    The mean over ranks is in shards. The norms, factors and bounds of torch's clipping act on these shards.
+    The mean over ranks is in shards until `zero_grad`. The norms, factors and bounds of torch's clipping act on these shards.
     """
 
     fqn: str
@@ -266,7 +266,7 @@ _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_clamp_min_": Tensor.clamp_min_,
     "_foreach_clamp_max_": Tensor.clamp_max_,
 }
-"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. Here they run one by one."""
+"""torch's operations on many gradients at once, which its clipping uses with `foreach=True`. They run on one gradient at a time."""
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

@@ -23,11 +23,11 @@ class Live:
     """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numel: the number of elements of sharded units that are unsharded at present, and will be resharded.
+        numel: the number of elements of the units that are sharded at rest, and unsharded at present.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
-        drop_gradients: called when the user has set `grad` of every parameter that had one to None.
+        drop_gradients: called when the user has replaced each `grad` of a unit; drops all gradients if every `grad` is None.
         data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
 
@@ -57,7 +57,7 @@ class Context:
     distributed_class: type[nn.Parameter] | None = None
     """The same for DTensors; None if there are none."""
     others: Collectives = field(default_factory=Alone)
-    """The collectives of the ranks that divide the DTensors, this rank included: those of another dimension of the mesh."""
+    """The collectives of the ranks of another mesh dimension, which divide the DTensors. This rank is one of them."""
 
     @cached_property
     def everyone(self) -> Collectives:

@@ -2,13 +2,13 @@
 
 The tensors of a bucket of n elements on one of W ranks (S = n / W):
 
-    rows       [W, S]  the unsharded parameters; storage belongs to the unit's flat buffer
+    rows       [W, S]  the unsharded parameters, a view of the unit's flat buffer
     block      [B * S] the rows that rest on this rank, if parameters are sharded at rest: its own row (B = 1). With
                        `Residency.per_host`, a row for each of the B hosts, of which this rank updates one
 
-For each shard that this rank updates there are also two slots of [S], each in the storage that the policy names: the
-stored parameters, and the master weights. They are one slot if their dtypes are equal, or if the policy stores only
-master weights (`rests_as_masters`), which are then rounded on their way to the rows.
+Each shard that this rank updates also has two slots of [S], in the storages that the policy names: the stored
+parameters, and the master weights. Both are one slot if their dtypes are equal, or if the policy stores only master
+weights (`rests_as_masters`) and rounds them on their way to the rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParameterBucket:
         block: the slot of the block at rest; None where the parameters are not sharded at rest.
         rests: the slots of the shards that this rank updates, by number.
         masters: the slots of their master weights; the same slot where one serves as both.
-        copies: the master weights among these that rest beside the parameters, in slots of their own.
+        copies: the slots in `masters` that are separate from the stored parameters' slots.
         gathering: the all-gather of the parameters that is in flight.
     """
 
@@ -85,7 +85,7 @@ class ParameterBucket:
                 self.masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
         self.copies = {shard: master for shard, master in self.masters.items() if master is not self.rests[shard]}
         self._reloading: Transfer | None = None
-        """The copy of this rank's part from its place to its row."""
+        """The copy, in flight, of this rank's part from its slot at rest to its rows."""
         self.gathering: Work | None = None
         self._spreading: Work | None = None
         """The all-gather of the rows of the block that other hosts have updated."""
@@ -138,7 +138,7 @@ class ParameterBucket:
                 self._finish_reload()
 
         own: Tensor | None = None
-        if self.block is not None and self.block.dtype == self.rows.dtype:  # otherwise it is rounded into its row
+        if self.block is not None and self.block.dtype == self.rows.dtype:  # otherwise it is rounded into the rows
             own = self.block.memory_in(self._accelerator)
         self.gathering = self._holders.all_gather(self._blocks, self.number, f"{what} {self.label}", own, prepare)
 
@@ -162,7 +162,7 @@ class ParameterBucket:
             self._spreading = None
 
     def start_reload(self) -> None:
-        """Start to copy this rank's part from its slot at rest to its row."""
+        """Start to copy this rank's part from its slot at rest to its rows."""
         if self._reloading is None:
             self.settle()
             self._reloading = (self.block or self.own_rest).read(self._own_block)
@@ -208,7 +208,7 @@ class ParameterBucket:
                 self._save_row(master, row)
 
     def _save_row(self, master: Slot, new: Tensor) -> None:
-        """Write new values to a master weight, which keeps its digits wherever its rounded value equals the new one."""
+        """Write new values to master weights. A weight keeps its digits if its rounded value equals the new value."""
         with master.borrowed(self._accelerator, self._pool, write=True) as old:
             torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
 
@@ -232,7 +232,7 @@ class ParameterBucket:
         A write to a row on another rank may have rounded that rank's master weights. Every rank must call it.
 
         Args:
-            replicas: the ranks of other dimensions, where these hold the same parameters.
+            replicas: the ranks of another mesh dimension, if they hold the same parameters.
         """
         for shard, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool, write=True) as values:
@@ -242,11 +242,11 @@ class ParameterBucket:
                     replicas.broadcast(values)
 
     def load_masters(self, *, regather: bool) -> None:
-        """Copy master weights that were set to the parameters at rest and, with `regather`, to the unsharded ones."""
+        """Copy newly set master weights to the parameters at rest and, with `regather`, to the unsharded parameters."""
         for rank, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool) as values:
-                # no test needs this wait: `Slot.write` asks for it. What rests beside master weights is of another
-                # dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
+                # no test needs this wait: `Slot.write` asks for it. Parameters with separate master weights have
+                # another dtype, so a cast copy is sent, and nothing reads the scratch that is released next.
                 self.rests[rank].write(values).wait(values.device)
         self._spread("set")
         if regather:
@@ -285,7 +285,7 @@ def memories_in(storage: Storage, slots: Iterable[Slot]) -> list[Tensor]:
 
 
 def _shows(row: Tensor, master: Tensor) -> bool:
-    """Return whether a row equals its master weights, rounded to its dtype. A NaN equals a NaN with the same bits."""
+    """Return whether a row equals its master weights, rounded to the row's dtype. A NaN equals a NaN with the same bits."""
     parts = zip(row.split(CHUNK_NUMEL), master.split(CHUNK_NUMEL), strict=True)
     return all(torch.equal(shown.view(torch.int16), kept.to(row.dtype).view(torch.int16)) for shown, kept in parts)
 

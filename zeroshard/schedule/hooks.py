@@ -1,9 +1,9 @@
 """Owns the hooks on the user's modules and parameters, and the phase they imply.
 
 [Note: when a unit is whole in the backward]
-A hook on a module's output runs when its backward begins. It unshards the module's unit, and starts to unshard the next one.
-Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook: every
-read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
+A hook on a module's output runs when the module's backward begins. It unshards the module's unit, and starts to unshard the
+next one. Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook:
+every read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be resharded in the backward]
 When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
@@ -92,7 +92,7 @@ class Hooks:
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self.before_next_sharding: Callable[[], object] | None = None
-        """Ends this sharding before the model is sharded again, on every rank. It is set if this rank has ended it alone."""
+        """Ends this sharding on every rank before the model is sharded again. It is set if only this rank has ended it."""
         self._handles: list[RemovableHandle] = []
         self.attach()
 
@@ -124,7 +124,7 @@ class Hooks:
             # If torch.compile traces a module, a hook that also runs after an exception makes it build a graph for each module.
             around.append((module, before_part(self._pre_part, part), after_part(self._post_part, part), False))
         for module, before, after, always in around:
-            # Around all other hooks: weight_norm, spectral_norm and the like compute with parameters in theirs.
+            # Around all other hooks: weight_norm, spectral_norm and the like compute with parameters in their hooks.
             first = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             last = module.register_forward_hook(after, always_call=always)
             self._outermost.append((module, first, last))
@@ -162,7 +162,7 @@ class Hooks:
             self._take = before
 
     def _keep_places(self) -> None:
-        """Put our hooks on modules around the user's, and ours on gradients after the user's, whenever those were registered."""
+        """Move our module hooks around the user's, and our gradient hooks behind the user's, even if these are newer."""
         for module, first, last in self._outermost:
             make_outermost(module, first, last)
         with past_torch_function():  # a parameter whose values are elsewhere has hooks, too
@@ -307,7 +307,7 @@ class Hooks:
             self._backward_is_open = True
             _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if self._take is None and not self._reaches_parameters():
-                # None that is visible here: a backward inside a node of this one (reentrant checkpointing) may reach some.
+                # No parameter is visible here, but a backward inside a node of this one (reentrant checkpointing) may reach some.
                 self._aside = []
             ending = self._hook_of(self._end_backward)
             self._ending = weakref.ref(ending, self._end_use_of_broken)
@@ -474,7 +474,7 @@ class OneThread:
         """Record that a forward begins on this thread; raise if another thread is running one.
 
         Args:
-            is_outermost: whether it is the whole model's. If so, an unfinished forward of this thread was aborted.
+            is_outermost: whether it is the whole model's forward. If so, an unfinished forward of this thread was aborted.
         """
         if not self._is_asked:
             return

@@ -1,8 +1,8 @@
 """Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them.
 
 [Note: compiled models]
-torch.compile reads Python code once, and runs the result wherever its guards hold: on classes, dtypes and shapes of tensors, and on
-the number of hooks of a module. The effect of our hooks changes from step to step, so it never becomes part of a graph:
+torch.compile traces Python code once, and runs the result while its guards hold. They check the classes, dtypes and shapes of
+tensors, and the number of a module's hooks. The effect of our hooks changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not trace into them: a graph ends there.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
@@ -171,7 +171,7 @@ class Call:
 
 
 def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
-    """Return whether compiled code is running a module, at whatever time and around whatever code `torch.compile` was called.
+    """Return whether compiled code is running a module, no matter when, or around which code, `torch.compile` was called.
 
     Only the stack shows it. Inside our hooks `torch.compiler.is_compiling()` is False, and torch.compile's callback for frames is
     off, since it must not trace them. A compiled step, or a wrapper that the user calls, leaves no mark on the module, and torch
@@ -179,7 +179,7 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Args:
         module: the running module.
-        all_callers: look through the whole stack, not only at the direct caller. 40 frames take 3 microseconds, the nearest one 1.
+        all_callers: look through the whole stack, not only the nearest frames. 40 frames take 3 microseconds, the nearest 1.
 
     Raises:
         UsageError: it was compiled with CUDA graphs.

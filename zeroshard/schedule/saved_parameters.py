@@ -2,8 +2,8 @@
 
 A forward saves views of parameters in its graph, and their storage is freed before the backward reads them. torch's hooks on
 saved tensors get every tensor that any operation saves, and every read. Instead of a view of a flat buffer they keep the unit
-and the geometry, and a read unshards the unit first. Other tensors are kept unchanged, with torch's own check for writes, or go to
-the hooks of the user or of activation checkpointing.
+and the view's geometry, and a read unshards the unit first. Other tensors are kept unchanged, with a check for writes like torch's,
+or go to the hooks of the user or of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SavedParameters:
         return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
     def pop(self, caller: object) -> None:
-        """End the caller's `push`, if there was one, and those of calls inside it that raised.
+        """End the caller's `push`, if there was one, and each `push` of a call inside it that raised.
 
         Raises:
             UsageError: torch computed with a parameter while its values were elsewhere.

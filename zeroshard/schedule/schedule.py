@@ -1,7 +1,7 @@
 """Owns the order of events in a step: when each unit is unsharded, how long it is kept, and which calls are legal now.
 
 All-gathers follow the order in which modules run, which is the same on every rank. The last forward predicts the order of this one,
-and this one predicts the backward's. For the order of reductions see gradients/reductions.py.
+and this one predicts the order of the backward. For the order of reductions see gradients/reductions.py.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class StepState(enum.Enum):
 
     The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, which only `zero_grad` leaves
     for new gradients. A backward before that drops its gradients, as loops that train two models against each other expect, and
-    leads to UNWANTED, in which a step is refused. A backward that ends with an exception leads to BROKEN: the mean already
-    contains some of its gradients, which cannot be separated from those of earlier microbatches.
+    leads to UNWANTED, in which a step is refused. An exception after a backward's first gradient leads to BROKEN: the mean may
+    contain some of its gradients, which cannot be separated from the gradients of earlier microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"
@@ -139,8 +139,8 @@ class ForwardStream:
     """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
 
     Autograd runs a node on the stream of its forward. It adds up gradients on the stream where the parameter was first seen, and
-    ends on that of the backward's call. Scratch memory and the units' memory are taken and freed in the order of one
-    stream: the forward's.
+    ends on the stream of the backward's call. Scratch memory and the units' memory are taken and freed in the order of
+    the forward's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -271,7 +271,7 @@ class Schedule:
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
-        # Inside `unsharded`, this rank may run a module alone: others would neither gather the next units nor record the order.
+        # Inside `unsharded`, only this rank may run a module: others would neither gather the next units nor record the order.
         if units and all(unit.is_pinned for unit in units):
             for unit in units:
                 unit.unshard()
@@ -323,7 +323,7 @@ class Schedule:
         The last units of a forward are kept, since the backward begins with them, if `max_live_numel` allows it.
         """
         policy = self._policy
-        # The elements that are used between a unit's forward and its backward: twice those of all units after it.
+        # Between a unit's forward and its backward, each unit after it is used twice.
         is_reused_soon = not policy.reshard_after_forward or 2 * self._last.numel_after(units) <= policy.max_reuse_numel
         if backward_follows and is_reused_soon and self.live.numel <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
@@ -445,7 +445,7 @@ class Schedule:
             self.end_backward()
         if self.state is StepState.CLEAN:
             self.end_backward()  # this rank's loss used no parameter; the other ranks are waiting for its zeros
-        with self.stream.here():  # what autograd made is freed in the order of the stream that made it
+        with self.stream.here():  # gradients are freed in the order of the stream that made them
             self.reductions.finish()
 
     def gradients_of_users(self) -> list[tuple[Unit, int, nn.Parameter]]:

@@ -41,7 +41,7 @@ class _Held:
     """The units of one module, which stay unsharded while its state dict is made or loaded.
 
     Args:
-        names: the names of their parameters, as the module has them, and the parameters' `id`s.
+        names: the names of the units' parameters in the module, with the parameters' `id`s.
     """
 
     def __init__(self, units: Sequence[Unit], names: Mapping[str, int]) -> None:
@@ -58,7 +58,7 @@ class _Held:
         copies: dict[int, Tensor] = {}
         for name, parameter in self._names.items():
             if isinstance(value := state.get(prefix + name), Tensor):
-                if parameter not in copies:  # of tied parameters there is one
+                if parameter not in copies:  # tied parameters share one copy
                     copies[parameter] = value.detach().clone()  # the copy stays when the unit is resharded
                 state[prefix + name] = copies[parameter]
         self.reshard()

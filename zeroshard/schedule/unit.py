@@ -7,12 +7,12 @@ and its class at that time, depend on the unit's state (see appearance.py and cl
                 raises an error that names it
     GATHERING   still the placeholder
     UNSHARDED   a view of the flat buffer; in a storage of its own, if the buffer is never freed
-    UPDATING    the view, but of the class whose readers wait until the all-gather of updated values has landed
-    OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, of the class whose readers bring the
-                values back first. No other rank is needed for that
+    UPDATING    the view, in a class that makes readers wait until the all-gather of updated values has landed
+    OFFLOADED   unsharded, at rest in CPU memory between steps: the placeholder, in a class that brings the values back
+                before a read. This needs no other rank
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
-`UNIT_MOVES` has the moves between them, and each assignment of a unit's state goes through it. Besides its state, a unit has two
+`UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
 flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made), it makes no move to rest. While `is_held` (a
 graph that outlives its backward may read the unit), it is not resharded.
 """
@@ -135,9 +135,9 @@ class Unit:
         self.replaced_gradients: set[int] = set()
         """The parameters among these whose `grad` the user has set since."""
         self.pins = 0
-        """The open `unsharded` blocks."""
+        """The number of open `unsharded` blocks."""
         self.state_dicts = 0
-        """The state dicts in the making. One whose making or loading raised is counted until `refuse_pinned`."""
+        """The number of state dicts that are being made or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
         """A graph that outlives its backward may read the unit (`create_graph=True`): it stays until a backward leaves no graph."""
         self._live = context.live
@@ -145,7 +145,7 @@ class Unit:
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
         whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
         assert whole_class is not None
-        # A storage of its own would not see that its memory is freed.
+        # A separate storage would not notice that the flat buffer's memory is freed.
         separate = self.flat.has_address and not self.comes_and_goes
         self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
@@ -316,7 +316,7 @@ class Unit:
         assert self._cpu is not None
         self.unshard()
         written = self.appearance.collect_written()
-        # A write through `.data` leaves no trace. Frozen parameters, such as a teacher's average, are updated in this way.
+        # A write through `.data` leaves no trace. Frozen parameters, such as a teacher's average, may be updated in this way.
         self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
 
     @property

@@ -1,8 +1,8 @@
 """Owns the record of the last writer to a unit's parameters: the optimizer, or the user, on this rank or on another.
 
 The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
-weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, those of
-each element's owner count.
+weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
+values of each element's owner count.
 
     trace of a write           found by
     a version counter          `Appearance.collect_written`, at no cost

@@ -1,8 +1,8 @@
 """Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in shards.
 
-`torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies each by one factor; `clip_grad_value_`
-clamps each. The first norm fetches the norms of all parameters in one message. A factor waits for the step, or for the next
-norm: if all gradients have the same factors, the shards are scaled as `sharded.clip_grad_norm_` scales them.
+`torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies all gradients by one factor. `clip_grad_value_`
+clamps each gradient. The first norm fetches the norms of all parameters in one message. A factor waits for the step, or for the
+next norm: if all gradients have the same factors, the shards are scaled as `sharded.clip_grad_norm_` scales them.
 
 Norms are bit-identical under every policy: each shard's part of a parameter is summed by itself, then the parts in shard order.
 """
@@ -59,11 +59,11 @@ class GradientOperations:
             for view in resident.views:
                 self._parts[view.flag].append((resident, view))
         self.changed: set[int] = set()
-        """The parameters whose gradients the user has changed on this rank since ranks last agreed on these, by number."""
+        """The numbers of the parameters whose gradients the user has changed on this rank since the last `agree`."""
         self.factors: dict[int, list[float]] = {}
         """The factors that are not applied yet, by the parameter's number."""
         self._norms: dict[float, list[float]] = {}
-        """The norms by order, of all parameters, of the gradients at `_norms_at`."""
+        """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
         self._finished_at = -1
         """The number of gradients that the schedule had taken when their mean was last waited for."""
@@ -155,7 +155,7 @@ class GradientOperations:
         """Check that all ranks changed the same gradients, and clear `changed`.
 
         Args:
-            messages: one of each rank, in rank order, with one byte a parameter: not 0 if that rank changed its gradient.
+            messages: one of each rank, in rank order, with one byte a parameter: 0 if the rank left the gradient unchanged.
 
         Raises:
             UsageError: some ranks changed a gradient, and others did not.

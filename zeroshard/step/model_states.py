@@ -6,8 +6,8 @@
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
 
-States are called "parameters" (the master weights), "gradients" (the mean over ranks, between the last backward and `zero_grad`),
-and as the optimizer calls its own.
+The names of states are "parameters" (the master weights), "gradients" (the mean over ranks, between the last backward and
+`zero_grad`), and the optimizer's own names, such as "exp_avg".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GRADIENTS = "gradients"
 
 @dataclass(frozen=True)
 class Range:
-    """A contiguous part of a flattened parameter or of a state of it: `tensor`, [numel], begins at element `start`."""
+    """A contiguous part of a flattened parameter, or of one of its states: `tensor`, [numel], begins at element `start`."""
 
     start: int
     tensor: Tensor
@@ -133,7 +133,7 @@ class Held:
         return {name: value for name, value in self.state.items() if not self._runs_along(name)}
 
     def tensor(self, state: str) -> Tensor | None:
-        """Return one of `states`, flattened, for these elements; None if there is none."""
+        """Return one of `states`, flattened, for these elements; None if there is no such state."""
         if state == PARAMETERS:
             return self.value
         if not self._runs_along(state):
@@ -150,7 +150,7 @@ class ModelStates:
 
     The states of a parameter are "parameters" (its master weights; of a frozen parameter, its values), "gradients" (the mean over
     ranks, between the last backward of a step and `zero_grad`), and those of the optimizer under its own names, such as "exp_avg".
-    Get this object again for each use. Its methods raise UsageError for a parameter or a state that the model does not have.
+    Get this object again for each use. Its methods raise UsageError for a parameter that the model does not have.
     """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
@@ -271,7 +271,7 @@ class ModelStates:
             raise UsageError(
                 f"{state} of {fqn} has shape {placement.shape}, not {tuple(value.shape)}. Pass a tensor of that shape."
             )
-        # A reduction under way must not come after the new value: `used` waits for it.
+        # A reduction in flight must not overwrite the new value: `used` waits for it.
         if state == GRADIENTS and not self._step.used().get(unit.named[index].fqn, False):
             raise UsageError(
                 f"{fqn} has no gradient to set: set it between the last backward of a step and zero_grad()."

@@ -1,4 +1,4 @@
-"""Owns the states that the user's optimizer shows, saves and loads: those of this rank's shards."""
+"""Owns the states that the user's optimizer shows, saves and loads: the states of this rank's shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.travelling import Travelling
 
 SHARDS = "shards"
-"""The key in a state dict for the names of its shards: it loads only into these."""
+"""The key in a state dict for the names of its shards: the state dict loads only into the same shards."""
 
 
 class OptimizerStates:
@@ -63,7 +63,7 @@ class OptimizerStates:
         return {**state_dict, SHARDS: self._names_of_shards()}
 
     def _names_of_shards(self) -> list[list[Any]]:
-        """Return [fqn, first element, elements] of each view, in the order of param groups, in which the optimizer counts them."""
+        """Return [fqn, first element, numel] of each view, in the order of param groups, in which the optimizer numbers them."""
         view_of = {id(view.value): view for view in self._step.views}
         ordered = [view_of[id(value)] for value in chain.from_iterable(self._groups.shards)]
         return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
@@ -147,7 +147,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, which replace an optimizer's `state`.
 
     Args:
-        find: returns the states of a parameter of the model, by its `id`; None if the model has no such parameter.
+        find: returns the states of a parameter of the model, by its `id`; None if the optimizer lists no such parameter.
         renew: makes the first states of the parameters that have none, if their optimizer begins with some.
     """
 

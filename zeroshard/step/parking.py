@@ -1,6 +1,6 @@
 """Owns model states that are parked to free their memory: `offload_states`, `reload_states`.
 
-Only memory of the accelerator is parked (without one: CPU memory, and the place to park is the disk). Its storage is freed, and
+Only memory of the accelerator is parked (without one, CPU memory, which is parked on disk). The memory is freed, and
 the user's tensors show placeholders in the meantime.
 """
 
@@ -53,10 +53,10 @@ class Parking:
         self._storage: Storage | None = None
 
     def offload(self, states: Iterable[str], place: Place, offload: Offload) -> int:
-        """Park states, and return the number of freed bytes. Nothing happens if they are already in that place.
+        """Park states, and return the number of freed bytes. Nothing happens if `place` is the accelerator's own memory.
 
         Raises:
-            UsageError: something is parked already, or a step has begun.
+            UsageError: a state's name is unknown, states are parked already, or gradients wait for a step.
             StorageError: there is no room. States that were parked until then are reloaded.
         """
         wanted = list(states)

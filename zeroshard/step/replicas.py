@@ -1,4 +1,4 @@
-"""The comparison of inputs and of replicated parameters' gradients over another dimension, in the step's small message.
+"""The comparison of inputs and of replicated parameters' gradients over another mesh dimension, in the step's small message.
 
 Such parameters start equal, and stay equal if their gradients are equal. Gradients differ if the ranks draw different dropout, or
 get different batches. If the first module is divided, different batches give equal gradients, which are wrong: so the tensors
@@ -62,12 +62,12 @@ class Replicas:
         if not torch.is_grad_enabled():
             return
         for one in tree_leaves((args, kwargs)):
-            # Ranks hold different parts of a DTensor, as it records itself.
+            # Ranks may hold different parts of a DTensor: see its placements.
             if isinstance(one, Tensor) and not is_distributed(one) and not one.is_complex():
                 self._entered.append(digest_of(one.detach().flatten().double()))
 
     def digest(self, residents: Sequence[Resident]) -> bytes:
-        """Return a digest of this rank's mean gradients of replicated parameters, and of the inputs since the last one.
+        """Return a digest of this rank's mean gradients of replicated parameters, and of the inputs since the last call.
 
         Forwards that no step follows count too: the ranks that divide a model run all of them together.
         """
@@ -121,7 +121,7 @@ class Replicas:
 
 
 def digest_of(flat: Tensor) -> Tensor:
-    """Return 3 numbers [3] that equal gradients share: their sum, the sum of their squares, and their sum weighted by place.
+    """Return 3 numbers, fp64 [3], which equal gradients share: the sum, the sum of squares, and the sum weighted by place.
 
     The third differs if the same values are in different places.
     """

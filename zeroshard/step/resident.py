@@ -38,7 +38,7 @@ class ShardView:
     """The part of one parameter in one shard: the tensor that the optimizer updates.
 
     `value` is 1-D, or, where parameters are not cut, of the parameter's shape. `start` and `numel` are its place in the shard,
-    and `parameter_start` that in the flattened parameter.
+    and `parameter_start` is its start in the flattened parameter.
     """
 
     named: NamedParameter
@@ -138,10 +138,10 @@ def _cast_numel(resident: Resident) -> int:
 
 
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
-    """Split residents into groups, in their order. With a ratio, some are updated on the accelerator, in separate groups.
+    """Split residents into groups, in their order. With an offload ratio, some residents step on the accelerator, in other groups.
 
     Args:
-        limits: pairs of a weight and the most that the residents of one group may weigh together, unless it is a single one.
+        limits: pairs of a function that weighs a resident, and the most that a group of several residents may weigh.
     """
     by_step: dict[Storage, list[R]] = {}
     for resident in residents:
@@ -242,7 +242,7 @@ class Casts:
     def __init__(self) -> None:
         self._pool = BufferPool(CPU)
         self._lent: list[tuple[Tensor, int]] = []
-        """Each buffer in use, with the number of its own users."""
+        """Each buffer in use, with the number of users of its storage before the optimizer gets the buffer."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of a 1-D tensor in another dtype."""
@@ -263,8 +263,8 @@ class Casts:
 class MeanGradients:
     """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when they are lent.
 
-    fp32 gradients in the optimizer's memory are multiplied in place. Others are not: 16-bit gradients would lose digits, and those
-    in other places would be copied twice. Their factors are kept, and applied when they are lent.
+    Gradients in the master weights' dtype and the optimizer's memory are multiplied in place. Others are not: 16-bit gradients
+    would lose digits, and gradients in other places would be copied twice. Their factors are kept until they are lent.
 
     Args:
         accelerator: the storage of unsharded gradients, even if the optimizer steps elsewhere.
@@ -284,7 +284,7 @@ class MeanGradients:
         return math.prod(self.factors, start=1.0)
 
     def _multiply(self, shard: Shard, gradient: Tensor) -> None:
-        """Multiply values of a shard in place by the factors that are left; those of a 16-bit gradient once, by the product."""
+        """Multiply a shard's values in place by the factors that are left; for a 16-bit gradient once, by their product."""
         for factor in [self._product] if _is_narrow(shard) else self.factors:
             scale_([gradient], factor)
 
@@ -316,7 +316,7 @@ class MeanGradients:
             gradient[view.start : view.start + view.numel].copy_(value)
 
     def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
-        """Multiply fp32 gradients in place. Those in 16 bits (then in fp32) or in other memory are multiplied when they are lent.
+        """Multiply gradients in place, except 16-bit gradients and gradients in other memory: `lent` applies the factor to those.
 
         Args:
             coefficient: a number, or a tensor of shape [] on the accelerator.
@@ -391,5 +391,5 @@ def _is_scaled_at_once(shard: Shard) -> bool:
 
 
 def _is_narrow(shard: Shard) -> bool:
-    """Return whether the gradient's dtype differs from that of the master weights."""
+    """Return whether the gradient's dtype differs from the master weights' dtype."""
     return shard.gradient.dtype != shard.master.dtype

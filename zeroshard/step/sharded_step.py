@@ -1,6 +1,6 @@
 """Owns the step: an unmodified torch optimizer that gets views of shards.
 
-Each parameter that has elements in a shard is one 1-D tensor there, in the parameter's own param group. So each parameter keeps
+Each parameter that has elements in a shard is one tensor there, usually 1-D, in the parameter's own param group. So each keeps
 its own state, step count and hyperparameters, and a parameter that no rank used in a step is skipped, as in plain PyTorch.
 """
 
@@ -52,7 +52,7 @@ class ShardedStep:
         context: the ranks, and the places where states rest. If its layout cuts no parameter, `inner` gets their true shapes.
 
     Attributes:
-        driver: the whole step of an engine, which also clips and counts: it runs where the user calls the optimizer's `step`.
+        driver: the whole step of an engine, which also clips and counts: it runs when the user calls the optimizer's `step`.
         loss_scale: the factor of the next loss before its backward; 1 except under fp16.
         overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
     """
@@ -68,7 +68,7 @@ class ShardedStep:
         self.schedule = schedule
         self._everyone = context.everyone
         self._used: tuple[bool, ...] = ()
-        self._used_at = -1  # how many gradients the schedule had taken when `_used` was agreed upon
+        self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self._taken: GradientOperations | None = None
@@ -124,7 +124,7 @@ class ShardedStep:
             self._is_driven = False
 
     def refuse_inside(self) -> None:
-        """Raise if model states are of two steps: inside a step and its driver's part, or after one that was aborted."""
+        """Raise if model states are of two steps: inside a step or its driver, or after a step that was aborted."""
         if self._is_driven or self.schedule.is_stepping:
             raise UsageError(
                 "a save inside optimizer.step(), or after one that an exception aborted, would hold parameters of two steps: have "
@@ -133,7 +133,7 @@ class ShardedStep:
             )
 
     def forget_aborted_step(self) -> None:
-        """Record that a load has made the model states those of one step again."""
+        """Record that a load has restored model states of a single step."""
         self.schedule.is_stepping = False
 
     def lay_out(self) -> None:
@@ -233,7 +233,7 @@ class ShardedStep:
         if self.driver is not None and not self._is_driven:
             report = self.driver()
             return evaluated[0] if evaluated else report
-        self.groups.leave_shards()  # an exception of the optimizer's own may have left them there
+        self.groups.leave_shards()  # an exception in the optimizer may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
@@ -302,7 +302,7 @@ class ShardedStep:
             self.groups.leave_shards()
 
     def before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move our hooks to their places on an optimizer of this model, which is about to step.
+        """Move our hooks to their places, if the optimizer that is about to step is one of this model's.
 
         Raises:
             UsageError: it is another optimizer, and would update parameters of this model.
@@ -343,7 +343,7 @@ class ShardedStep:
                 view.value.grad = part.detach()  # a new tensor: `FlatBuffer.free` detects other code that keeps it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. Their buffers stay, to be overwritten."""
+        """Drop the gradients, and free the memory of those at rest where that is possible."""
         warn_of_zeros(set_to_none)
         self._used_at = -1
         self.dropped.reset()
@@ -401,7 +401,7 @@ class ShardedStep:
         return self._taken
 
     def _before_later_gradients(self) -> None:
-        """Apply factors of the mean before gradients of another microbatch, which they must not multiply, are added."""
+        """Apply factors to the mean before another microbatch's gradients are added, which they must not multiply."""
         if self._mean_gradients.factors or (self._taken is not None and self._taken.factors):
             self.schedule.reductions.land()
             self.gradients.apply_factors(resident.shard for resident in self.residents)
@@ -436,7 +436,7 @@ class ShardedStep:
         }
 
     def _agree_on_used(self) -> None:
-        """Exchange which rank used which parameter, unless no backward or user has set a gradient since the last call."""
+        """Exchange which rank used which parameter, unless no gradient has come from a backward or the user since the last call."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
@@ -446,7 +446,7 @@ class ShardedStep:
 
     @property
     def _changed(self) -> set[int]:
-        """The parameters whose gradients the user has changed on this rank, by number, since ranks last agreed on these."""
+        """The numbers of the parameters whose gradients the user has changed on this rank since ranks last agreed on them."""
         return set() if self._taken is None else self._taken.changed
 
     def park(self, *, states: bool) -> None:
@@ -509,7 +509,7 @@ class ShardedStep:
         self._used_at = self.schedule.gradients_taken
         if not norm:
             return 0.0
-        # An unsharded optimizer holds every shard, bit for bit the same as its owner's.
+        # With an unsharded optimizer each rank has the sums of all shards, bit-identical to the owners' sums.
         if len(sums) == self._everyone.world_size:
             return norm_of(torch.stack([sums[shard] for shard in sorted(sums)]).to(by_rank.device))
         return norm_of(self._everyone.by_shard(by_rank))

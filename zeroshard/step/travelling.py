@@ -96,7 +96,7 @@ class Travelling(Resident):
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._in_slots: dict[int, Tensor] = {}
-        """The optimizer's tensors whose values are in the slots. The user set the others: the next write stores them."""
+        """The optimizer's tensors whose values are in the slots. Others are new, also from the user: the next write stores them."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
         self._reading: list[Transfer] = []
@@ -417,7 +417,7 @@ class SubGroupsInFrames(SubGroups):
             try:
                 yield
             finally:
-                if write:  # otherwise the shard stays in memory: the next use is often of the same
+                if write:  # otherwise the shard stays in memory: the next use is often of the same shard
                     resident.leave(write=True, update_rest=False)
                     self._close()
 
@@ -446,7 +446,7 @@ class SubGroupsInFrames(SubGroups):
         for one in self._travelling:
             one.abandon()
         for frame in chain.from_iterable(self._free.values()):
-            with suppress(StorageError):  # none may land later
+            with suppress(StorageError):  # no write may land later
                 frame.empty()
 
     def _take_all_back(self) -> None:

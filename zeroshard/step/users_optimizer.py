@@ -1,4 +1,4 @@
-"""Owns the optimizers that the user made: their steps, which are the sharded ones, and their param groups."""
+"""Owns the optimizers that the user made: their steps, which run the sharded step, and their param groups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGEST_NBYTES = 8
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
-    The sharded step runs before the optimizer's own, which then finds its param groups empty. Afterwards they are restored.
+    The sharded step runs before the optimizer's own step, for which the param groups are emptied and afterwards restored.
     The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
@@ -63,14 +63,14 @@ class UsersOptimizer:
         self._stepped_at = -1
         self._is_inside = False
         self.is_removed = False
-        # A compiled training step must not trace what these call.
+        # A compiled training step must not trace into these hooks.
         self._before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._after = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
         # Replace the method, as torch's schedulers replace `step`: after an aborted backward, no `grad` would show the call.
         optimizer.zero_grad = torch.compiler.disable(self._drop_gradients)  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's `step()`. If this call is already inside the user's hooks, run only the sharded step."""
+        """Call the user's `step()`. If such a call is already under way, run only the sharded step."""
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -82,7 +82,7 @@ class UsersOptimizer:
             vars(self.optimizer).pop(name, None)
 
     def refuse_state_dicts(self) -> None:
-        """Refuse state dicts of only this optimizer, whose states share shards with those of the model's other optimizers."""
+        """Refuse state dicts of only this optimizer: its states share shards with the states of the model's other optimizers."""
 
         def refuse(*_: Any) -> None:
             raise UsageError(
@@ -98,7 +98,7 @@ class UsersOptimizer:
         self._zero_grad(self)
 
     def keep_places(self) -> None:
-        """Move our hooks inside the user's, including those registered later, before a step runs them."""
+        """Before a step runs hooks, move ours inside the user's, even if the user's were registered later."""
         if not self._is_inside and not self._depth:
             make_innermost(self.optimizer, self._before, self._after)
 
@@ -142,7 +142,7 @@ class UsersOptimizer:
 
 
 def warn_of_zeros(set_to_none: bool) -> None:
-    """Warn about a `zero_grad` that should leave zeros, two callers and a wrapper of torch away."""
+    """Warn if `zero_grad` was asked to leave zeros. The user's call is two callers and a wrapper of torch away."""
     if not set_to_none:
         warnings.warn(
             "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that no "
@@ -158,7 +158,7 @@ class ParamGroups:
 
     Args:
         inner: the user's optimizer, or several as one.
-        optimizers: those that the user made.
+        optimizers: the optimizers that the user made.
 
     Attributes:
         ids: `id`s of the user's parameters, group by group.

@@ -22,7 +22,7 @@ from zeroshard.step.model_states import GRADIENTS, PARAMETERS, ModelStates, Rang
 class ParameterStates:
     """The model states of one parameter, as `parameter_states` returns them.
 
-    The states are "parameters" (master weights), "gradients", and the optimizer's under its own names, such as
+    The states are "parameters" (master weights), "gradients", and the optimizer's states under its own names, such as
     "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`. After you shard
     the model again, call `parameter_states` again.
 
@@ -94,7 +94,7 @@ class ParameterStates:
     def own_gradient(self) -> Tensor | None:
         """Return a copy of this rank's sum of gradients, if it has not been reduced yet. It runs no collective.
 
-        The result is None if there is no sum, or if it has been reduced over ranks; `get("gradients")` then returns it.
+        The result is None if there is no sum, or if it has been reduced over ranks. `get("gradients")` then returns the mean.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
@@ -134,7 +134,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     """Find the model states of a parameter of a sharded model, or of one made under `sharded_init`.
 
     Raises:
-        UsageError: it is neither of these.
+        UsageError: the tensor is neither of these.
     """
     home = home_of(parameter)
     if home is not None:

@@ -20,7 +20,7 @@ from zeroshard.step.sharded_step import ShardedStep
 
 @dataclass(frozen=True)
 class Home:
-    """The place of a parameter: its unit, with that unit's hooks and step.
+    """The home of a parameter: its unit, with that unit's hooks and step.
 
     Attributes:
         number: its number in the order in which parameters were sharded, the same on every rank.
@@ -36,7 +36,7 @@ class Home:
 
 _numbers = itertools.count()
 _home_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The place of each parameter. It is an index, so that the user's parameters need no attribute."""
+"""The home of each parameter, in a map, so that the user's parameters need no attribute."""
 
 
 def register(units: Iterable[Unit], hooks: Hooks, step: ShardedStep) -> None:
@@ -62,7 +62,7 @@ def is_taken(parameter: Tensor) -> bool:
 
 
 def home_of(parameter: Tensor) -> Home | None:
-    """Return the place of a parameter, if a sharded model holds it."""
+    """Return the home of a parameter, or None if no sharded model holds it."""
     home: Home | None = _home_of.get(parameter)
     return home
 
@@ -151,7 +151,7 @@ class Borrowed:
 def _units_whole(
     wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
 ) -> Iterator[None]:
-    """Unshard units, as `unsharded` does. Without `changes`, writes count like those in a forward of the units' own modules."""
+    """Unshard units, as `unsharded` does. Without `changes`, writes count like writes in a forward of the units' own modules."""
     homes: list[Home] = [_home_of[parameter] for parameter in wanted if parameter in _home_of]
     # The caller's order may differ between ranks, as in a set.
     ordered = sorted(homes, key=lambda home: home.number)
@@ -229,7 +229,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
 
 
 def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
-    """Return the names of all ranks of the mesh's other dimension. Data-parallel ranks already agree on theirs."""
+    """Add the names from the ranks of the mesh's other dimension. Data-parallel ranks already have the same names."""
     others = looks[0][0].others if looks else None
     if others is None or others.world_size == 1:
         return written
@@ -250,7 +250,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
 
 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
-    """Return units to their states before the block."""
+    """Restore the units' states before the block."""
     for unit in pinned:
         unit.pins -= 1
     for unit in at_rest:
@@ -297,7 +297,7 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
 def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
     """Take changes, as `_take_changes` does.
 
-    Errors identify a parameter without a name by its number among those given, and by its shape.
+    Errors identify a parameter without a name by its number among the given parameters, and by its shape.
     """
     collectives = born[0][1].births.collectives(born[0][0].device)
     own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]

@@ -81,12 +81,12 @@ class Checkpoints:
         self.display = display
         self._hosts: Hosts | None = None
         self._pending: Future[None] | None = None
-        self._staging: dict[str, Tensor] = {}  # a copy of this rank's part of all states, for asynchronous saves
+        self._staging: dict[str, Tensor] = {}  # memory for a copy of this rank's part, for asynchronous saves
         atexit.register(_tell_failure_at_exit, weakref.ref(self))
 
     @cached_property
     def control(self) -> Collectives:
-        """The connections of saves, made at first use: asynchronous saves must not mix with training's messages."""
+        """The connections of saves, made at first use: their messages must not mix with the messages of training."""
         return self.live.collectives.control()
 
     @property
@@ -97,8 +97,8 @@ class Checkpoints:
     def operation(self, name: str) -> Iterator[None]:
         """Name the waits of a save, a load or an export. Every rank must enter it.
 
-        After an error that other ranks may not have, such as an interrupt, the connections are closed, so that no rank waits for
-        this one. The next call makes new ones.
+        An error that other ranks may not have, such as an interrupt, closes the connections, unless an asynchronous save is using
+        them. So no rank waits for this one. The next call makes new connections.
         """
         try:
             with self.live.collectives.operation(name):
@@ -115,11 +115,11 @@ class Checkpoints:
             del self.control
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Raise an exception of any rank in the block as a `CheckpointError` on all. Every rank must enter it."""
+        """Raise an exception of any rank in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts:
-        """Find the ranks that share a folder: those of each host, or all. Every rank must call it."""
+        """Find the ranks that share a folder: the ranks of each host, or all ranks. Every rank must call it."""
         answers = self.control.exchange_json(node_local, "whether the folder is local to each host")
         for rank, answer in enumerate(answers):
             if answer != answers[0]:
@@ -142,23 +142,23 @@ class Checkpoints:
         exclude_frozen: bool = False, asynchronous: bool = False, keep_last: int | None = None, within_step: bool = False,
         node_local: bool = False,
     ) -> None:  # fmt: skip
-        """Save model states, buffers, modules' extra states, every rank's random state and `values`.
+        """Save parameters, optimizer states, buffers, modules' extra states, every rank's random state and `values`.
 
-        Every rank must call it, after a step. What a module's `get_extra_state` returns must be JSON values and tensors.
+        Every rank must call it, after a step. A warning reports each extra state that is not of JSON values and tensors.
 
         The checkpoint loads at any world size and under any policy. It is either complete or absent.
 
         Args:
             folder: the folder of all checkpoints.
             tag: this checkpoint's name. An older checkpoint of the same name is kept until this one is complete.
-            values: JSON values and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`; only rank 0's
-                are saved.
+            values: JSON values and tensors, such as `{"scheduler": scheduler.state_dict(), "step": 100}`. Only
+                rank 0's values are saved.
             save_latest: whether `load` without a tag loads this checkpoint.
             exclude_frozen: whether to leave out frozen parameters.
             asynchronous: whether to copy the states to CPU memory and write them while training continues. The next
                 save, load or export, `checkpoints.wait()` and `remove` wait for this save, and raise its error. If none of them is
                 called, the program prints the error when it ends, and exits with status 1.
-            keep_last: the number of the newest checkpoints to keep, at least 1; older ones are removed, except the one in
+            keep_last: the number of newest checkpoints to keep, at least 1; older ones are removed, except the one in
                 `latest`. None keeps all.
             within_step: whether to allow a save between a backward and its step. Gradients are not saved: after a load,
                 the step starts again.
@@ -166,11 +166,11 @@ class Checkpoints:
                 copied to the next host, so that losing one host loses no data.
 
         Raises:
-            CheckpointError: some rank could not write, or the last asynchronous save failed. Every rank raises it; the
-                message names the file and the cause. Earlier checkpoints do not change.
-            UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `keep_last` is
-                less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local` differs between
-                ranks, or `node_local` is set for a model with DTensors.
+            CheckpointError: `tag` is not a folder name, a value cannot be packed, some rank could not write, or the last
+                asynchronous save failed. The message names the cause. Earlier checkpoints do not change.
+            UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `values` is not a
+                dict, `keep_last` is less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local`
+                differs between ranks, or `node_local` is set for a model with DTensors.
         """
         if keep_last is not None and (
             isinstance(keep_last, bool) or not isinstance(keep_last, Integral) or keep_last < 1
@@ -240,8 +240,8 @@ class Checkpoints:
     def wait_together(self, tag: str | None = None) -> None:
         """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag or None.
 
-        The ranks meet over the connections of training, which detect a rank that trains on. If some rank has closed its
-        connections of saves, all do.
+        The ranks meet over the connections of training, which detect a rank that is still training. If some rank has closed
+        its connections of saves, all ranks close theirs.
         """
         collectives = self.live.collectives
         with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
@@ -278,7 +278,7 @@ class Checkpoints:
         Args:
             folder: the folder of all checkpoints.
             tag: the checkpoint's name; default: the one in the file `latest`.
-            strict: whether to raise an error for parameters that the checkpoint or the model lacks.
+            strict: whether to raise an error for parameters and buffers that the checkpoint or the model lacks.
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
             fall_back: whether to load the newest complete checkpoint if the chosen one is missing or damaged.
@@ -292,7 +292,8 @@ class Checkpoints:
             CheckpointError: a file is missing or damaged, or the checkpoint is of a different model. Every rank raises
                 it; the message names the file and the cause. Some parameters may have been overwritten: load another
                 checkpoint, or restart.
-            UsageError: a backward is waiting for its step, or model states are parked.
+            UsageError: a backward is waiting for its step, model states are parked, `tag` or `node_local` differs between ranks,
+                or the call is inside `torch.inference_mode()`.
         """
         if torch.is_inference_mode_enabled() and self.live.inner is not None:
             raise UsageError(
@@ -314,7 +315,7 @@ class Checkpoints:
     def _load_any(
         self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
     ) -> Loaded:
-        """Load the first of the candidates that is complete."""
+        """Load the first complete candidate. If there is none, raise the errors of all."""
         hosts = self._hosts_of(node_local)
         holdings = None
         if not node_local:

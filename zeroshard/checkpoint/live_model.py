@@ -35,7 +35,7 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
-"""PEFT puts this before the names of the model that it wraps, in adapter files."""
+"""PEFT's prefix, in adapter files, for names in the wrapped model."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Description(BaseModel):
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
-        adapters: for a PEFT model, the names in each adapter's file with their fqns, by folder ("" or one that ends in
+        adapters: for a PEFT model, the fqns by their names in each adapter's file, by folder ("" or one that ends in
             "/").
         problem: the reason why the model cannot be exported, or None.
     """
@@ -187,7 +187,7 @@ class Description(BaseModel):
 def describe(live: LiveModel) -> Description:
     """Describe the model as it is now. If that fails, saves still succeed, and only exports raise an error.
 
-    Every rank must call it: PEFT makes state dicts of modules, which unshards parameters.
+    Every rank must call it: PEFT takes modules' state dicts, for which units are unsharded.
     """
     adapters = getattr(live.model, "peft_config", None)
     try:
@@ -262,8 +262,8 @@ def _adapter_config(model: nn.Module, config: Any) -> Any:
 def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]:
     """Map the names in an adapter's file to fqns.
 
-    PEFT chooses and renames them. It receives a state dict of empty tensors, whose identity reveals the origin of each
-    name.
+    PEFT chooses and renames them. It receives a state dict of empty tensors, and the identity of each tensor reveals
+    the origin of its name.
     """
     first = {name: entry.fqn for unit in live.units for entry in unit.named for name in entry.fqns}
     first_of: dict[int, str] = {}  # by the buffer's id

@@ -116,7 +116,7 @@ class Reader:
         return found
 
     def values(self, packed: Any) -> Any:
-        """Unpack packed values, and read the tensors that they name from the files."""
+        """Unpack packed values, and read their tensors from the files."""
         requests = []
 
         def make(name: str) -> Tensor:
@@ -132,13 +132,13 @@ class Reader:
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Reader:
-    """Open a checkpoint by its own folder, or by the folder of all and a tag (default: the one in `latest`)."""
+    """Open a checkpoint by its own folder, or by the folder of all checkpoints and a tag (default: the one in `latest`)."""
     path = files.folder_of(folder, tag)
     return Reader(path, files.read_manifest(path))
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Make the requests for a span of one saved model state: one request for all rows in a saved range.
+    """Make the requests for a span of one saved model state. Rows of a saved range share a request, unless they are far apart.
 
     Args:
         state: the saved state.
@@ -179,7 +179,7 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
 
 
 def _refuse_hole(state: StateRecord, span: Span) -> None:
-    """Raise if no saved range holds some elements of a span."""
+    """Raise if some elements of a span are in no saved range."""
     covered = span.start
     # Runs of several ranges may interleave.
     for start, stop in sorted(run[:2] for part in state.ranges for run in part.runs.between(span.start, span.stop)):
@@ -345,9 +345,8 @@ class Loader:
             there = held.state.get(name)
             dtype = dtype_of(saved.dtype)
             if saved.dtype == record.states[PARAMETERS].dtype:
-                dtype = (
-                    like.dtype
-                )  # a state in the saved master weights' dtype gets ours: an optimizer computes with both
+                # A state in the dtype of the saved master weights follows them: an optimizer computes with both.
+                dtype = like.dtype
             if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
                 there = torch.empty(like.shape, dtype=dtype, device=like.device)
             state[name] = there
@@ -376,7 +375,7 @@ class Loader:
             device = key.device if id(key) in on_device else torch.device("cpu")
             kept = {**self._values.get(held.named.fqn, {}), **state}
             for name in kept.keys() - state.keys():
-                if isinstance(kept[name], Tensor):  # spans of one parameter must not share it
+                if isinstance(kept[name], Tensor):  # spans of one parameter must not share a tensor
                     kept[name] = kept[name].to(device, copy=True)
             self._optimizer.state[key] = kept
             if not kept:

@@ -108,7 +108,7 @@ class RangeRecord(_Sparse):
 
 
 class StateRecord(_Record):
-    """The record of one model state of one parameter. Its ranges are disjoint, in order, and cover all elements."""
+    """The record of one model state of one parameter. Its ranges are ordered by `start`, disjoint, and cover all elements."""
 
     dtype: str
     ranges: list[RangeRecord]
@@ -162,7 +162,7 @@ class Manifest(_Sparse):
     tensors: dict[str, TensorRecord] = {}
 
     def buffers(self, rank: int = 0) -> dict[str, Any]:
-        """Return the packed buffers that a rank saved, by name; above rank 0, only those that differ from rank 0's."""
+        """Return the packed buffers that a rank saved, by name. A rank above 0 saves a buffer only if rank 0 has other values."""
         ranks = self.values.get("ranks", [])
         packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
         return packed
@@ -179,7 +179,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and verify a checkpoint's manifest.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged. The message has the path and the reason.
+        CheckpointError: the manifest is missing, damaged or of an unknown version. The message has the path and the reason.
     """
     path = folder / MANIFEST
     try:
@@ -212,7 +212,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _refuse_ranges_outside(manifest: Manifest) -> None:
-    """Raise a `ValueError` if checksums do not cover a file, or a range is outside of its file."""
+    """Raise a `ValueError` if checksums do not cover a file, or a range does not fit its file or its parameter."""
     for file in manifest.files:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
         if len(file.checksums) != chunks:
@@ -327,12 +327,12 @@ def is_of_deepspeed(folder: Path) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a single checkpoint, of zeroshard or DeepSpeed, and not the folder of all."""
+    """Return whether a folder is a single checkpoint, of zeroshard or DeepSpeed, and not the folder of all checkpoints."""
     return (folder / MANIFEST).is_file() or is_of_deepspeed(folder)
 
 
 def folder_of(folder: str | os.PathLike[str], tag: str | None) -> Path:
-    """Return a checkpoint's own folder: that of the tag, `folder` itself, or that of the tag in its file `latest`."""
+    """Return a checkpoint's own folder: the folder of `tag`, `folder` itself, or the folder of the tag in the file `latest`."""
     path = Path(folder)
     if tag is not None:
         return path / tag
@@ -372,7 +372,7 @@ def _without_latest(folder: Path) -> str:
 
 
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
-    """List the tags of complete checkpoints, newest first; without `whole`, also of those that lack files here."""
+    """List the tags of complete checkpoints, newest first; without `whole`, also of checkpoints that lack files on this host."""
     found = [(one.created, name) for name, one in _manifests(folder) if not whole or is_whole(folder / name, one)]
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -385,14 +385,14 @@ def _manifests(folder: Path) -> Iterator[tuple[str, Manifest]]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """List the subfolders of a folder, without symbolic links, whose targets are listed already or belong to others."""
+    """List the subfolders of a folder, without symbolic links: their targets are listed already, or belong to others."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
 def next_time(folder: Path) -> float:
-    """Return the time of a new checkpoint, in seconds since 1970: later than any other's, even if a clock was set back."""
+    """Return a time for a new checkpoint, in seconds since 1970. It is later than all others, even if a clock was set back."""
     return max([time.time(), *(manifest.created + 1e-3 for _, manifest in _manifests(folder))])
 
 
@@ -459,7 +459,7 @@ def remove(folder: Path) -> None:
 def keep_newest(folder: Path, count: int, kept: str, *, whole: bool = True) -> None:
     """Remove checkpoints except the newest `count`, `kept`, and the one in `latest`.
 
-    Without `whole`, it also counts and removes checkpoints that lack files here.
+    Without `whole`, it also counts and removes checkpoints that lack files on this host.
     """
     stays = {kept}
     if (folder / LATEST).is_file():
@@ -476,7 +476,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype with a manifest's name."""
+    """Return the dtype of this name in a manifest, or raise a `CheckpointError` if torch lacks it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Owns checkpoints in folders that hosts do not share: copies on the next host, and the missing files before a load.
+"""Owns checkpoints in folders that hosts do not share: copies on the next host, and the transfer of missing files before a load.
 
-The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on its own host and on the next one. The
+The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on the rank's host and on the next one. The
 manifest is on all hosts. So losing one host loses no file.
 """
 
@@ -51,18 +51,18 @@ class Hosts:
         return self.ranks[self.host(rank)][0] == rank
 
     def member(self, host: int, number: int) -> int:
-        """Return the rank of a host that does one of its tasks. Tasks are numbered, and take turns over its ranks."""
+        """Return the rank of a host that does the task with this number. The ranks of a host take turns."""
         ranks = self.ranks[host % len(self.ranks)]
         return ranks[number % len(ranks)]
 
     def keeper(self, rank: int) -> int:
-        """Return the rank of the next host that keeps a copy of this rank's file."""
+        """Return the rank on the next host that keeps a copy of this rank's file."""
         home = self.host(rank)
         return self.member(home + 1, self.ranks[home].index(rank))
 
 
 class Move(NamedTuple):
-    """A file that is copied from one rank's host to another's."""
+    """A file to copy from the host of rank `source` to the host of rank `target`."""
 
     source: int
     target: int
@@ -82,7 +82,7 @@ def refuse_shared(control: Collectives, folder: Path, moves: Sequence[Move]) -> 
 def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
     """Copy files between hosts. Every rank must call it, with the same moves.
 
-    It finishes all copies, and then raises an `OSError` of this rank.
+    The function finishes all copies before it raises the first `OSError` of this rank.
     """
     problems: list[OSError] = []
     with ExitStack() as stack:
@@ -149,7 +149,7 @@ class _Version:
         created: the time, in seconds since 1970.
         sizes: the sizes of its files in bytes, by name.
         hosts: the hosts that have its manifest.
-        holders: the hosts that have the complete file, by its name.
+        holders: the hosts that have each file in its full size, by the file's name.
     """
 
     tag: str
@@ -188,9 +188,9 @@ class Holdings:
                 version.holders[name] = holders
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
-        """List the tags to try: `tag`, or the newest one in a host's `latest`; with `fall_back`, then all others.
+        """List the tags to try: `tag`, or the newest one that is in the `latest` of some host.
 
-        They are ordered by time, the newest first.
+        With `fall_back`, the other checkpoints without lost files follow, the newest first.
         """
         newest = list(dict.fromkeys(version.tag for version in self._versions if not version.lost))
         first = [name for name in newest if name in self._latest][:1]
@@ -218,10 +218,7 @@ class Holdings:
                 )
 
     def bring(self, tag: str) -> None:
-        """Send every host the files of a checkpoint that it lacks. Every rank must call it.
-
-        All ranks raise an error of any rank.
-        """
+        """Send each host the files of a checkpoint that it lacks. Every rank must call it, and raises an error of any rank."""
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
@@ -286,7 +283,7 @@ class Holdings:
 
 
 def _list(folder: Path) -> dict[str, Any]:
-    """List this host's files as JSON: the tag in `latest`, and file names with sizes, by manifest and by folder."""
+    """Return this host's files as JSON: the tag in `latest`, and file sizes by name, from the manifests and from the folders."""
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)

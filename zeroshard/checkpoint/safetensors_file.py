@@ -1,12 +1,12 @@
-"""Owns safetensors files: reading by ranges, and, for checkpoints, writing with checksums that every read verifies.
+"""Owns safetensors files: reads of ranges, and, for checkpoints, writes with checksums, and reads that verify them.
 
-The safetensors library reads and writes whole tensors, or slices of their first dimension. A shard is a range of the
+The safetensors library writes whole tensors, and reads whole tensors or slices of dimensions. A shard is a range of the
 flattened tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON (name
 -> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
 https://github.com/huggingface/safetensors#format
 
-A read covers all chunks of its range: it verifies each chunk, and then copies the requested elements. So it reads less
-than two chunks beyond the range, and needs memory for one chunk.
+`read_verified` reads all chunks of a range. It verifies each chunk, and then copies the requested elements. So it reads
+less than two chunks beyond the range, and needs memory for one chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 _CONVERTED_NUMEL = 1 << 22
 """The maximum number of elements that are read at once, if they must be converted."""
 CHUNK_NBYTES = 4 << 20
-"""The bytes of one checksum (CRC-32)."""
+"""The number of bytes that one checksum (CRC-32) covers."""
 _STAGE_NBYTES = 16 << 20
 """The bytes that are copied from an accelerator at once."""
 
@@ -273,7 +273,7 @@ class _ChecksummedFile:
 def write_file(
     path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
 ) -> tuple[FileRecord, dict[str, int]]:
-    """Write a safetensors file, one source at a time, and flush it to the disk. After an error, no file is left.
+    """Write a safetensors file, one source at a time, and flush it to the disk. If a write fails, no file is left.
 
     Args:
         path: the file to write.
@@ -283,6 +283,9 @@ def write_file(
 
     Returns:
         The file's record, and the offset of each tensor in the file, in bytes.
+
+    Raises:
+        CheckpointError: the file cannot be written. The message has the path and the cause.
     """
     # Wide dtypes first: then every element is at a multiple of its size, and in one chunk.
     names = sorted(sources, key=lambda name: -sources[name].dtype.itemsize)

@@ -87,11 +87,11 @@ class Part:
 
     Attributes:
         spans: this rank's part of the model states.
-        values: by fqn, the optimizer's other values for a parameter, packed.
-        own: values that differ between ranks (random state), packed.
+        values: the optimizer's other values for each parameter, packed, by fqn.
+        own: values that differ between ranks (random state, modules' extra states), packed.
         tensors: the tensors that packed values name. The manifest lists them too.
         buffers: the model's buffers, in a form that a file can hold.
-        arrived: waits until values from an accelerator are in CPU memory: numbers, and the tensors of a copy.
+        arrived: a function that waits until an accelerator's numbers, and the tensors of a copy, are in CPU memory.
     """
 
     spans: Sequence[SavedSpan]
@@ -163,7 +163,7 @@ def take_snapshot(
         The outline of a manifest, and this rank's part.
     """
     description = describe(live).model_dump()  # first: every rank takes part in it, even if a later call fails
-    # A resharded parameter has no values, so it is refused among a user's values. Not every parameter class reveals it.
+    # A resharded parameter among the user's values has no values to save. Not every parameter class reveals that.
     resharded = {}
     records = {}
     excluded = []
@@ -215,7 +215,7 @@ def take_snapshot(
 
 
 def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
-    """Pack what `get_extra_state` of the model's modules returns, by the modules' names."""
+    """Pack the modules' extra states by the modules' names, with a warning for each that cannot be packed."""
     packed = {}
     for name, module in live.modules_with_extra_states.items():
         try:
@@ -226,7 +226,7 @@ def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
 
 
 def _source(held: Held, state: str) -> Source:
-    """Make a source of one state. The spans of a shard follow one another, so that each shard is read into memory once."""
+    """Make a source of one state. It opens the whole shard, which stays in memory for the spans that follow."""
 
     @contextmanager
     def opened() -> Iterator[Tensor]:
@@ -257,7 +257,7 @@ def write_checkpoint(
         refuse: a function that is called after the part is written. It raises if the values changed meanwhile.
 
     Raises:
-        CheckpointError: some rank could not write. Every rank raises it, with that rank and the reason. Earlier
+        CheckpointError: some rank could not write. Every rank raises it, and the message has the reason. Earlier
             checkpoints do not change.
     """
     crcs = {name: zlib.crc32(memory_of(one.cpu().contiguous().view(-1))) for name, one in part.buffers.items()}
@@ -304,7 +304,7 @@ def write_checkpoint(
     manifest = None
     if control.rank == 0:
         manifest = complete(outline, to.tag, files.next_time(to.folder), reports)
-    if hosts.are_several:  # rank 0's values count, so its manifest does
+    if hosts.are_several:  # only rank 0's values are saved, so all hosts get its manifest
         text = b"" if manifest is None else manifest.model_dump_json().encode()
         manifest = Manifest.model_validate_json(broadcast(control, text, 0))
     with together(control, "the manifest of a checkpoint", _FAILED):
@@ -391,7 +391,7 @@ def _refuse_removed(manifest: Manifest, to: Destination, rank: int) -> None:
 
 
 def finish(manifest: Manifest, to: Destination, save: str) -> None:
-    """Write the manifest and `latest` after all files, and remove checkpoints that are not kept."""
+    """Write the manifest after all files, then `latest` if the save sets it, and remove checkpoints that are not kept."""
     files.write_manifest(to.path, manifest, save)
     if to.save_latest:
         try:

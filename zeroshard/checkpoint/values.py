@@ -44,7 +44,7 @@ class Packer:
 
         Args:
             value: the value.
-            path: the name of the value in errors, and of its tensors.
+            path: the value's name in errors, and in the names of its tensors.
 
         Raises:
             CheckpointError: the value contains an object of a type that cannot be packed.
@@ -141,7 +141,7 @@ def storable(tensor: Tensor, path: str) -> Tensor:
             "a dense tensor of a usual dtype."
         )
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of its last element, in its storage
+    end = (tensor.storage_offset() + steps + 1) * tensor.itemsize  # of the last element, in bytes of the storage
     if tensor.numel() and end > tensor.untyped_storage().nbytes():
         raise CheckpointError(
             f"{path} is an alias of freed memory, such as `parameter.data` from inside a forward: clone it there."
@@ -185,7 +185,7 @@ _MAKERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of every random generator: torch's on CPU and accelerator, numpy's, Python's."""
+    """Return the states of the global random generators of torch (CPU and current accelerator), numpy and Python."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -197,7 +197,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set every generator to the state that `random_state` returned."""
+    """Set the generators to the states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])

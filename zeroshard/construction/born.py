@@ -32,7 +32,7 @@ _MAPPED_NBYTES = 1 << 16
 
 _numbers = itertools.count()
 shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The shard of each parameter. It is an index, so that the user's parameters need no attribute."""
+"""The shard of each parameter, in a map, so that the user's parameters need no attribute."""
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Births:
     """The settings and registers that the parameters of one `sharded_init` share.
 
     Attributes:
-        device: the device of parameters that are still on the meta device.
+        device: the device for parameters that are on the meta device now.
         open: the shards that are whole because views of their parameters exist, see `Shard.keep_open`.
     """
 
@@ -90,7 +90,7 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Divide again the shards whose parameters no longer have views."""
+        """Divide the open parameters again that no longer have views."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 
@@ -135,7 +135,7 @@ class Shard:
         return start, min(start + self.numel, self._shape.numel())
 
     def converted(self, own: Tensor) -> Shard:
-        """Return the shard with its elements in the dtype of `own`, on its device."""
+        """Return a copy of the shard with the elements `own`, of any dtype, on any device."""
         twin = copy.copy(self)
         twin.own = own
         return twin
@@ -158,7 +158,7 @@ class Shard:
         own[: stop - start].copy_(whole.detach().reshape(-1)[start:stop])
 
     def whole(self) -> Tensor:
-        """Return the whole parameter. Every rank must call it, even if it has views, which other ranks may lack."""
+        """Return the whole parameter. Every rank must call it, even a rank on which views of the parameter exist."""
         if self.shows and self._whole is not None:
             return self._whole
         collectives = self.births.collectives(self.own.device)
@@ -321,7 +321,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Replace a whole parameter by this rank's part, in place."""
+    """Replace a whole parameter by this rank's part, in place. Integer, meta and divided parameters stay as they are."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
     shard_of[parameter] = shard = Shard(parameter.shape, births)

@@ -45,8 +45,8 @@ def sharded_init(
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: a folder for parts on the CPU, which are in unnamed files there until `shard` takes them. It allows a
-            model whose part is larger than this rank's memory.
+        folder: a folder for parts on the CPU, which are in unnamed files there until `shard` takes them. This
+            rank's part may then be larger than its memory.
         dtype: torch's default dtype in the context.
         source: the rank of the group whose values all ranks get, also in later writes. Writes to a view of a parameter
             (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and none are

@@ -29,7 +29,7 @@ EMBEDDING, COLWISE, ROWWISE = "embedding_rowwise", "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 NORM = "replicated_with_grad_allreduce"
-"""The style of a norm between divided matrices: it is whole on each rank, whose heads give a part of its gradient."""
+"""The style of a norm between divided matrices: each rank has the whole norm, and its heads add a part of the gradient."""
 WHOLE = "replicate"
 STYLES = (COLWISE, *GATHERED, ROWWISE, *SPLIT, EMBEDDING, NORM, WHOLE)
 """The supported styles of a plan."""
@@ -41,7 +41,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def plan_of(model: nn.Module, size: int) -> dict[str, str]:
-    """Return the styles of a model's modules by full name, for those that its plan names.
+    """Return the styles that a model's plan gives to modules, by full name, without replicated modules.
 
     Args:
         model: a model of transformers.
@@ -93,7 +93,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def _refuse_uneven_matrix(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Raise if the ranks cannot divide a matrix evenly whose divided side meets that of another matrix."""
+    """Raise if the ranks cannot evenly divide a matrix with a side that meets another divided matrix."""
     sides = {COLWISE: "out_features", ROWWISE: "in_features"}
     side = sides.get(style)
     if side is not None and getattr(module, side) % size:
@@ -213,7 +213,7 @@ def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn
 
 
 def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Parameter, nn.Parameter]) -> list[Any]:
-    """Return parameters or param groups with the new parameters in place of those that they replace."""
+    """Return parameters or param groups with new parameters instead of the old. Groups are changed in place."""
     replaced: list[Any] = []
     for one in groups:
         if isinstance(one, dict):

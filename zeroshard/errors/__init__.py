@@ -17,7 +17,7 @@ def counted(number: int, what: str, ending: str = "s") -> str:
 class ZeroshardError(Exception):
     """The base class of zeroshard's errors.
 
-    Under torchrun, each machine prints an uncaught error once, without a traceback unless `ZEROSHARD_TRACEBACK=1`. A
+    Under torchrun, each machine prints equal uncaught errors once, without a traceback unless `ZEROSHARD_TRACEBACK=1`. A
     traceback ends in a note with the command that explains the error; `str(error)` is only the message.
     """
 
@@ -57,4 +57,4 @@ class LossScaleError(ZeroshardError, FloatingPointError):
 
 
 class StorageError(ZeroshardError, RuntimeError):
-    """A failure to store, read or move model states, in memory or on disk. The message names the cause, and a disk's folder."""
+    """A failure to store, read or move model states. The message names the cause, and, for a disk, the folder."""

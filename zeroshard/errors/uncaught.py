@@ -1,8 +1,8 @@
 """Owns the report of an uncaught zeroshard error under torchrun: the message is printed once, and in torchrun's report.
 
 torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
-folder, in which the first process to fail leaves its message. The others, which mostly fail with the same error, then
-print nothing.
+folder, in which the first process to fail leaves its message. A process that
+fails with the same message later prints nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Hook:
         self.before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an uncaught exception."""
+        """Print an uncaught exception, unless another process of this machine has printed the same message."""
         if not isinstance(error, self.kind):
             self.before(kind, error, trace)
             return
@@ -41,7 +41,7 @@ class Hook:
             _record(f"as rank {told_by}: {_short(sentence)}", later=True)
             return
         if told is not None and told.startswith(f"{kind.__name__}:"):
-            # Of the same class as the first process's error, which is in its report.
+            # The first process has reported an error of this class in full.
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return
@@ -76,7 +76,7 @@ def _short(sentence: str) -> str:
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Try to be this machine's first process to report. Return the first one's rank, and its message unless it is this one."""
+    """Try to be this machine's first process to report. Return the first one's rank, and the message of another first process."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent

@@ -1,6 +1,6 @@
 """Owns the conversion of checkpoints to whole state dicts, in memory or in files of `torch.save`.
 
-One process reads zeroshard's checkpoints, and, through the import, DeepSpeed's.
+One process reads a zeroshard checkpoint, or, through the import, a DeepSpeed checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, Exported, claimed, 
 
 @contextmanager
 def open_any(folder: str | os.PathLike[str], tag: str | None = None) -> Iterator[Reader]:
-    """Open a zeroshard checkpoint, or a DeepSpeed checkpoint, which is imported to a temporary folder beside it."""
+    """Open a zeroshard checkpoint, or a DeepSpeed checkpoint, imported to a temporary folder (inside `folder` if possible)."""
     source = files.folder_of(folder, tag)
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}. Name the folder of a checkpoint.")
@@ -83,7 +83,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file with `torch.save`, and rename it into place after the block. After an error, no file is left."""
+    """Write a file with `torch.save`, and rename it into place after the block. After an error, it is removed."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):

@@ -4,7 +4,7 @@
 
     state = zeroshard.DistributedState(sharded)
     dcp.save({"train": state}, checkpoint_id=folder)
-    dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and policy
+    dcp.load({"train": state}, checkpoint_id=folder)     # at any world size and ZeRO stage
 
 DCP describes parts of a tensor as boxes. A range of the flattened parameter consists of a few boxes: in each dimension,
 the end of a row, whole rows, and the start of a row. So files have the parameters' true shapes, and other users of DCP
@@ -144,11 +144,11 @@ class DistributedState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return the states, as the memory that training uses.
 
-        Before the first step, it makes the optimizer's states, so that a load can read into them.
+        Before the first step, the call makes the optimizer's states, so that a load can read into them.
 
         Raises:
-            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, they
-                cannot be made without one (Adafactor, Muon, classes that zeroshard does not know).
+            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, the
+                optimizer's states cannot be made without a step (Adafactor, Muon, classes that zeroshard does not know).
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()
@@ -190,8 +190,8 @@ class DistributedState(Stateful):
         """Update the model after DCP has read into the memory of `state_dict`. Every rank must call it.
 
         Raises:
-            CheckpointError: a value that the optimizer keeps beside its states has a different type. The model has not
-                changed.
+            CheckpointError: a value that the optimizer keeps with its states, such as a step count, has a different type or
+                shape. Such values have not changed, but DCP has already overwritten the states.
         """
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})
         for held in self._live.states.held():

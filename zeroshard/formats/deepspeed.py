@@ -47,7 +47,7 @@ _STANDARD = {
 
 
 class _LossScaler:
-    """A substitute for DeepSpeed's loss scalers, which has only their attributes."""
+    """A substitute for DeepSpeed's loss scalers, with only their attributes."""
 
 
 class _Fragment:
@@ -68,7 +68,7 @@ _STAND_INS: list[Any] = [
 
 @dataclass(frozen=True)
 class _Flat:
-    """A rank's part of one param group (or sub-group): 1-D tensors of one length, and its step count."""
+    """A rank's part of one param group (or sub-group): 1-D tensors of one length, and other values, such as a step count."""
 
     states: dict[str, Tensor]
     values: dict[str, Any]
@@ -124,10 +124,10 @@ def import_deepspeed(
 def _read_all(
     model: _ModelFile, models: Sequence[Path], optimizers: Sequence[Path]
 ) -> tuple[_OptimizerFile, list[Part]]:
-    """Return rank 0's optimizer file, and each rank's part, whose tensors are mapped from the files.
+    """Return rank 0's optimizer file, and each rank's part, with tensors mapped from the files.
 
     Raises:
-        CheckpointError: the pieces of all files do not cover every parameter exactly.
+        CheckpointError: the files are of two stages, or their pieces do not cover every parameter exactly.
     """
     stages: dict[int, _OptimizerFile] = {}
     parts = []
@@ -156,7 +156,7 @@ def _read_all(
 
 
 def _files(source: Path) -> tuple[list[Path], list[Path]]:
-    """List the model files and the optimizer files in the order of ranks: one for each rank that a file records."""
+    """List the model files (one, or at stage 3 one for each rank) and the optimizer files, in the order of ranks."""
     found: dict[int, Path] = {}
     for path in sorted(source.glob("*_optim_states.pt")):
         match = re.fullmatch(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt", path.name)
@@ -346,7 +346,7 @@ def _saved_spans(
 ) -> tuple[list[SavedSpan], dict[str, dict[str, Any]]]:
     """Return the spans in one optimizer file, and the optimizer's other values for each parameter.
 
-    `covered` has the number of elements of each parameter that earlier ranks hold. This rank's are added.
+    `covered` has the number of elements of each parameter that earlier ranks hold. This function adds this rank's elements.
     """
     spans: list[SavedSpan] = []
     values: dict[str, dict[str, Any]] = {}
@@ -383,7 +383,7 @@ def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, cove
 
 
 def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:
-    """Yield the fragments of stages 1 and 2. Those of a parameter follow one another over the ranks."""
+    """Yield the fragments of stages 1 and 2. A parameter's fragments follow one another in the order of ranks."""
     base = saved["base_optimizer_state"]
     for number, mapping in enumerate(saved["param_slice_mappings"]):
         flat = _flat(saved["single_partition_of_fp32_groups"][number], base, number)
@@ -491,7 +491,7 @@ def _shared(model: _ModelFile, saved: _OptimizerFile) -> dict[str, Any]:
 
 
 def _loss_scaler(scaler: Any) -> dict[str, Any]:
-    """Convert DeepSpeed's loss scaler to the fields of zeroshard's, see optim.loss_scaler."""
+    """Convert the fields of DeepSpeed's loss scaler to the fields in optim.loss_scaler."""
     fields: Mapping[str, Any] = {} if scaler is None else vars(scaler)
     if "cur_iter" not in fields:
         return {"scale": float(fields.get("cur_scale", 1.0))}

@@ -1,7 +1,7 @@
 """Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model in training.
 
-From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files, without
-communication. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
+From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files, and sends
+no tensor. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
 `model.safetensors.index.json`. Tied parameters are stored once, under their first name.
 """
 
@@ -143,7 +143,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and lock it against another export, which would write to the same files."""
+    """Make a folder, and, if its file system has locks, lock it against another export to the same files."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -178,7 +178,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
-    """Claim a folder, and make temporary files of full size with their headers. After the block, none is left."""
+    """Claim a folder, and make temporary files of full size with their headers. After the block, no such file is left."""
     with claimed(folder):
         try:
             for plan in plans:
@@ -249,12 +249,12 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does, with at most 64 MiB of memory for a model of any size.
+    """Write the model of a checkpoint as transformers does, with about 64 MiB of memory for a model of any size.
 
     Args:
         reader: the checkpoint.
         out: the folder to write to; files of a previous export there are replaced.
-        dtype: the dtype of floating-point tensors; None keeps that of the master weights (fp32).
+        dtype: the dtype of floating-point tensors; None keeps the saved dtypes (master weights: fp32).
         max_shard_nbytes: the maximum size of a file; a larger model is spread over several.
         exclude_frozen: whether to write only trained parameters and buffers, without the config files.
         display: shows the progress; default: it is not shown.
@@ -302,16 +302,13 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model in training, see `export`. Every rank must call it, and writes its own ranges.
-
-    All ranks raise an error of any rank.
-    """
+    """Write a model in training, see `export`. Every rank must call it, writes its own ranges, and raises an error of any rank."""
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
     folder = Path(out)
     buffers = live.buffers
-    # Rank 0's description is used, but PEFT's needs every rank.
+    # All ranks use rank 0's description, but a PEFT model's description needs every rank.
     described = checkpoints.control.exchange_json(describe(live).model_dump(), "the model's description of itself")[0]
     tensors = [
         Exported.of(entry.fqn, entry.placement.shape, unit.master_dtype, dtype) for unit, entry in live.entries()

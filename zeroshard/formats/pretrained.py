@@ -39,9 +39,9 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Load a model's values from safetensors files.
 
-    If a parameter was made inside `sharded_init` or is on the meta device, each rank reads only its own part,
-    1/world_size of its bytes. Whole parameters and buffers are read whole. Buffers that are not in the state dict stay
-    on the meta device: call `materialise` first.
+    If a floating-point parameter was made inside `sharded_init` or is on the meta device, each rank reads only its own
+    part, 1/world_size of the parameter. Other parameters, and buffers, are read whole. Buffers that are not in the state
+    dict stay on the meta device: call `materialise` first.
 
     Args:
         model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
@@ -107,6 +107,7 @@ def materialise(
 
     Raises:
         UsageError: a module has no `reset_parameters`, and `initialise` is None.
+        StorageError: `folder` cannot hold the parts.
     """
     births = Births(group, torch.device(device or torch.get_default_device()), folder)
     made: dict[int, nn.Parameter] = {}

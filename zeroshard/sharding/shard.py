@@ -254,7 +254,7 @@ def _described(value: object) -> str:
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Names of torch's classes that reduce or shard model states. Importing some of the classes would take a second."""
+"""The names of torch's classes that reduce or shard model states. Importing some of these classes would take a second."""
 
 
 def _refuse_wrong_types(model: object, optimizer: object) -> None:
@@ -336,7 +336,7 @@ def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
-    """Copy rank 0's buffers to all ranks. Buffers stay whole on every rank."""
+    """Copy rank 0's buffers to all ranks, in the buffer dtype of the run. Buffers stay whole on every rank."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise UsageError(
@@ -420,7 +420,7 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
 
 
 def free_for_sharding(model: nn.Module) -> None:
-    """Finish what `remove_alone` began, by gathering its parameters on every rank; then raise if the model is still sharded."""
+    """Complete a removal that `remove_alone` began, on every rank. Raise if the model is still sharded."""
     for parameter in model.parameters():
         home = home_of(parameter)
         hooks = None if home is None else home.hooks()

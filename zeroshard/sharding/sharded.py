@@ -132,10 +132,7 @@ class Sharded:
             yield
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum of a small CPU tensor over ranks, in rank order.
-
-        Every rank must call it, with the same shape and dtype.
-        """
+        """Return the sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with one shape and dtype."""
         if not isinstance(values, Tensor):
             raise UsageError(f"sum_over_ranks takes a tensor, not a {type(values).__name__}. Pass torch.tensor(value).")
         if not values.numel():
@@ -370,9 +367,9 @@ class Sharded:
             self._hooks.before_next_sharding = self.remove
 
     def abandon(self) -> None:
-        """End the sharding on this rank alone, after an error. Other ranks that wait for this one then raise an error.
+        """End the sharding on this rank only, after an error. Other ranks that wait for this one then raise an error.
 
-        Parameters that are sharded at rest stay placeholders, since no rank can gather them alone. Others are whole.
+        Parameters that are sharded at rest stay placeholders, since only all ranks together can gather them. Others are whole.
         """
         self._hooks.remove()
         unregister(self._schedule.units)

@@ -3,13 +3,13 @@
 A storage is a place where flat tensors rest, read and written asynchronously:
 
     slot = storage.slot("master weights of h.0", numel, torch.float32)
-    slot.write(source)                     starts; the source stays as it is until the transfer is over
+    slot.write(source)                     starts; leave the source unchanged until it is over
     slot.read(out).wait(out.device)        into any tensor of that many elements, in any place
-    slot.memory_in(storage)                the content itself, where it is memory of that storage
+    slot.memory_in(storage)                the content itself, if it is memory of that storage
 
-Only `Storages` distinguishes the storages.
+Only `Storages` depends on the kinds of storages.
 
-Pinned slots are cut from slabs, since torch rounds pinned memory up to a power of two. Neither a pool nor a ring can lend them: a
+Pinned slots are cut from slabs, since torch rounds pinned memory up to a power of two. No pool or ring can lend slots, because a
 slot keeps its memory as long as the storage exists.
 """
 
@@ -32,7 +32,7 @@ SMALL_NBYTES = 64 << 10
 """Smaller memory that is freed repeatedly comes from torch: malloc keeps such memory, and a page would be mostly empty."""
 
 FREE_SHARE = 1 / 16
-"""The share of an accelerator's memory that optional uses of memory leave free, for a longer sequence."""
+"""The share of an accelerator's memory that optional scratch leaves free, for a longer sequence later."""
 
 SLAB_NBYTES = 256 << 20
 """The minimum size of a slab of pinned memory."""
@@ -41,7 +41,7 @@ _LEFT = 1 / 16
 
 
 class Slot(ABC):
-    """A place for `numel` elements of one dtype in a storage. `label` is for errors."""
+    """A flat tensor in a storage: `numel` elements of one dtype. `label` is for errors."""
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype) -> None:
         self.label = label
@@ -57,7 +57,7 @@ class Slot(ABC):
 
     @abstractmethod
     def memory_in(self, storage: Storage) -> Tensor | None:
-        """Return the content itself, [numel], if it is memory of `storage`: to be used in place, after `wait`.
+        """Return the content itself, [numel], to use in place after `wait`; None if it is not memory of `storage`.
 
         While the slot `is_empty`, no code may read or write there.
         """
@@ -91,7 +91,7 @@ class Slot(ABC):
     """The memory under the slot, if it can be freed while the slot stays."""
 
     def empty(self) -> None:
-        """Drop the content, and give its memory back where that is possible.
+        """Drop the content and free its memory, if the slot can take memory again. Other slots do nothing.
 
         A `read` then raises until the next `write` or `fill`. Views of the memory stay valid, but must not be read until
         then. Memory that other code uses stays.
@@ -148,7 +148,7 @@ class Storage(ABC):
     """Whether its CPU memory is pinned."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of `device` [numel] with undefined content, aligned to pages for direct I/O."""
+        """Return memory of `device` [numel] with undefined content. CPU memory begins at a page, for direct I/O."""
         if self.device.type == "cpu":
             return aligned_bytes(numel * dtype.itemsize, pin=self.pin).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -158,7 +158,7 @@ class Storage(ABC):
         """Take space for `numel` elements.
 
         Raises:
-            StorageError: there is no space; the message names the place.
+            StorageError: there is no space on the disk; the message names the folder.
         """
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class MemoryStorage(Storage):
         self._copies = copies
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        """Make a slot around existing memory, which may be a part of another slot's."""
+        """Make a slot around existing memory, which may be a part of the memory of the slot `whole`."""
         assert whole is None or isinstance(whole, MemorySlot)
         return MemorySlot(label, memory, self, self._copies, whole)
 
@@ -191,7 +191,7 @@ class MemorySlot(Slot):
 
     Args:
         whole: the slot of which this memory is a part. Transfers and readers of one also count for the other.
-        before_write: called before the content changes, except by writes to `memory_in`.
+        before_write: a function that is called before `write` changes the content.
         buffer: the buffer of the memory, if it can be freed.
     """
 
@@ -229,7 +229,7 @@ class MemorySlot(Slot):
     def read(self, out: Tensor) -> Transfer:
         self.refuse_empty()
         if out.dtype != self.dtype and self._memory.device.type == "cpu":
-            self._writes.wait(CPU)  # the host casts, and would not wait for a copy of the device's
+            self._writes.wait(CPU)  # the CPU converts, and would not wait for a copy on a stream
         return self._in_flight.add(self._copies.copy(out, self._memory, self._in_flight))
 
     def write(self, source: Tensor) -> Transfer:
@@ -266,19 +266,19 @@ class DeviceStorage(MemoryStorage):
 
     @abstractmethod
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Make zeros [numel] whose memory can be freed, at little cost if the buffer `comes_and_goes` often."""
+        """Make a buffer of zeros [numel]. With `comes_and_goes`, its memory is cheap to free and allocate often."""
 
     def keep_freed_at_most(self, nbytes: int) -> None:
-        """Keep memory that flat buffers have freed for the next ones, while both together are at most `nbytes`."""
+        """Keep freed memory of flat buffers for the next ones, up to `nbytes` together with the memory in use."""
 
     @property
     def freed_nbytes(self) -> int:
-        """The number of bytes that are kept in this way."""
+        """The number of bytes of freed memory that is kept for the next flat buffers."""
         return 0
 
     @abstractmethod
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more were free at this process's peak. Ask only for scratch that saves time.
+        """Return whether `nbytes` more, and FREE_SHARE, were free at this process's peak. It is for scratch that saves time.
 
         The result is False if the device's memory is CPU memory.
         """
@@ -305,7 +305,7 @@ class AcceleratorStorage(DeviceStorage):
             with suppress(OSError):
                 buffer = PagedBuffer(label, dtype, self._arena.part(nbytes), is_filled=False)
         if buffer is None:
-            # Live until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
+            # Its memory lives until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
             buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
 
@@ -369,8 +369,8 @@ class CpuStorage(MemoryStorage):
 def slab_nbytes(nbytes: int, taken: int) -> int:
     """Return the size of a slab for a slot of `nbytes`, and others like it, if `taken` bytes were taken before.
 
-    It is a power of two of which little is left over. A larger size than the slot needs is at most `taken`, since further slots
-    may never come.
+    It is a power of two of which little is left over. Beyond the smallest possible size, it is at most `taken`, since further
+    slots may never come.
     """
     sizes = [max(SLAB_NBYTES, 1 << (nbytes - 1).bit_length())]
     while sizes[-1] * 2 <= taken:

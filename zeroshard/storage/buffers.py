@@ -1,8 +1,8 @@
 """Owns 1-D tensors whose memory can be freed and allocated again while every view of them stays valid.
 
 [Note: freed storage]
-Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed, and before the
-backward it is allocated again under the same views, which then have values again. Until then nothing may read them, because a read
+Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed. Before the
+backward, memory is allocated again under the same views, and filled. Until then nothing may read the views, because a read
 of freed memory is a segmentation fault, not an error. So a parameter at rest shows a placeholder instead of this memory, see
 `unit.py`. Memory is kept as long as other code uses it: a view that a module returned, an alias that the user
 keeps, a tensor that autograd saved outside of our hooks.
@@ -35,7 +35,7 @@ class FlatBuffer(ABC):
 
     Attributes:
         kept_count: the number of calls of `free` that freed nothing, since other code used the memory.
-        has_address: whether its memory is real. That of a dry run is only counted.
+        has_address: whether its memory is real. A dry run only counts memory.
     """
 
     has_address: ClassVar[bool] = True
@@ -103,7 +103,7 @@ class ResizedBuffer(FlatBuffer):
         storage = self.tensor.untyped_storage()
         if storage.resizable():
             if (stream := self._stream) != self._taken_on:
-                self.tensor.record_stream(stream)  # may still read the memory, which returns to the pool of `_taken_on`
+                self.tensor.record_stream(stream)  # it may still read; the memory returns to `_taken_on`
             storage.resize_(0)
         elif not self._is_borrowed:
             self._is_borrowed = True
@@ -119,7 +119,7 @@ class ResizedBuffer(FlatBuffer):
 
     @property
     def _stream(self) -> Any:
-        """The current stream, if memory belongs to a stream."""
+        """The current stream; None on a CPU, where memory belongs to no stream."""
         device = self.tensor.device
         return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
@@ -130,7 +130,7 @@ class ResizedBuffer(FlatBuffer):
 
 @final
 class PagedBuffer(FlatBuffer):
-    """A buffer in CPU memory, whose pages go to the next buffer. It begins with zeros, or without memory.
+    """A buffer in CPU memory that passes its pages on to the next buffer. It begins with zeros, or without memory.
 
     Raises:
         StorageError: there is no memory.
@@ -165,7 +165,7 @@ class ShareableBuffer(FlatBuffer):
     """A buffer in memory that other ranks read: the whole result of `Collectives.buffer`, as bytes.
 
     Args:
-        emptied: addresses of those that have no memory now; kept up to date.
+        emptied: the addresses of such buffers that have no memory now, which this buffer keeps up to date.
     """
 
     def __init__(self, label: str, tensor: Tensor, collectives: Collectives, emptied: set[int]) -> None:
@@ -192,7 +192,7 @@ class BufferPool:
     holds at most as many buffers as were ever acquired at once, each at most as large as the largest request.
 
     Args:
-        buffer: makes memory of a CPU, from which other ranks may be able to read; default: ordinary memory.
+        buffer: makes CPU memory that other ranks may be able to read; default: ordinary memory.
 
     Attributes:
         spare_nbytes: the maximum number of bytes that wait for copies to CPU memory while the computation continues in
@@ -209,7 +209,7 @@ class BufferPool:
         self.spare_nbytes = 0
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of `numel` elements with undefined content. Return it with `release`."""
+        """Take a 1-D tensor [numel] with undefined content. Give it back with `release`."""
         nbytes = numel * dtype.itemsize
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if self.spare_nbytes:
@@ -233,7 +233,7 @@ class BufferPool:
         return scratch
 
     def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
-        """Return fitting buffers without a copy in flight; if there are none, the oldest, unless a new one fits."""
+        """Return the fitting buffers without a copy in flight. If there are none, return the oldest, or none if a new one fits."""
         idle = [entry for entry in fitting if entry[1] is LANDED]
         if idle:
             return idle
@@ -258,9 +258,10 @@ class BufferPool:
 
 
 def in_own_storage(view: Tensor) -> Tensor:
-    """Return a tensor over the memory of a contiguous view, in a storage that ends where the view ends. It keeps the memory.
+    """Return a tensor over the memory of a contiguous view, in a storage that ends where the view ends.
 
-    The formats of safetensors take tensors that share a storage for tied ones, and `torch.save` writes whole storages.
+    The tensor keeps the memory. The safetensors library takes tensors that share a storage for tied tensors, and `torch.save`
+    writes whole storages.
     """
     user = view.detach()  # a further tensor, which `storage_users` of the memory counts until the returned one is gone
     try:
@@ -273,7 +274,7 @@ def in_own_storage(view: Tensor) -> Tensor:
 def memory_of(flat: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, to be read from or written to.
 
-    Made from the address: a storage of which `Tensor.numpy` has given a view can never be freed and refilled again.
+    It is made from the address, since a storage with a view from `Tensor.numpy` can never be freed and refilled again.
     """
     if flat.numel() == 0:
         return memoryview(b"")

@@ -1,7 +1,7 @@
 """Owns model states on disk: the files of a rank, and the reads ahead from them.
 
-Threads read and write blocks of a file, around the page cache, with checksums. A file has no name: it is removed from its
-folder before it is used, so the operating system frees it whatever happens to this process, and no other job can open it.
+Threads read and write blocks of a file, with checksums, and bypass the page cache where they can. A file has no name, since it
+is removed from its folder before it is used. So the operating system frees it however this process ends, and no job can open it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Requests(Transfer):
         self._futures = futures
 
     def wait(self, device: torch.device) -> None:
-        """Block, for any device: the CPU writes files.
+        """Block until all are over, for any device: the CPU reads and writes files.
 
         Raises:
             StorageError: a read or a write failed; the message names the file and the cause.
@@ -79,7 +79,7 @@ class DirectFile:
         self._block_nbytes = block_nbytes
         self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
         self.buffers_nbytes = requests * self._bounce_nbytes
-        """The maximum bytes of CPU memory for data that does not begin at a page."""
+        """The maximum bytes of CPU memory for data that does not begin and end at a page."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:
@@ -98,7 +98,7 @@ class DirectFile:
         )
 
     def _go_direct(self) -> bool:
-        """Bypass the page cache, where the file system allows it."""
+        """Bypass the page cache, if the file system allows it. Return whether it does."""
         flag = getattr(os, "O_DIRECT", 0)
         before = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:
@@ -120,7 +120,7 @@ class DirectFile:
         return self._nbytes - sum(nbytes * len(starts) for nbytes, starts in self._released.items())
 
     def allocate(self, nbytes: int, label: str) -> int:
-        """Take space on the disk now, so that a step does not run out of it. Return its offset in bytes."""
+        """Reserve space on the disk, if the file system can, so that no step runs out of it. Return its offset in bytes."""
         start = self._nbytes
         nbytes = in_pages(nbytes)
         if self._released.get(nbytes):
@@ -137,7 +137,7 @@ class DirectFile:
         return start
 
     def release(self, start: int, nbytes: int) -> None:
-        """Release a range of `allocate`."""
+        """Release a range of `allocate`, for a later call with as many pages."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
@@ -178,7 +178,7 @@ class DirectFile:
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (offset in `data`, that part, memory to transfer): the part, or a buffer if direct I/O needs aligned pages."""
+        """Yield (offset in `data`, the part there, memory to transfer). The memory is the part, or a buffer of aligned pages."""
         whole = len(data)
         if self.is_direct:
             whole = 0 if data.ctypes.data % PAGE_NBYTES else len(data) // PAGE_NBYTES * PAGE_NBYTES
@@ -216,16 +216,16 @@ class DirectFile:
 
 @final
 class DiskStorage(Storage):
-    """A storage in one file, without a name.
+    """A storage in one unnamed file.
 
     Args:
         file: the file for the data.
-        copies: to and from the accelerator.
+        copies: the copies to and from the accelerator.
         staging: the buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the
             file, so that the parts of a larger slot begin at the start of a block.
 
     Attributes:
-        ahead: the buffers with the content of slots that are read next, and the reads that fill them.
+        ahead: by slot, the buffer for content that is read ahead, and the read that fills it.
     """
 
     def __init__(self, file: DirectFile, copies: Copies, staging: Staging) -> None:
@@ -236,7 +236,7 @@ class DiskStorage(Storage):
         self.ahead: dict[DiskSlot, tuple[Tensor, Transfer]] = {}
 
     def take_buffer(self) -> Tensor:
-        """Take a staging buffer, if need be the one whose content was read ahead first."""
+        """Take a staging buffer. If none is left, drop the content that was read ahead first."""
         if not self.staging.has_buffer:
             next(iter(self.ahead)).forget_prefetched()
         return self.staging.take()
@@ -281,7 +281,7 @@ class DiskSlot(Slot):
             storage.ahead[self] = buffer, storage.file.read(self._start, buffer[: self.nbytes], self.label)
 
     def forget_prefetched(self) -> None:
-        """Release the buffer, if there is one, of content that was read ahead."""
+        """Release the buffer of content that was read ahead, if there is one."""
         if self in self._storage.ahead:
             self._storage.staging.release(*self._storage.ahead.pop(self))
 

@@ -1,9 +1,9 @@
-"""Owns memory of a CPU whose pages come and go while its addresses stay: ranges, and the pool of pages that one model keeps.
+"""Owns CPU memory that keeps its addresses while its pages come and go: ranges, and one model's pool of pages.
 
 [Note: freed pages]
 Memory that goes to the kernel and comes back costs a page fault, and zeros, for each page: 35 ms for 64 MiB. So the pages of a
-resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages aside and pages of units together never
-exceed the most that units have held at once, nor `limit_nbytes`; further pages go to the kernel.
+resharded unit are moved aside (0.1 ms), and then to the addresses of the next unit. Pages stay aside only while they and the pages
+of units together exceed neither `limit_nbytes` nor the most that units have held at once. Other pages go to the kernel.
 
 `BufferPool` cannot do this: it lends other addresses each time, while autograd and the optimizer keep views of units and gradients.
 An accelerator needs none of this: torch's allocator frees and allocates memory under such views, in the order of its streams.
@@ -45,7 +45,7 @@ class KernelMemory:
     """The private anonymous mappings of this process. Addresses are plain integers: the caller keeps them alive.
 
     Raises:
-        OSError: the kernel refused (in `reserve`, `fill` and `move`); its number has the reason.
+        OSError: the kernel refused (in `reserve`, `fill` and `move`); `errno` has the reason.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class KernelMemory:
         return address
 
     def fill(self, address: int, nbytes: int) -> None:
-        """Map zeros at these addresses. A page takes memory at its first write; a range of exactly CHUNK_NBYTES gets huge pages."""
+        """Map zeros at these addresses. A page takes memory at its first write. A range of CHUNK_NBYTES may get a huge page."""
         self._map(address, nbytes, _READ_WRITE)
         if nbytes == CHUNK_NBYTES:
             self._libc.madvise(address, nbytes, _HUGE_PAGES)  # only a hint
@@ -87,7 +87,7 @@ class KernelMemory:
             self._libc.madvise(address, nbytes, _DONT_NEED)
 
     def move(self, source: int, target: int, nbytes: int) -> None:
-        """Move pages, without a copy: afterwards `target` has those of `source`, and `source` has none."""
+        """Move pages without a copy: afterwards `target` has the pages of `source`, and `source` has none."""
         flags = _MAY_MOVE | _MOVE_FIXED | _KEEP_OLD
         self._check(self._libc.mremap(source, nbytes, nbytes, flags, target))
 
@@ -227,7 +227,7 @@ class Range:
         self._users = [0] * -(-self.nbytes // CHUNK_NBYTES)
 
     def fill(self, pieces: range) -> None:
-        """Use pieces. Those without memory get some, of undefined content.
+        """Start to use pieces. Pieces without memory get memory of undefined content.
 
         Raises:
             OSError: there is none left.
@@ -262,7 +262,7 @@ class Range:
 
 
 class Arena:
-    """The addresses of one model, and its pool of pages. Ranges and parts refer to the pool, and nothing refers to the arena.
+    """The addresses of one model, and its pool of pages. Ranges and parts refer to the pool, but not to the arena.
 
     Raises:
         OSError: there are no addresses (in `unit` and `part`).
@@ -274,7 +274,7 @@ class Arena:
         self._used = 0
 
     def unit(self, nbytes: int) -> Part:
-        """Make a part for a unit, in a range of its own, without memory. The pool counts what units hold."""
+        """Make a part for a unit, in a range of its own, without memory. The pool counts the memory of units."""
         return Part(Range(self.pages, nbytes), 0, nbytes, is_unit=True)
 
     def part(self, nbytes: int) -> Part:
@@ -291,7 +291,7 @@ class Part:
     """Bytes of a range, with memory or without. The memory is freed when neither this nor its tensor is alive.
 
     Args:
-        is_unit: the pool counts it as memory of a unit.
+        is_unit: whether the pool counts its memory as memory of a unit.
     """
 
     def __init__(self, of: Range, offset: int, nbytes: int, *, is_unit: bool = False) -> None:

@@ -16,12 +16,12 @@ from zeroshard.storage.disk import DirectFile, DiskStorage
 from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
 
 STAGING_COUNT, STAGING_SHARE = 2, 8
-"""The number of buffers for gradients on their way from the accelerator to disk, and the divisor for their share of the buffers
-that the optimizer's states may take."""
+"""The number of buffers for gradients on their way from the accelerator to disk, and the divisor of `buffers_nbytes` that gives
+their size in all."""
 
 
 def buffers_nbytes(offload: Offload) -> int:
-    """Return the bytes of CPU memory that the optimizer's states on disk may take, in all."""
+    """Return the bytes of all buffers in CPU memory for optimizer states that rest on disk."""
     return offload.buffer_count * offload.buffer_numel * torch.float32.itemsize
 
 
@@ -34,8 +34,8 @@ class Storages:
     """The storages of one sharded model.
 
     Attributes:
-        accelerator: where the model computes.
-        host: CPU memory; the same storage where the model computes on the CPU.
+        accelerator: the storage on the device that computes.
+        host: the storage in CPU memory, the same as `accelerator` if the model computes on the CPU.
         pin: whether CPU memory for transfers to and from the accelerator is pinned.
 
     Args:
@@ -57,7 +57,7 @@ class Storages:
         self.accelerator = self._make_accelerator(device)
         self.host: MemoryStorage = self.accelerator if self._is_host(device) else self._make_host()
         self.emptied: set[int] = set()
-        """Addresses of memory that other ranks read, and that has none now."""
+        """The addresses of buffers that other ranks read, and that have no memory now."""
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
 
@@ -104,7 +104,7 @@ class Storages:
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for parameters at rest. Of those on disk, as many stay in CPU memory as the policy allows."""
+        """Make a slot for parameters at rest. Under a policy for the disk, as many as it allows stay in CPU memory."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK
@@ -137,7 +137,7 @@ class Storages:
         return self._disks[states]
 
     def memory_under(self, label: str, tensor: Tensor) -> FlatBuffer:
-        """Return the whole storage under a tensor, as bytes, which may be freed and allocated again."""
+        """Return the storage under a tensor as a buffer of bytes, which can be freed and allocated again."""
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
         if self._collectives is not None and self._collectives.is_lent_by_system(tensor):
             return ShareableBuffer(label, memory, self._collectives, self.emptied)
@@ -154,7 +154,7 @@ class Storages:
         return CpuStorage(self._copies, pin=pin)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes off the accelerator, with the buffers of transfers: in CPU memory, and on disk."""
+        """Return the bytes that are not on the accelerator, in CPU memory (with buffers for transfers) and on disk."""
         at_rest = self.host.nbytes if self.host is not self.accelerator else 0
         disks = self._disks.values()
         buffers = self._copies.staging.nbytes

@@ -18,14 +18,14 @@ from zeroshard.policy import PAGE_NBYTES
 CPU = torch.device("cpu")
 
 STAGED_NBYTES, STAGED_COUNT = 4 << 20, 3
-"""The size and the number of buffers through which memory passes that is cast on its way to the device."""
+"""The size and the number of buffers for data that is converted on its way to the device."""
 
 
 class Transfer(ABC):
     """A read or a write that was started."""
 
     has_raised: bool = False
-    """Whether a caller of `wait` already got its error."""
+    """Whether `wait` has already raised its error."""
 
     @abstractmethod
     def wait(self, device: torch.device) -> None:
@@ -40,9 +40,9 @@ class Transfer(ABC):
 class _Lane:
     """The stream of one direction's copies, and the copies whose memory the allocator must not give out again yet.
 
-    Freed memory is used again in the order of the computing stream. So each copy keeps its tensors until that stream waits for it,
-    or the host has seen that it is over. `record_stream` would keep freed memory until the host sees that, which is late: the host
-    runs ahead of the device by a whole forward, and each unit would take memory of its own.
+    Freed memory is used again in the order of the computing stream. So each copy keeps its tensor on the device until that stream
+    waits for the copy, or the host has seen its end. `record_stream` would keep freed memory until the host sees the end. But the
+    host runs ahead of the device by a whole forward, so each unit would take memory of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class _Copy(Transfer):
         else:
             stream = torch.accelerator.current_stream(device)
             stream.wait_event(self._event)
-            if stream in self._own:  # another copy waits: the next computation may still come before this one
+            if stream in self._own:  # only another copy waits: the next computation may still run before this copy ends
                 return
         self._lane.end(self)
 
@@ -102,7 +102,7 @@ class InFlight(Transfer):
         self._transfers: list[Transfer] = []
 
     def add(self, transfer: Transfer) -> Transfer:
-        """Add a transfer."""
+        """Add a transfer, unless it is over already. Return it."""
         self._transfers = [other for other in self._transfers if not other.is_done]
         if not transfer.is_done:
             self._transfers.append(transfer)
@@ -124,8 +124,8 @@ LANDED: Transfer = InFlight()
 class Staging:
     """A ring of at most `count` buffers of `nbytes` in CPU memory, which data passes through between two other places.
 
-    The host takes a buffer, fills it or starts a transfer into it, and releases it with the last transfer that uses it. Only a host
-    that runs ahead of all buffers waits. Buffers are made when they are first needed, and kept.
+    The host takes a buffer, fills it or starts a transfer into it, and releases it with the last transfer that uses it. The host
+    waits only while all buffers are in transfers. Buffers are made when they are first needed, and kept.
 
     Args:
         make: makes a buffer of the given number of bytes, pinned if copies to or from an accelerator must not block the host.
@@ -180,15 +180,15 @@ class Copies:
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
         """Start to copy `source` to `target`, of any dtype, on any device, once `after` is over.
 
-        The device's memory is kept until a stream of the device waits for the copy, or the host does. That excludes
-        storage that is freed under its tensor (`FlatBuffer.free`), which waits for the copy first.
+        The device's memory is kept until a computing stream or the host waits for the copy. This does not protect storage
+        that `FlatBuffer.free` frees under its tensor: its caller must wait for the copy first.
         """
         lane = self._to_host if target.device.type == "cpu" else self._to_device
         if lane is None or target.device == source.device:
             after.wait(target.device)
             target.copy_(source)
             return LANDED
-        if target.dtype != source.dtype:  # cast where the source lies: half the bytes travel
+        if target.dtype != source.dtype:  # convert at the source: rounding halves the bytes that travel
             if source.device.type == "cpu":
                 return self._staged(target, source, after)
             source = source.to(target.dtype)
@@ -204,7 +204,7 @@ class Copies:
         return copy
 
     def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
-        """Cast 1-D tensors in staging buffers on their way. From memory that is not pinned torch would wait for each copy."""
+        """Convert a 1-D tensor in staging buffers on its way. From memory that is not pinned, torch would wait for each copy."""
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):
@@ -230,5 +230,5 @@ def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:
 
 
 def in_pages(nbytes: int) -> int:
-    """Round up to whole pages."""
+    """Round a number of bytes up to whole pages."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -41,7 +41,7 @@ _GRADIENT = attrgetter("grad")
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
-    """An optimizer that shards the state of any torch optimizer over a process group, beside DistributedDataParallel.
+    """An optimizer for DistributedDataParallel that shards the state of a torch optimizer over a process group.
 
     Elementwise optimizers get even shards. Others (Muon, Adafactor, unknown classes) get whole parameters, balanced by
     size. `repr` shows which.
@@ -54,8 +54,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved`. `step()` then only warns.
-        elementwise: whether the optimizer updates each element only from its own history; default: what
-            zeroshard knows of the classes of torch and its own, and False for other classes.
+        elementwise: whether the optimizer updates each element only from that element's own history; default: True or
+            False for the classes of torch and zeroshard, as known, and False for other classes.
         defaults: arguments of the local optimizer.
 
     Raises:
@@ -214,7 +214,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _follow_parameters(self) -> None:
-        """Move parameters back into the flat buffers, or the views to them: trainers and `module.to` replace storages."""
+        """Move parameters back into the flat buffers, or point views at them: trainers and `module.to` replace storages."""
         for view in self._views:
             parameter = view.parameter
             value = view.value
@@ -327,9 +327,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
-        A consolidated state is returned until the next step. The call runs no collective, and works without a
-        consolidation. The key "zeroshard" describes shards: its list `pieces` has one [parameter index, start, stop] for
-        each number in "state", in elements of the parameter in the order of its storage.
+        A consolidated state is returned until the next step, load or new param group. The call runs no collective, and works
+        without a consolidation. The key "zeroshard" describes shards: each number in "state" is an index of its list `pieces`
+        of [parameter index, start, stop], in elements of the parameter in the order of its storage.
         """
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
@@ -360,14 +360,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
 
-        A consolidated state dict loads whatever the number of ranks that saved it.
+        A consolidated state dict loads at any number of ranks.
 
         Args:
             state_dict: the state dict, which is not changed.
 
         Raises:
             ValueError: its param groups are not this optimizer's.
-            UsageError: it holds shards other than those that this rank needs.
+            UsageError: it lacks shards that this rank needs, or holds whole parameters' states, which cannot be divided.
         """
         load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)

@@ -156,7 +156,7 @@ def load(
             f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and this "
             f"optimizer has groups of {[len(group['params']) for group in groups]}. Build it with the saved groups."
         )
-    names = [name for group in saved for name in group["params"]]  # a parameter's key in the saved state, by our index
+    names = [name for group in saved for name in group["params"]]  # the keys of parameters in the saved state, by index
     if "zeroshard" in state_dict:
         find = _find_in_shards(state_dict)
     else:

@@ -122,7 +122,7 @@ def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> N
 
 
 def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
-    """Exchange one byte with the other ranks, and return those that left their loops."""
+    """Exchange one byte with the other ranks, and return the ranks that left their loops."""
     with live.collectives.operation("named_weights()"):
         everyone = live.collectives.exchange(status, f"the end of {part.label}")
     return [rank for rank, other in enumerate(everyone) if other == _LEFT]
@@ -153,7 +153,7 @@ def _units_by_parameter(live: LiveModel) -> dict[int, Unit]:
 
 
 def _parts(live: LiveModel) -> list[_Part]:
-    """List the tensors of an export; for a PEFT model, those of its adapters."""
+    """List the tensors of an export; for a PEFT model, the tensors of its adapters."""
     names: dict[str, list[str]] = {}
     """The names under which each parameter or buffer is yielded, by fqn."""
     adapters = getattr(live.model, "peft_config", None)

@@ -229,7 +229,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
 
 
 def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
-    """Add the names from the ranks of the mesh's other dimension. Data-parallel ranks already have the same names."""
+    """Return the names on all ranks of the mesh's other dimension. Data-parallel ranks already have the same names."""
     others = looks[0][0].others if looks else None
     if others is None or others.world_size == 1:
         return written
@@ -238,7 +238,7 @@ def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[st
 
 
 def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
-    """Restore the parameters that stay whole to their values on entry. `kept` has copies of those unsharded at rest."""
+    """Restore the parameters that stay whole to their values on entry. `kept` has copies for units unsharded at rest."""
     for unit, versions in looks:
         if unit in kept:
             unit.appearance.adopt_new_data()
@@ -250,7 +250,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
 
 
 def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
-    """Restore the units' states before the block."""
+    """Restore the states that the units had before the block."""
     for unit in pinned:
         unit.pins -= 1
     for unit in at_rest:

@@ -144,7 +144,7 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         """Save parameters, optimizer states, buffers, modules' extra states, every rank's random state and `values`.
 
-        Every rank must call it, after a step. A warning reports each extra state that is not of JSON values and tensors.
+        Every rank must call it, after a step. Extra states other than JSON values and tensors are left out, with a warning.
 
         The checkpoint loads at any world size and under any policy. It is either complete or absent.
 

@@ -108,19 +108,19 @@ class LiveModel:
 
     @property
     def modules_with_extra_states(self) -> dict[str, nn.Module]:
-        """The modules that have a `get_extra_state` of their own, by name; a shared module once."""
+        """The modules with their own `get_extra_state`, by name. A shared module occurs once."""
         kept = nn.Module.get_extra_state
         named = self.model.named_modules()
         return {name_of(name): module for name, module in named if type(module).get_extra_state is not kept}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a state dict holds, by name; those of a shared module once."""
+        """The buffers that a state dict holds, by name. Buffers of a shared module occur once."""
         return {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}
 
 
 def persistent_buffers(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, Tensor]]:
-    """List the buffers that a state dict holds; those of a shared module once, or under all names."""
+    """List the buffers that a state dict holds. Buffers of a shared module occur once, or, with `all_names`, under all names."""
     found = []
     for prefix, module in model.named_modules(remove_duplicate=not all_names):
         for name, buffer in own_buffers(module).items():
@@ -157,7 +157,7 @@ class Description(BaseModel):
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
-        adapters: for a PEFT model, the fqns by their names in each adapter's file, by folder ("" or one that ends in
+        adapters: for a PEFT model, the fqns by name in each adapter's file, by folder ("" or one that ends in
             "/").
         problem: the reason why the model cannot be exported, or None.
     """

@@ -345,7 +345,7 @@ class Loader:
             there = held.state.get(name)
             dtype = dtype_of(saved.dtype)
             if saved.dtype == record.states[PARAMETERS].dtype:
-                # A state in the dtype of the saved master weights follows them: an optimizer computes with both.
+                # A state saved in the master weights' dtype takes their dtype in this run: an optimizer computes with both.
                 dtype = like.dtype
             if not isinstance(there, Tensor) or there.shape != like.shape or there.dtype != dtype:
                 there = torch.empty(like.shape, dtype=dtype, device=like.device)

@@ -90,7 +90,7 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Divide the open parameters again that no longer have views."""
+        """Divide open parameters again if no view of them exists any longer."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 

@@ -5,7 +5,7 @@
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
 The parameters of a module are divided over ranks when the module is added to another module, since its constructor is
-then done. Those of the outermost module are divided when the context ends. born.py has the class of such parameters.
+then done. The outermost module's parameters are divided when the context ends. born.py has the class of such parameters.
 Every rank must run the same code.
 """
 
@@ -39,7 +39,7 @@ def sharded_init(
     """Shard modules while they are built in this context. Every rank must enter it.
 
     Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
-    another one; those of the outermost modules, at the end of the context. Until then, the direct parameters of modules
+    another one; parameters of the outermost modules, at the end of the context. Until then, the direct parameters of modules
     under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
     `shard` and `initialize` accept such a model like any other.
 

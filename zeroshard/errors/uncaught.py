@@ -76,7 +76,7 @@ def _short(sentence: str) -> str:
 
 
 def _claim(sentence: str) -> tuple[str, str | None]:
-    """Try to be this machine's first process to report. Return the first one's rank, and the message of another first process."""
+    """Try to be this machine's first process to report. Return the first one's rank, and its message if it is another process."""
     mine = json.dumps([_rank(), sentence])
     try:
         folder = Path(os.environ[_FILE]).parent.parent
@@ -111,7 +111,7 @@ def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file of a traceback is the user's own: not zeroshard's, a library's or Python's."""
+    """Return whether a file of a traceback is the user's own, and not a file of zeroshard, a library or Python."""
     path = Path(filename)
     if path.is_relative_to(_PYTHON):
         return False

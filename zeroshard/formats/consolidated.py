@@ -47,7 +47,7 @@ def state_dict_of(
     Args:
         folder: the folder of all checkpoints, or of one.
         tag: default: the tag in the file `latest`.
-        dtype: the dtype of floating-point parameters; None keeps the saved dtypes. Buffers keep theirs.
+        dtype: the dtype of floating-point parameters; None keeps the saved dtypes. Buffers keep their dtypes.
         exclude_frozen: whether to leave out frozen parameters.
 
     Raises:

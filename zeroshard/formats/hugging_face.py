@@ -94,7 +94,7 @@ class FilePlan:
 def _contents(
     description: Description, tensors: Sequence[Exported], max_shard_nbytes: float
 ) -> tuple[list[FilePlan], dict[str, Any]]:
-    """Plan the files of weights, and the JSON files beside them; for a PEFT model, only those of its adapters."""
+    """Plan the files of weights, and the JSON files beside them; for a PEFT model, only the files of its adapters."""
     if description.problem is not None:
         raise CheckpointError(f"this model cannot be exported for other programs: {description.problem}")
     texts = dict(description.files)

@@ -45,8 +45,8 @@ def load_pretrained(
 
     Args:
         model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
-            device. They keep their dtypes; those on the meta device are made on `device`. Tied parameters are found
-            under any of their names.
+            device. They keep their dtypes. Parameters on the meta device are made on `device`. Tied parameters are
+            found under any of their names.
         path: a file, an index (`*.index.json`), or a folder with `model.safetensors` or `model.safetensors.index.json`.
         strict: whether to raise an error for missing and unexpected names.
         rename: a function from a name in the model to the name in the file.

@@ -72,8 +72,8 @@ class Backend:
     """The platform of a sharded model.
 
     Attributes:
-        collectives: creates the transport between its ranks, see `create_collectives`.
-        storages: creates the storages of its states.
+        collectives: creates the transport between the model's ranks, see `create_collectives`.
+        storages: creates the storages of the model's states.
         join_ranks: joins the ranks that a launcher started into one group.
         parameter_class: the class of the model's parameters.
     """
@@ -106,7 +106,7 @@ def shard(
     Every rank of the group must call it. All ranks start from rank 0's values.
 
     Args:
-        model: any module. It stays the user's, with its own ordinary parameters.
+        model: any module. It stays the user's own, and keeps its parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
             from them. Its `step` becomes the sharded step, and its states cover this rank's shards. In a list of
             several optimizers, each steps its own parameters. None: the model is for evaluation only, and needs no
@@ -115,8 +115,8 @@ def shard(
         precision: the dtypes; by default, each parameter keeps its own dtype, and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
         overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
-        elementwise: a fact about the optimizer. An optimizer of a class that zeroshard does not know is refused without
-            it. True: it updates each element only from that element's own history, so ranks may divide a parameter.
+        elementwise: a fact about the optimizer. An optimizer of an unknown class is refused without this argument.
+            True: it updates each element only from that element's own history, so ranks may divide a parameter.
             False: it reads whole parameters, so each parameter stays whole on one rank.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If

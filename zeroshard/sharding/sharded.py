@@ -53,7 +53,7 @@ class Sharded:
     Attributes:
         model: the user's own model.
         optimizer: the user's optimizer, whose `step` and `zero_grad` work on the shards. If the model is for
-            evaluation only, it has no parameters.
+            evaluation only, the optimizer has no parameters.
         policy: the residencies of the model states.
         checkpoints: the checkpoints, with `save`, `load` and `wait`.
         display: the progress lines on rank 0's terminal.
@@ -170,13 +170,13 @@ class Sharded:
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's weights one by one, for another program such as vLLM or SGLang.
 
-        At most one unit is whole at a time, and no files are written. Names are those of an export; values and dtypes
-        are those of the forward. Persistent buffers are included, and tied parameters come once, under the first name.
-        For a PEFT model, the tensors are those of its adapters. Names for an adapter other than "default" begin with
+        At most one unit is whole at a time, and no files are written. Names are as in an export. Values and dtypes
+        are as in the forward. Persistent buffers are included, and tied parameters come once, under the first name.
+        For a PEFT model, only its adapters are included. Names for an adapter other than "default" begin with
         the adapter's name.
 
-        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors are the
-        model's own memory, for reading: copy those that you keep after the loop. Writes to sharded parameters have no
+        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors may be
+        the model's own memory, for reading: copy tensors that you keep after the loop. Writes to sharded parameters have no
         effect.
 
         Args:

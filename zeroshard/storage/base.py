@@ -3,7 +3,7 @@
 A storage is a place where flat tensors rest, read and written asynchronously:
 
     slot = storage.slot("master weights of h.0", numel, torch.float32)
-    slot.write(source)                     starts; leave the source unchanged until it is over
+    slot.write(source)                     starts; leave the source unchanged until the transfer is over
     slot.read(out).wait(out.device)        into any tensor of that many elements, in any place
     slot.memory_in(storage)                the content itself, if it is memory of that storage
 

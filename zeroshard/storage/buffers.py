@@ -103,7 +103,7 @@ class ResizedBuffer(FlatBuffer):
         storage = self.tensor.untyped_storage()
         if storage.resizable():
             if (stream := self._stream) != self._taken_on:
-                self.tensor.record_stream(stream)  # it may still read; the memory returns to `_taken_on`
+                self.tensor.record_stream(stream)  # `stream` may still read; the memory returns to `_taken_on`
             storage.resize_(0)
         elif not self._is_borrowed:
             self._is_borrowed = True

@@ -79,7 +79,7 @@ class DirectFile:
         self._block_nbytes = block_nbytes
         self._bounce_nbytes = min(block_nbytes, BOUNCE_NBYTES)
         self.buffers_nbytes = requests * self._bounce_nbytes
-        """The maximum bytes of CPU memory for data that does not begin and end at a page."""
+        """The maximum bytes of CPU memory for data that does not begin and end at page boundaries."""
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="zeroshard-")  # noqa: SIM115
         except OSError as error:

@@ -242,7 +242,7 @@ class Range:
             self._users[piece] += 1
 
     def empty(self, pieces: range) -> None:
-        """Stop using pieces. The memory of those that no part uses returns to the pool or the kernel."""
+        """Stop using pieces. Memory of pieces that no part uses returns to the pool or the kernel."""
         if not self._unmap.alive:
             return  # the garbage collector ended the range of a cycle before its parts: the addresses may be in other use
         start = end = 0

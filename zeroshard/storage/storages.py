@@ -104,7 +104,7 @@ class Storages:
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for parameters at rest. Under a policy for the disk, as many as it allows stay in CPU memory."""
+        """Make a slot for parameters at rest. Of parameters for the disk, as many as the policy allows stay in CPU memory."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK

@@ -25,7 +25,7 @@ class Transfer(ABC):
     """A read or a write that was started."""
 
     has_raised: bool = False
-    """Whether `wait` has already raised its error."""
+    """Whether `wait` has already raised the transfer's error."""
 
     @abstractmethod
     def wait(self, device: torch.device) -> None:

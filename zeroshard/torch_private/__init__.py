@@ -108,7 +108,7 @@ def storage_id(tensor: Tensor) -> int:
     The identity of the storage's Python wrapper is not stable, and some tensors have no address.
 
     Raises:
-        RuntimeError, NotImplementedError: the tensor has no storage, like those of torch.func.
+        RuntimeError, NotImplementedError: the tensor has no storage, like tensors inside transforms of torch.func.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -402,7 +402,7 @@ _AT_FIRST_USE = {
     "_spec": "torch.distributed.tensor.DTensor._spec",
     "DTensor": "torch.distributed.tensor.DTensor",
 }
-"""Names by which this module finds torch's. `_skip_code` imports the compiler, which takes a second."""
+"""The full names of torch's objects, by their names in this module. `_skip_code` imports the compiler, which takes a second."""
 
 
 def __getattr__(name: str) -> Any:

@@ -67,7 +67,7 @@ class _StepInBackward:
         self._stepped: set[int] = set()
         self._waits: list[Callable[[], None]] = []
 
-    # DDP requires a function whose `bucket` is annotated by its own class or not at all.
+    # DDP requires that `bucket` is annotated with DDP's own class, or not at all.
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
         """Run the user's hook, and return a future of the bucket's buffer, which is done after this bucket's step."""
         reduced = self._hook(state, bucket)

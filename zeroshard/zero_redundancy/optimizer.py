@@ -54,8 +54,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
         overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
             `hook_with_zero_step_interleaved`. `step()` then only warns.
-        elementwise: whether the optimizer updates each element only from that element's own history; default: True or
-            False for the classes of torch and zeroshard, as known, and False for other classes.
+        elementwise: whether the optimizer updates each element only from that element's own history; default: the
+            right value for optimizers of torch and zeroshard, and False for other classes.
         defaults: arguments of the local optimizer.
 
     Raises:
@@ -328,8 +328,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
         A consolidated state is returned until the next step, load or new param group. The call runs no collective, and works
-        without a consolidation. The key "zeroshard" describes shards: each number in "state" is an index of its list `pieces`
-        of [parameter index, start, stop], in elements of the parameter in the order of its storage.
+        without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index of its list `pieces`
+        of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
         """
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
@@ -366,7 +366,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             state_dict: the state dict, which is not changed.
 
         Raises:
-            ValueError: its param groups are not this optimizer's.
+            ValueError: its param groups have other numbers of parameters than this optimizer's groups.
             UsageError: it lacks shards that this rank needs, or holds whole parameters' states, which cannot be divided.
         """
         load(self.optim, self._views, self._indices(), self.param_groups, state_dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,27 @@ def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
     for one, trained in ((model, sharded), (other, plain)):
         step(one, trained, 0, 0)
     assert torch.equal(model.head.weight, other.head.weight)
+
+
+def test_after_an_error_while_states_are_made_the_next_call_makes_them() -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
+        state = zeroshard.DistributedState(sharded)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise MemoryError
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys.modules["torch.optim.adam"], "adam", fail)  # which updates states that were made before
+            with pytest.raises(MemoryError):
+                state.state_dict()
+        assert state.state_dict()["optim"]["embedding.weight"]["step"] == 0
+        other, plain = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
+        for one, trained in ((model, sharded), (other, plain)):
+            step(one, trained, rank, 0)
+        assert same(every_state(sharded), every_state(plain))
+
+    on_ranks(body, 1)
 
 
 def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:

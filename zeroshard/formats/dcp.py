@@ -14,6 +14,7 @@ the end of a row, whole rows, and the start of a row. So files have the paramete
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.optim.several import optimizers_of
 from zeroshard.optim.states import KNOWN
 from zeroshard.step.model_states import PARAMETERS, Held
+from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.torch_private import wrapper_tensor
 
 
@@ -220,20 +222,34 @@ class DistributedState(Stateful):
             raise UsageError(
                 f"the states of {' and '.join(sorted(others))} cannot be made without a step. Run one step first."
             )
-        rates = [group["lr"] for group in step.inner.param_groups]
-        for group in step.inner.param_groups:
-            group["lr"] = group["lr"] * 0.0
+        with _updates_nothing(step):
+            for one in optimizers_of(step.inner):
+                step.step_inner(one)
         for view in step.views:
-            view.value.grad = torch.zeros_like(view.value)
-        for one in optimizers_of(step.inner):
-            step.step_inner(one)
-        for view in step.views:
-            view.value.grad = None
             state = step.inner.state[view.value]
             if isinstance(state.get("step"), Tensor):
                 state["step"].fill_(0)
             if isinstance(state.get("mu_product"), Tensor):
                 state["mu_product"].fill_(1)
+
+
+@contextmanager
+def _updates_nothing(step: ShardedStep) -> Iterator[None]:
+    """Make the optimizer's first step in the block change no parameter. After an error there are no states: none is half made."""
+    rates = [group["lr"] for group in step.inner.param_groups]
+    for group in step.inner.param_groups:
+        group["lr"] = group["lr"] * 0.0
+    for view in step.views:
+        view.value.grad = torch.zeros_like(view.value)
+    try:
+        yield
+    except BaseException:
+        for one in optimizers_of(step.inner):
+            one.state.clear()
+        raise
+    finally:
+        for view in step.views:
+            view.value.grad = None
         for group, rate in zip(step.inner.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -195,7 +195,7 @@ class Sharded:
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Enter `measure("reduce" | "gather" | "exchange")` around every wait for other ranks."""
+        """Enter `measure(kind)` around waits for other ranks: "reduce", "gather", "exchange", "broadcast" or "transfer"."""
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:

@@ -690,7 +690,7 @@ def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> Non
         other, again = made()
         again.load(tmp_path)
         assert other.seen["calls"] == 2 and torch.equal(other.seen["largest"], torch.full((2,), 1.0 + rank))
-        other.seen = {"calls": lambda: None}
+        other.seen = {"largest": torch.ones(100_000), "calls": lambda: None}
         with pytest.warns(UserWarning, match="the checkpoint has no extra state of the model"):
             again.save(tmp_path, "b")
 
@@ -700,6 +700,7 @@ def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> Non
     assert model.seen["calls"] == 2 and torch.equal(model.seen["largest"], torch.ones(2))
     sharded.load(tmp_path, "b")
     assert model.seen["calls"] == 2
+    assert sum(path.stat().st_size for path in tmp_path.glob("b/*")) < 100_000  # without the part that could be packed
 
 
 def test_keys_of_values_need_not_be_strings(tmp_path: Path) -> None:

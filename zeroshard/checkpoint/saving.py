@@ -218,9 +218,11 @@ def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
     """Pack the modules' extra states by the modules' names, with a warning for each that cannot be packed."""
     packed = {}
     for name, module in live.modules_with_extra_states.items():
+        before = dict(packer.tensors)
         try:
             packed[name] = packer.pack(module.get_extra_state(), f"get_extra_state() of {name or 'the model'}")
         except CheckpointError as error:
+            packer.tensors = before
             warnings.warn(f"the checkpoint has no extra state of {name or 'the model'}: {error}", stacklevel=2)
     return packed
 

@@ -25,6 +25,7 @@ from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.cli.main import app
 from zeroshard.formats.hugging_face import export
+from zeroshard.integrations.transformers import whole_state_dict
 
 
 def save(folder: Path, *tags: str, **more: Any) -> None:
@@ -312,6 +313,7 @@ def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -
         uses = {
             "a forward": partial(step, model, sharded, rank, 1), "a step": sharded.optimizer.step,
             "an export": partial(sharded.export, tmp_path / "out"), "a state dict": sharded.consolidated_state_dict,
+            "a Trainer's save_model()": partial(whole_state_dict, sharded),
         }  # fmt: skip
         for use in uses.values():
             with pytest.raises(UsageError, match=r"an exception aborted optimizer\.step\(\).*Load a checkpoint"):

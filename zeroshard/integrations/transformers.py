@@ -356,8 +356,12 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
     Args:
         sharded: the sharded model.
         adapters_alone: whether to leave out a PEFT model's frozen base, except its embeddings.
+
+    Raises:
+        UsageError: a step was aborted.
     """
     model = sharded.model
+    sharded.checkpoints.live.schedule.refuse_aborted_step()
     if not sharded.policy.parameters.sharded:
         if sharded.rank != 0:
             return {}

@@ -48,7 +48,7 @@ class Engine(Saving, nn.Module):
 
     Attributes:
         module: the user's own model.
-        optimizer, lr_scheduler: those of the config or the caller. `optimizer.step()` does not advance the scheduler.
+        optimizer, lr_scheduler: objects from the config or the caller. `optimizer.step()` does not advance the scheduler.
         config: the JSON as it was read, with values instead of "auto".
         resolved: the resolved config: each key with its value, its origin and its effect.
         checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
@@ -123,15 +123,15 @@ class Engine(Saving, nn.Module):
         return torch.autocast(self.device.type, self.resolved.autocast_dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute this microbatch's gradients, and return the loss, detached; with `scale_wrt_gas`, divided as below.
+        """Compute this microbatch's gradients, and return the detached loss after the division below.
 
-        A microbatch may have several backwards. `loss.backward()` works too: the step divides its gradients. Under
+        A microbatch may have several backwards. `loss.backward()` works too: the step then divides the gradients. Under
         fp16, call `engine.scale(loss).backward()` instead. Use one of these ways throughout a step.
 
         Args:
             loss: a scalar that depends on the model. Under fp16, this method multiplies it by the loss scale.
-            scale_wrt_gas: divide by gradient_accumulation_steps, so that a step takes the mean over microbatches. If not, the
-                caller has divided. Either way, logs show the sum of a step's losses after the division.
+            scale_wrt_gas: whether to divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
+                If false, the caller must divide. Either way, logs show the sum of a step's losses after the division.
         """
         self._refuse_untrained("backward")
         _refuse_not_scalar(loss, "backward")
@@ -203,7 +203,7 @@ class Engine(Saving, nn.Module):
 
     @property
     def _ends_step(self) -> bool:
-        """Whether `step()`, if called now, updates the parameters. Every call does if the caller counts microbatches."""
+        """Whether a call of `step()` now would end a step. If the caller counts microbatches, every call does."""
         return not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
@@ -303,7 +303,7 @@ class Engine(Saving, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Sum the gradients of backwards inside the block on this rank only.
 
-        `parameter.grad` is the sum. Sharded gradients are reduced as usual, since no rank has room for whole ones.
+        `parameter.grad` is the sum. Sharded gradients are reduced as usual, since no rank has memory for whole gradients.
         """
         return self._microbatches.no_sync()
 
@@ -328,8 +328,8 @@ class Engine(Saving, nn.Module):
     ) -> UnderflowReport:
         """Measure the share of each parameter's gradient elements that vanish in fp16, at this loss scale and at others.
 
-        It computes the loss and its gradients again at each scale, and does not change the training state. Every rank
-        must call it. Print `report.table()` with rich's console, or draw a figure with `report.plot(path)`.
+        This method recomputes the loss and its gradients at each scale, and does not change the training state. Every
+        rank must call it. Print `report.table()` with rich's console, or draw a figure with `report.plot(path)`.
 
         Args:
             compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
@@ -386,7 +386,7 @@ class Engine(Saving, nn.Module):
 
         Args:
             include: some of "parameters", "gradients" and "optimizer", or DeepSpeed's names for these; default: all.
-            device: "cpu", or "nvme" for the disk, in the folder nvme_path (default: the config's).
+            device: "cpu", or "nvme" for the disk, in the folder `nvme_path` (default: the config's folder).
             pin_memory: whether CPU memory for the states is pinned.
             non_blocking: no effect; when this method returns, the accelerator's memory is free.
 
@@ -417,12 +417,12 @@ class Engine(Saving, nn.Module):
         self._sharded.reload_states()
 
     def empty_partition_cache(self) -> None:
-        """Release the memory that torch's allocator keeps for reuse."""
+        """Release the accelerator's memory that torch's allocator keeps for reuse. Do nothing on a CPU."""
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Between steps, set the number of microbatches so that a step has this number of samples over all ranks.
+        """Set the number of microbatches, between steps, so that a step has this number of samples over all ranks.
 
         Raises:
             UsageError: a step has begun, or the number is no multiple of the samples in one microbatch of all ranks.
@@ -442,9 +442,9 @@ class Engine(Saving, nn.Module):
         self.resolved = replace(self.resolved, batch=changed)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Between steps, set the number of samples per microbatch. The number of microbatches stays the same.
+        """Set the number of samples per microbatch, between steps. The number of microbatches stays the same.
 
-        A loader that exists already keeps its batch size.
+        A loader that already exists keeps its batch size.
         """
         if micro_batch_size < 1:
             raise UsageError(
@@ -492,8 +492,8 @@ class Engine(Saving, nn.Module):
         """End the sharding, and leave the module whole and ordinary. Every rank must call it.
 
         Args:
-            alone: whether other ranks may call it later, or never, as in DeepSpeed. Parameters that this rank cannot gather
-                alone then stay sharded until `initialize` gets the model again.
+            alone: whether this rank may call it without the others, as in DeepSpeed. Then, parameters that one rank cannot
+                gather stay sharded until `initialize` gets the model again.
         """
         self._reshard_adapters()
         self._destroyed = True
@@ -511,7 +511,7 @@ def _to_half(value: Any) -> Any:
 
 
 def _value(name: Any) -> str:
-    """Return the text of a state or a device; DeepSpeed's are enums."""
+    """Return the name of a state or a device. DeepSpeed uses enums, whose values are the names."""
     return str(getattr(name, "value", name))
 
 

@@ -12,9 +12,9 @@ from zeroshard.step.sharded_step import ShardedStep
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer of an engine, whose `step()` is the engine's, except that it does not advance the scheduler.
+    """An engine's optimizer. Its `step()` takes the engine's step, but does not advance the scheduler.
 
-    Groups, states, hooks, state dicts and all other attributes are those of the user's optimizer.
+    Groups, states, hooks, state dicts and all other attributes come from the user's optimizer.
     """
 
     # torch's own `__init__` would make other groups and hooks.

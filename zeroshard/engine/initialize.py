@@ -120,7 +120,7 @@ def _tensor_parallel_ranks(config: Any, mesh: DeviceMesh | None, group: dist.Pro
     """Return the number of ranks that divide the model, or will divide it.
 
     Raises:
-        UsageError: the config and the model's DTensors disagree, or the config divides what `group` shards.
+        UsageError: the config and the model's DTensors disagree, or both the config and `group` choose the ranks.
     """
     named = tensor_parallel_ranks(config)
     if mesh is not None:
@@ -143,7 +143,7 @@ def make_engine(
     model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, group: dist.ProcessGroup | None = None,
     attributes: type | None = None, backend: Backend = BACKEND,
 ) -> Engine:  # fmt: skip
-    """Make the engine for a resolved config on a backend. Other arguments are those of `initialize`."""
+    """Make the engine for a resolved config on a backend. Other arguments are as for `initialize`."""
     if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
         model.to(device)
     checkpointing = Checkpointer.of(config, model)

@@ -14,7 +14,7 @@ from zeroshard.sharding.sharded import Sharded
 class Microbatches:
     """The microbatches of one engine's current step.
 
-    Calls that every rank makes decide to which microbatch a backward belongs. Gradients cannot decide it, since a
+    Calls that every rank makes decide to which microbatch a backward belongs. Gradients cannot decide this, since a
     rank's loss may use no parameter.
 
     Attributes:
@@ -79,7 +79,7 @@ class Microbatches:
         """End the microbatch."""
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:
-            self._sharded.end_backward()  # the user's backward reached no parameter here, or there was none
+            self._sharded.end_backward()  # the user's backward reached no parameter on this rank, or there was none
         if ended > self._own_here or not self._own_here:
             self._had_users = True
         if ends_step and not self._is_reduced:
@@ -91,7 +91,7 @@ class Microbatches:
     def multiple(self, accumulation: int, config: Config) -> float:
         """Return the divisor of the step's gradients, apart from the loss scale.
 
-        It turns them into those of the mean loss, or, if the config sums over ranks, of the sum of the ranks' means.
+        The quotients are the gradients of the mean loss or, if the config sums over ranks, of the sum of the ranks' mean losses.
 
         Raises:
             UsageError: the step's microbatches were scaled in different ways, or not at all under fp16.

@@ -39,11 +39,11 @@ class StepReport:
 
     Attributes:
         applied: whether the parameters were updated.
-        reason: the reason why they were not, otherwise None.
+        reason: the reason why the parameters were not updated, otherwise None.
         not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
             config allows such steps, since the step does not wait for the norm.
         norm: the global L2 norm of the unscaled gradients before clipping; None between the microbatches of a step. If
-            the step does not wait for the accelerator, the norm is a tensor of shape [] there.
+            the step does not wait for the accelerator, the norm is a tensor of shape [] on it.
         loss_scale: the loss scale of the step's backwards; 1 between the microbatches of a step.
     """
 
@@ -165,7 +165,7 @@ class Progress:
         return time.perf_counter()
 
     def add_loss(self, loss: Tensor) -> None:
-        """Add a loss, a scalar without gradient, as it was divided for the mean over microbatches."""
+        """Add a loss, a detached scalar that was already divided for the mean over microbatches."""
         self._losses.append(loss)
 
     def forget_losses(self) -> None:

@@ -57,10 +57,10 @@ class Saving(Readers):
             save_dir: the folder of all checkpoints.
             tag: default: `global_step` and the number of steps. If ranks name different tags, the config's
                 `checkpoint.tag_validation` applies.
-            client_state: JSON and tensors; rank 0's is saved.
+            client_state: JSON values and tensors, by name. Rank 0 saves its own.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            save_latest, asynchronous, keep_last: see `Sharded.save`. The first `step` after an asynchronous save has
-                failed raises its error.
+            save_latest, asynchronous, keep_last: see `Sharded.save`. If an asynchronous save fails, the next `step` raises
+                the error.
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -99,8 +99,8 @@ class Saving(Readers):
             load_module_only: load only parameters and buffers.
 
         Returns:
-            (the checkpoint's folder, client_state). Without a tag, and if the folder has no file `latest`, as in the
-            first run of a job: (None, None), with a warning, also with `fall_back`.
+            (the checkpoint's folder, client_state). If no tag is given and the folder has no file `latest`, as in a job's
+            first run: (None, None), with a warning, even with `fall_back`.
         """
         self._reshard_adapters()
         if tag is None:
@@ -122,7 +122,7 @@ class Saving(Readers):
         return str(loaded.path), loaded.values.get("client_state", {})
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the values that a checkpoint holds beside model states. An object without a `state_dict` becomes None."""
+        """Return a checkpoint's values other than model states. An object without a `state_dict` becomes None."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise UsageError(
                 f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
@@ -159,8 +159,8 @@ class Saving(Readers):
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
-            dtype: the dtype of the floating-point tensors; default: that of the master weights (fp32) for trained
-                parameters; frozen parameters and buffers keep their own.
+            dtype: the dtype of all floating-point tensors. By default, trained parameters have the dtype of the master
+                weights (fp32), and frozen parameters and buffers keep their dtypes.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -230,8 +230,8 @@ class Saving(Readers):
         """Return `consolidated_state_dict`, under the name that trainers use.
 
         Ranks other than 0 get an empty dict, which cannot be saved. Scripts call transformers'
-        `save_pretrained(state_dict=...)` on every rank. With None, it would call `model.state_dict()`, which gathers
-        the weights, and those ranks would wait for rank 0.
+        `save_pretrained(state_dict=...)` on every rank. With None, `save_pretrained` would call `model.state_dict()`,
+        which gathers the weights. Those ranks would then wait for rank 0.
 
         Frozen parameters that an adapter's file holds, such as resized embeddings, are never left out.
 
@@ -265,7 +265,7 @@ class Saving(Readers):
             "copy engine.module inside zeroshard.unsharded."
         )
 
-    __deepcopy__ = __reduce_ex__  # otherwise `__getattr__` would find the model's
+    __deepcopy__ = __reduce_ex__  # otherwise `__getattr__` would find the model's method
 
     def _without_frozen(self, state: dict[str, Tensor], kept: Set[str] = frozenset()) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -279,7 +279,7 @@ class Saving(Readers):
 
 
 class _OnRank0(dict[str, Tensor]):
-    """An empty state dict, for ranks other than 0. It cannot be pickled, since rank 0 has the complete one."""
+    """An empty state dict, for ranks other than 0. It cannot be pickled, since only rank 0 has the complete state dict."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("this rank's state dict is empty: rank 0 has the whole. Save it on that rank only.")

@@ -1,4 +1,4 @@
-"""Owns corrections of accelerate's backend and batch size, and refusals of wrong uses of accelerate beside tensor parallelism.
+"""Owns corrections of accelerate's backend and batch size, and errors for its wrong uses with tensor parallelism.
 
 On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
 then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Without this module, every
@@ -52,13 +52,13 @@ def count_samples_once(config: Any, mpu: Any) -> Any:
         return config
     found = dict(read(config))
     if isinstance(found.get("train_batch_size"), int):
-        found["train_batch_size"] *= size  # it counts the ranks of a sequence as one
+        found["train_batch_size"] *= size  # accelerate counts the ranks of a sequence as one
     micro = found.get("train_micro_batch_size_per_gpu")
     accumulation = found.get("gradient_accumulation_steps")
     if isinstance(micro, int) and isinstance(accumulation, int):
         ranks = size  # accelerate counts the groups of ranks only if the user names a data-parallel size
         if is_divided:
-            ranks = dist.get_world_size()  # it counts the same samples of several ranks more than once
+            ranks = dist.get_world_size()  # accelerate counts the same samples once for each rank
         if found.get("train_batch_size") == ranks * micro * accumulation:
             del found["train_batch_size"]
     return found
@@ -88,13 +88,13 @@ def refuse_divided_by_transformers() -> None:
 
 
 def watch_loaders(model: nn.Module, ranks: int) -> None:
-    """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get a wrong one.
+    """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get wrong ones.
 
-    In evaluation, warn that accelerate gathers results from all ranks, those of one model included.
+    In evaluation, warn that accelerate gathers results from all ranks, including all ranks of one model.
 
-    Such a loader reads on rank 0, and sends each rank a part of a batch, or the same batch to all. It takes account of
-    the ranks that divide one model, but not of the data-parallel ranks beside them. Its length counts several batches
-    for each step.
+    Such a loader reads on rank 0, and sends each rank a part of a batch, or sends all ranks the same batch. The loader
+    takes account of the ranks that divide one model, but not of other data-parallel ranks. Its length counts several
+    batches for each step.
 
     Args:
         model: the divided model.

@@ -17,7 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.sequence import Sequences
 
 sequence_groups: list[Any] = []
-"""The groups of `SequenceAttention.register_with_transformers`, if any. accelerate reads them here."""
+"""The groups of `SequenceAttention.register_with_transformers`, if any. accelerate reads this list."""
 
 
 def get_sequence_parallel_group() -> Any:
@@ -73,7 +73,7 @@ class SequenceGroups:
 
 
 class SequenceAttention:
-    """The attention that exchanges heads for positions. Use `register_with_transformers`: it has no instances."""
+    """The attention that exchanges heads for positions. Call only `register_with_transformers`, and make no instances."""
 
     @classmethod
     def register_with_transformers(

@@ -1,4 +1,4 @@
-"""Owns the entries "zeroshard" of LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`.
+"""Owns the "zeroshard" entries in LLaMA-Factory v1's registries: `dist_config.name` and `optim_config.name`.
 
     import zeroshard.integrations.llama_factory as entry
     entry.register()     # then llamafactory.v1's run_sft, run_dpo, ...
@@ -7,7 +7,8 @@
     optim_config: {name: zeroshard, optimizer: AdamW, lr: 1.0e-5, consolidate_every: 500}     # as save_steps
 
 For registered names, LLaMA-Factory's training loop reads `parameter.grad`, clips with torch's function, and saves only
-on rank 0. That works only for sharded optimizer states (stage 1). For stages 2 and 3 use `dist_config.name: deepspeed`.
+on rank 0. That works only if gradients and parameters are unsharded (stage 1). For stages 2 and 3, set
+`dist_config.name: deepspeed`.
 """
 
 from __future__ import annotations

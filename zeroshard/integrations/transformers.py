@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled, since gradients are in fp16."""
+        """Whether the loss is scaled, as gradients in fp16 require."""
         return torch.float16 in (self.precision.param_dtype, self.autocast_dtype)
 
     @property
@@ -78,7 +78,7 @@ class Settings:
         return self.config is None or self.config.skips_steps_that_are_not_finite
 
     def create_loss_scaler(self) -> LossScaler:
-        """Make a dynamic scaler under fp16, and otherwise a scale of 1."""
+        """Make the config's loss scaler or, without one, a dynamic scaler under fp16 and a scale of 1 otherwise."""
         if self.config is not None and self.config.scales_loss:
             return create_loss_scaler(self.config)
         if self.precision.param_dtype is torch.float16:
@@ -119,7 +119,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
 
 
 def _precision_of(args: Any) -> Precision:
-    """Return 16 bits for parameters and gradients, and fp32 for master weights, as DeepSpeed and FSDP do."""
+    """Return the dtypes for the arguments' `bf16` or `fp16`: 16-bit parameters with fp32 master weights, as in DeepSpeed."""
     if not (args.bf16 or args.fp16):
         return Precision()
     dtype = torch.bfloat16 if args.bf16 else torch.float16
@@ -338,9 +338,9 @@ class NeedsOtherRanks:
 
 
 def generate_together(sharded: Sharded) -> None:
-    """Make `generate` of transformers' models continue on all ranks until the last is done, while parameters are sharded.
+    """Make `generate` of transformers' models run on all ranks until the last one is done, while parameters are sharded.
 
-    Compiled models are left out: torch.compile traces a module with this attribute as one of FSDP's.
+    Do not call it for compiled models: torch.compile treats a module with this attribute as a module of FSDP.
     """
     answer: Any = NeedsOtherRanks(sharded)
     for module in sharded.model.modules():
@@ -349,13 +349,13 @@ def generate_together(sharded: Sharded) -> None:
 
 
 def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
-    """Return the model's state dict on rank 0, in the dtypes that it trains in; {} elsewhere. Every rank must call it.
+    """Return the model's state dict on rank 0, in its training dtypes; {} elsewhere. Every rank must call it.
 
-    Sharded parameters are gathered one at a time, into rank 0's CPU memory. Unsharded ones are the model's own tensors.
+    If parameters are sharded, gather them one at a time into rank 0's CPU memory. Otherwise return the model's tensors.
 
     Args:
         sharded: the sharded model.
-        adapters_alone: whether to leave out a PEFT model's frozen base, except its embeddings.
+        adapters_alone: if parameters are sharded, whether to leave out a PEFT model's frozen base, except its embeddings.
 
     Raises:
         UsageError: a step was aborted.
@@ -484,7 +484,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         if isinstance(model, OuterModel):
             return model
         if self._outer is not None and self._outer.module is model:
-            return self._outer  # it was trained before, or its batch was too large
+            return self._outer  # a second train(), or another try after a batch that was too large
         if not training:
             return OuterModel(model, None, self._settings)
         self._release()
@@ -531,13 +531,13 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return data
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with rank 0's running statistics on every rank, as checkpoints hold them."""
+        """Evaluate with rank 0's running statistics on every rank, since checkpoints hold rank 0's buffers."""
         if self.sharded is not None:
             self.sharded.broadcast_buffers()
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus`, as `generate_together` does, also for compiled models."""
+        """Predict with `synced_gpus` at stage 3, since `generate_together` leaves out compiled models."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)
@@ -557,7 +557,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`. Every rank must call it.
 
-        All ranks gather the values here: releases of transformers before 5.23 call `_save` only on the rank that writes.
+        This method gathers the values on all ranks: transformers before 5.23 calls `_save` only on the rank that writes.
         """
         try:
             with self._adapters_whole():

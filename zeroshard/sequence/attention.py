@@ -1,8 +1,8 @@
 """Owns the attention of a transformers model whose positions are cut over ranks.
 
 transformers looks up attention functions, and functions that make masks, by name. This module registers one function of
-each kind, which calls the model's own. The model's own function makes each mask, from the positions of whole sequences.
-So packed documents, sliding windows and chunks are as on one process, and no mask is dropped.
+each kind, which calls the model's own function. Each mask is made from the positions of whole sequences. So packed
+documents, sliding windows and chunks are masked as on one process.
 
 [Note: which forwards are cut]
 A cut batch has a slice of the tokens, and all positions of their sequences. These two lengths differ, which identifies
@@ -56,7 +56,7 @@ _ROUTER_LOSS = (
 
 
 class Slice:
-    """The positions and documents of the sequences of which a forward computes one slice.
+    """The positions and documents of whole sequences, of which a forward computes one slice.
 
     Attributes:
         positions: [rows, positions], of whole sequences.
@@ -85,8 +85,8 @@ class CutAttention:
         self._layers: int = config.num_hidden_layers
         self._slice: Slice | None = None
         self._calls = 0
-        # All models share the registry, so each needs a name of its own. transformers looks for parts of the core's name
-        # in it.
+        # All models share the registry, so each needs a separate name. It contains the core's name, since transformers looks
+        # for parts of that.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
         entry = untraced(_Entry, _MESSAGES)
         AttentionInterface.register(self.name, entry(self._attention))

@@ -1,4 +1,4 @@
-"""Owns the cut of a batch: this rank's positions of its sequences, and their tensors."""
+"""Owns the cutting of batches: a rank's slice of each sequence, and of all tensors with its positions."""
 
 from __future__ import annotations
 

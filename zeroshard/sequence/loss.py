@@ -1,7 +1,7 @@
 """Owns losses of a language model's head without whole logits, and their mean over the tokens of all ranks.
 
-Logits of 32k tokens over a vocabulary of 128k take 16 GiB in fp32. Here they exist for one tile of tokens at a time, in
-the forward and again in the backward. Only one number per token is kept.
+Logits of 32k tokens over a vocabulary of 128k take 16 GiB in fp32. These losses compute logits for one tile of tokens at
+a time, in the forward and again in the backward. The forward keeps no logits, and returns one number per token.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ class Sequences:
         return made[0]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks of a sequence. Each of them must call it. It is differentiable."""
+        """Return the differentiable sum of a tensor over the ranks of a sequence. Every rank of the sequence must call it."""
         result: Tensor = Sum.apply(values, self._ranks)  # type: ignore[no-untyped-call]
         return result
 

@@ -36,9 +36,9 @@ _CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
     """Run modules of a model on at most `tokens` positions at a time.
 
-    `remove` of the returned object ends the tiling. Each parameter gets its gradient once, summed over tiles (16-bit
-    gradients in fp32). A sharded unit is gathered once. Inputs of at most `tokens` positions run as before. Call it
-    before or after `shard`.
+    The returned object's `remove` ends the tiling. Each parameter gets its gradient once, summed over tiles (16-bit
+    gradients in fp32). A sharded unit is gathered once. Inputs of at most `tokens` positions run as before. Call this
+    function before or after `shard`.
 
     Args:
         model: the model. The `forward` of its modules is wrapped, on the modules themselves.
@@ -48,7 +48,8 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
     Raises:
         UsageError: `tokens` is below 1, no module has such a name, or a module cannot run in tiles: it combines positions,
             takes other arguments than one tensor [rows, positions, ...], returns another shape, changes its input in
-            place, uses parameters of other modules, or has hooks on parameters. Its first forward or backward may raise.
+            place, uses parameters of other modules, or has hooks on parameters. Some of these raise in the first forward or
+            backward.
     """
     if tokens < 1:
         raise UsageError(
@@ -179,7 +180,7 @@ class TileByTile(torch.autograd.Function):
         run: `run(part, where, *tensors)` returns the results of one tile.
         most: the maximum number of positions in a tile.
         x: [rows, positions, ...].
-        of_module: whether the tensors are parameters of a module, which `run` uses without getting them.
+        of_module: whether the tensors are parameters of a module, which `run` does not get as arguments.
         tensors: the tensors that get their whole gradients at once.
     """
 
@@ -243,7 +244,7 @@ class TileByTile(torch.autograd.Function):
 def _refuse_others(what: str, y: Tensor, known: Sequence[Tensor | None]) -> None:
     """Raise if a tile's result depends on a leaf that is not `known`, whose gradient would be lost."""
     nodes: list[Any] = [y.grad_fn]
-    seen: set[Any] = {None}  # it holds the nodes' Python objects: those of dropped ones would give their ids to others
+    seen: set[Any] = {None}  # keeps the nodes' Python objects alive, since Python reuses the ids of freed objects
     known_ids = {id(one) for one in known}
     while nodes:
         node = nodes.pop()
@@ -277,7 +278,7 @@ class _Random:
 def _add_tile(totals: list[Tensor | None], widened: set[int], gradients: Sequence[Tensor | None]) -> None:
     """Add one tile's gradients to the totals. None counts as zero.
 
-    16-bit gradients are summed in fp32. The first addition makes a new tensor, since two of autograd's gradients may be one.
+    16-bit gradients are summed in fp32. The first addition makes a new tensor, since autograd may return one tensor twice.
 
     Args:
         widened: the indices of the totals that are new tensors; updated.

@@ -27,16 +27,15 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Once `zeroshard.integrations.lightning` is imported, it is also registered as "zeroshard" (stage 2) and
-    "zeroshard_stage_1" to "zeroshard_stage_3". `fabric.setup(model)`
-    without an optimizer is for evaluation. If the policy shards parameters, modules that are built inside
-    `fabric.init_module()` are sharded as they are built.
+    Importing `zeroshard.integrations.lightning` registers it as "zeroshard" (stage 2) and "zeroshard_stage_1" to
+    "zeroshard_stage_3". `fabric.setup(model)` without an optimizer is for evaluation. If the policy shards parameters,
+    modules that are built inside `fabric.init_module()` are sharded as they are built.
 
     `fabric.save(path, {"model": model, "optimizer": optimizer, ...})` writes a folder, to which each rank writes its
-    part. `fabric.load` reads it with any number of processes and at any stage. `write_single_file(path, out)` converts
-    it to one file of weights.
+    part. `fabric.load` reads the folder with any number of processes and at any stage. `write_single_file(path, out)`
+    converts it to one file of weights.
 
-    The arguments are those of `ZeroStrategy`.
+    The arguments are as for `ZeroStrategy`.
     """
 
     _precision_argument = "precision"
@@ -102,11 +101,11 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Write a folder. Every rank must call it.
+        """Write a folder or, if the state has no model, one ordinary file. Every rank must call it.
 
         Args:
-            path: the folder's name.
-            state: one model, optionally its optimizer, and other values, of which rank 0's are saved.
+            path: the path of the folder or file.
+            state: at most one model, optionally its optimizer, and other values, of which rank 0 saves its own.
             storage_options, filter: not supported.
         """
         if storage_options is not None or filter is not None:

@@ -32,7 +32,7 @@ _HONOURED = {
     "activation_checkpointing", "optimizer", "scheduler", "min_lr", "train_batch_size", "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps", "gradient_clipping", "ignored_keys",
 }  # fmt: skip
-"""Blocks and keys of a config that take effect here. (They must agree with the Trainer's own settings.)"""
+"""Blocks and keys of a config that take effect under Lightning. They must agree with the Trainer's own settings."""
 
 
 def _packages() -> tuple[str, str]:
@@ -65,7 +65,7 @@ class Registered:
 
     @classmethod
     def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
-        """Raise for arguments that DDPStrategy lacks, or that have no effect here."""
+        """Raise for arguments that DDPStrategy lacks, or that zeroshard would ignore."""
         known = (
             "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", cls._precision_argument, "timeout",
             "process_group_backend", "start_method",
@@ -88,7 +88,7 @@ class Facts:
     """The settings of the Trainer, or of Fabric.
 
     Attributes:
-        precision: Lightning's name of the precision, such as "32-true" or "bf16-mixed".
+        precision: Lightning's name for the precision, such as "32-true" or "bf16-mixed".
         accumulation: microbatches per step; None if the user's loop decides.
         clipping: the maximum norm of the gradients, 0 for none; None if the user's loop decides.
         steps: optimizer steps of the whole run, for the config's scheduler; infinite if unknown.
@@ -180,7 +180,7 @@ class Sharding:
         config = load_config(self._config, world_size, model, known | self._auto)
         refuse_tensor_parallel(config, "Lightning's strategy")
         if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
-            # The Trainer's number; a user's loop may have several.
+            # Use the Trainer's number of microbatches. A user's loop may have several: 2 stands for any such number.
             batch = dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
             config = dataclasses.replace(config, batch=batch)
         else:
@@ -198,7 +198,7 @@ class Sharding:
 
 
 def _refuse_disagreement(config: Config, facts: Facts) -> None:
-    """Raise if the config enables fp16 or autocast, which Lightning sets, or if its bf16 or clipping differs from Lightning's."""
+    """Raise if the config enables fp16 or autocast, which Lightning sets, or contradicts Lightning's bf16 or clipping."""
     schema = config.schema
     autocast = "16-mixed" if config.scales_loss else "bf16-mixed"
     for key, said in (("fp16", "16-mixed"), ("torch_autocast", autocast)):

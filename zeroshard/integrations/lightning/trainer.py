@@ -31,13 +31,13 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
-    Once `zeroshard.integrations.lightning` is imported, it is also registered as "zeroshard" (stage 2) and
-    "zeroshard_stage_1" to "zeroshard_stage_3". Lightning starts the
-    processes as for DDP, or torchrun or another launcher starts them. During `fit`, `trainer.strategy.sharded` is the
-    result of `zeroshard.shard`. Afterwards the module is whole and ordinary on every rank.
+    Importing `zeroshard.integrations.lightning` registers it as "zeroshard" (stage 2) and "zeroshard_stage_1" to
+    "zeroshard_stage_3". Lightning starts the processes as for DDP, or torchrun or another launcher starts them. During
+    `fit`, `trainer.strategy.sharded` is the result of `zeroshard.shard`. Afterwards the module is whole and ordinary on
+    every rank.
 
-    A checkpoint is a folder with the name that the `.ckpt` file would have. Each rank writes its part to it. Training
-    resumes from it (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights,
+    A checkpoint is a folder with the name that the `.ckpt` file would have. Each rank writes its part to the folder.
+    Training resumes from it (`ckpt_path=`) with any number of processes and at any stage. For one ordinary file of weights,
     which `load_from_checkpoint` reads, use `ModelCheckpoint(save_weights_only=True)` or `write_single_file(folder,
     out)`. Files of other strategies load in `validate` and `test`, and in `fit` only if they have no optimizer states.
 
@@ -51,7 +51,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             precision_plugin (for Fabric, precision), timeout, process_group_backend and start_method.
 
     Raises:
-        UsageError, ConfigError: a setting cannot be honoured. The message names it, and the remedy.
+        UsageError, ConfigError: a setting cannot be honoured. The message names the setting and the remedy.
     """
 
     strategy_name = "zeroshard"
@@ -96,7 +96,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         self.setup_precision_plugin()
 
     def _refuse_averages(self, callbacks: Iterable[Any]) -> None:
-        """Raise if a callback averages weights at stage 3: it would read parameters that are elsewhere, late in training."""
+        """Raise if a callback averages weights at stage 3. Late in training, it would read parameters without values."""
         if self.sharded is None or not self.sharded.policy.parameters.sharded:
             return
         for callback in callbacks:
@@ -124,7 +124,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
                 self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
-        """Record the exception: other ranks may be elsewhere, so nothing must wait for them afterwards."""
+        """Record the exception: other ranks may have stopped elsewhere, so nothing may wait for them afterwards."""
         self._aborted = True
 
     def teardown(self) -> None:

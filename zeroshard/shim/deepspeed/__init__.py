@@ -128,7 +128,7 @@ def tp_model_init(
 ) -> nn.Module:
     """Divide a transformers model over `tp_size` neighbouring ranks, in place, by its `tp_plan`, and return it.
 
-    Every rank must call it. `dtype` is that of the parameters; None keeps theirs. `initialize` reads the config.
+    Every rank must call it. `dtype` is the parameters' new dtype; None keeps the old. `config` has no effect.
     """
     if any(value is not None for value in kwargs.values()):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Owns the creation of this package's modules, from their files and from the table in `_names`.
 
-Its import adds one hook to `sys.path_hooks`. The hook accepts only this package's folders, so it does not affect other
-packages.
+Importing this module adds one hook to `sys.path_hooks`. The hook accepts only this package's folders, so it does not
+affect other packages.
 """
 
 from __future__ import annotations
@@ -146,6 +146,6 @@ class Folder(PathEntryFinder):
         return (self._path / name).is_dir() or any(row.startswith(f"{self._package}.{name}.") for row in TABLE)
 
 
-# Add the hook only once, even if the package is imported again. Python caches the finder of this file: remove it.
+# Add the hook only once, even if the package is imported again. Python has cached another finder for this folder: remove it.
 sys.path_hooks[:] = [Folder, *(hook for hook in sys.path_hooks if getattr(hook, "__module__", None) != __name__)]
 sys.path_importer_cache.pop(str(ROOT), None)

@@ -18,7 +18,7 @@ Folder = str | os.PathLike[str]
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Return the whole model for `model.load_state_dict`, in fp32 on the CPU, even with `lazy_mode`."""
+    """Return the whole model for `model.load_state_dict`, in fp32 on the CPU. `lazy_mode` has no effect."""
     return consolidated.state_dict_of(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
 
 

@@ -1,4 +1,4 @@
-"""Owns `zeroshard` of the command line, called in this process: a process of its own imports torch for seconds."""
+"""Owns calls of the `zeroshard` program in this process, since a separate process would import torch for seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.cli.main import main
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished program left, as `subprocess.CompletedProcess` names it."""
+    """A finished program's status and output, with the names of `subprocess.CompletedProcess`."""
 
     returncode: int
     stdout: str
@@ -22,7 +22,7 @@ class Done:
 
 
 def zeroshard(*arguments: str, columns: int = 150) -> Done:
-    """Run the program with these arguments on a terminal of so many columns."""
+    """Run the program with these arguments on a terminal with `columns` columns."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     terminal = mock.patch.dict(os.environ, COLUMNS=str(columns))
     typed = mock.patch.object(sys, "argv", ["zeroshard", *arguments])

@@ -1,4 +1,4 @@
-"""Owns what every test shares: one thread in the parent, so that forks are safe, which tests run when, and on which accelerator."""
+"""Owns the setting of all tests: one thread in the parent, so that forks are safe, the order of tests, and the accelerator."""
 
 import inspect
 import sys
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # optimizers import it at their first step: once here, not once in each forked rank
+import torch._dynamo  # otherwise each forked rank would import it at its optimizer's first step
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
-# Builds of torch for accelerators let no fork run a backward if the first one here is that of a plan, under FakeTensorMode.
+# In builds of torch for accelerators, forks cannot run a backward if a plan, under FakeTensorMode, ran this process's first.
 torch.ones(1, requires_grad=True).sum().backward()
 
 from forks import prepare  # noqa: E402
@@ -27,13 +27,13 @@ SERVED = (
     ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_lead", "test_simgpu_plans",
      "test_accelerator_collectives", "test_accelerator_storage"),
 )  # fmt: skip
-"""Files whose tests share a server, which takes seconds to start, in the order in which they use it: trainers, and the simulated
-accelerator. Each group begins first in one process, so that few processes start its server."""
+"""Files whose tests share a server that takes seconds to start: for trainers, and for the simulated accelerator. One process begins
+with each group, so that few processes start its server."""
 LONG = (
     ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
     ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli", "test_plan_search"),
 )  # fmt: skip
-"""Files with tests of many seconds: they begin first in other processes, so that none is left alone with one at the end."""
+"""Files with tests of many seconds. Other processes begin with them, so that no process runs one alone at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,14 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(params=["shared memory", "gloo"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the ranks talk."""
+    """Set the transport between ranks, and return its name."""
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0" if request.param == "gloo" else "1")
     return str(request.param)
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Take away what libraries keep of a test in this process: later tests would find it, and so would the ranks that they fork."""
+    """Remove the state that libraries keep after a test. Otherwise later tests, and the ranks that they fork, would find it."""
     yield
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -63,7 +63,7 @@ def alone() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the quick set, unless asked for more."""
+    """Select the quick set, or the tests that the options ask for."""
     quick, rest = sample(items)
     runs_quick, runs_rest = not config.getoption("--rest"), config.getoption("--rest") or config.getoption("--all")
     chosen = {id(item) for item in [*quick * runs_quick, *rest * runs_rest]}
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Return the tests so that each of several processes, which get equal parts in this order, begins with a group of files."""
+    """Return the tests in an order such that each process, if all get equal parts of it, begins with a group of files."""
     groups = [*SERVED, *LONG]
     place = {file: (number, index) for number, group in enumerate(groups) for index, file in enumerate(group)}
     first: list[list[pytest.Item]] = [[] for _ in range(processes)]
@@ -91,17 +91,17 @@ def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of every later garbage collection, here and in forked ranks: a quarter of all time."""
+    """Exclude imported objects from later garbage collections, also in forked ranks. This saves a quarter of all time."""
     prepare()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Print where the time went."""
+    """Register the plugin that prints the seconds of each file."""
     config.pluginmanager.register(_Times(), "times")
 
 
 class _Times:
-    """The seconds of each part of the tests: of each file."""
+    """A plugin that adds up the seconds of each test file."""
 
     def __init__(self) -> None:
         self._seconds = Counter[str]()
@@ -117,12 +117,12 @@ class _Times:
 
 
 def _is_pretended(item: pytest.Item) -> bool:
-    """It needs an accelerator, and there is none but the pretended one."""
+    """Return whether a test needs an accelerator, and this machine has only the simulated one."""
     return item.get_closest_marker("accelerator") is not None and not torch.accelerator.is_available()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On the pretended accelerator a test runs in several scheduling modes."""
+    """Run a test on the simulated accelerator in several scheduling modes."""
     if metafunc.definition.get_closest_marker("accelerator") and not torch.accelerator.is_available():
         metafunc.fixturenames.append("schedule")
         quick = [pytest.param(mode, marks=() if mode == "all late" else pytest.mark.full) for mode in MODES]
@@ -131,7 +131,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that needs an accelerator runs where the pretended one is: in another process."""
+    """Run a test that needs the simulated accelerator in the server process, which has it."""
     if not _is_pretended(pyfuncitem):
         return None
     options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

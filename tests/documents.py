@@ -1,10 +1,10 @@
-"""Owns how the tests read the documentation: its headings, links and code, and what of the code is run.
+"""Owns the reading of the documentation: its headings, links and code, and the choice of code to run.
 
 A page's code runs from top to bottom, in an empty folder:
 
-- `python` in one namespace, `diff` as its new side, `bash` as it stands;
-- a block with `title="name"` is written to that file, and runs where a later block starts it;
-- a comment `<!-- run first: ... -->` holds Python that a reader has anyway, such as a model;
+- `python` runs in one namespace, `diff` runs as its new side, and `bash` runs unchanged;
+- a block with `title="name"` is written to that file, and runs only if a later block starts it;
+- a comment `<!-- run first: ... -->` contains Python that readers already have, such as a model;
 - a comment `<!-- not run: why -->` before a block exempts it.
 """
 
@@ -25,12 +25,12 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code of a page.
+    """A piece of code in a page.
 
     Attributes:
-        title: the file that it is written to.
-        exempt: why it is not run.
-        hidden: from readers.
+        title: the file to which the code is written.
+        exempt: the reason why the code is not run.
+        hidden: whether readers do not see the code.
     """
 
     line: int
@@ -42,21 +42,21 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """It is run, or written for others to run."""
+        """Whether the code is run, or written to a file that a later block runs."""
         return self.exempt is None and not self.hidden and (self.title is not None or self.language in RUNS)
 
     def side(self, mark: str) -> str:
-        """One side of a diff."""
+        """Return one side of a diff."""
         return "\n".join(line[1:] for line in self.text.splitlines() if line[:1] in ("", " ", mark)) + "\n"
 
 
 def pages() -> list[Path]:
-    """All of the documentation."""
+    """Return the files of the documentation."""
     return sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 
 
 def blocks(page: Path) -> list[Block]:
-    """A page's code, in order."""
+    """Return a page's code, in order."""
     found, exempt = [], None
     lines = iter(enumerate(page.read_text(encoding="utf-8").splitlines(), start=1))
     for number, line in lines:
@@ -85,7 +85,7 @@ def _until(lines: Iterator[tuple[int, str]], end: str) -> str:
 
 
 def prose(page: Path) -> list[str]:
-    """A page's lines without its code and comments."""
+    """Return a page's lines without its code and comments."""
     kept, end = [], None
     for line in page.read_text(encoding="utf-8").splitlines():
         if end is not None:
@@ -100,19 +100,19 @@ def prose(page: Path) -> list[str]:
 
 
 def headings(page: Path) -> list[tuple[int, str]]:
-    """(level, text) of each."""
+    """Return (level, text) of each heading."""
     found = [re.match(r"(#+) (.*)", line) for line in prose(page)]
     return [(len(match.group(1)), match.group(2)) for match in found if match is not None]
 
 
 def slug(heading: str) -> str:
-    """The anchor that the repository's page and the site give a heading."""
+    """Return the anchor of a heading, which is the same on GitHub and on the site."""
     plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the places of a page that a link can name: its headings, what has an id, and objects of the API."""
+    """Return a page's targets for links: headings, elements with an id, and objects of the API."""
     text = "\n".join(prose(page))
     ids = re.findall(r'<a id="([^"]+)"></a>', text)
     objects = re.findall(r"^::: (\S+)$", text, re.M)
@@ -121,12 +121,12 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    """Targets of links within the repository."""
+    """Return the targets of links within the repository."""
     return [target for line in prose(page) for target in _LINK.findall(line) if "://" not in target]
 
 
 def program(page: Path, only: str | None = None) -> str:
-    """A Python program that does what a reader of the page does; with `only`, runs the blocks of one language."""
+    """Return a Python program that runs a page's code. With `only`, the program runs only the blocks of that language."""
     steps = ["import subprocess\nfrom pathlib import Path\n\nnamespace = {'__name__': 'page'}\n"]
     for block in blocks(page):
         where = f"{page.relative_to(ROOT)}, line {block.line}"

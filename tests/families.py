@@ -1,4 +1,4 @@
-"""Models that people train, small and random: the families of test_families.py and of docs/families.md.
+"""Owns small random models of common families, for test_families.py and docs/families.md.
 
 python tests/families.py        # trains every family and writes docs/families.md
 """
@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training."""
+    """The results of a training run."""
 
     losses: Tensor
     parameters: dict[str, Tensor]
@@ -109,7 +109,7 @@ class Outcome:
 
 
 def train(rank: int, family: str, stage: int, checkpointing: bool, steps: int = 10) -> Outcome:
-    """Dropout included: each step's random state is the same whatever the stage."""
+    """Train a family with its dropout: the random state of each step is the same at every stage."""
     make, batch = FAMILIES[family]
     torch.manual_seed(0)
     model = make()
@@ -134,7 +134,7 @@ def train(rank: int, family: str, stage: int, checkpointing: bool, steps: int = 
 
 
 def compare(rank: int, family: str) -> dict[str, Any]:
-    """Every way against stage 0 of its kind."""
+    """Compare stage 3 with stage 0, with and without checkpointing."""
     first = {checkpointing: train(rank, family, 0, checkpointing) for checkpointing in (False, True)}
     return {
         "finite": bool(torch.isfinite(first[False].losses).all()),

@@ -1,4 +1,4 @@
-"""A transport of a hundred lines: ranks write what they send to files of one folder. It shows what a transport has to be."""
+"""Owns a transport of a hundred lines, which sends messages as files in one folder. It shows the duties of a transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = "ZEROSHARD_TEST_FOLDER"
 
 
 class Files(Grouped):
-    """A message is a file named by its sender, its operation, and how many of that kind came before."""
+    """Collectives over files. A message's file is named by its sender, its operation, and its number among that kind."""
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
@@ -37,7 +37,7 @@ class Files(Grouped):
         return f"{operation}.{self._count[operation]}"
 
     def send(self, name: str, tensor: Tensor, receivers: int) -> None:
-        """Write a tensor for so many ranks. It may be written to again at once."""
+        """Write a tensor's file for this many receivers. The caller may overwrite the tensor at once."""
         self.sent[name.split(" ", maxsplit=1)[0]] += tensor.nbytes * receivers
         part = self._folder / f"part.{self.rank}"
         part.write_bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -91,7 +91,7 @@ class Files(Grouped):
 
 
 class Arriving(Work):
-    """Tensors on their way from other ranks, by rank."""
+    """Tensors in transit from other ranks, by rank."""
 
     def __init__(self, files: Files, name: str, expected: dict[int, Tensor], label: str) -> None:
         self._files, self._name, self._label = files, name, label
@@ -105,7 +105,7 @@ class Arriving(Work):
 
 
 class Mean(Reduction):
-    """The sum over ranks, in their order, divided."""
+    """A sum over ranks in rank order, divided by the divisor."""
 
     def __init__(self, files: Files, name: str, rows: Tensor, label: str, divisor: float) -> None:
         self._files, self._name, self._rows, self._label, self._divisor = files, name, rows, label, divisor

@@ -1,4 +1,4 @@
-"""Owns what keeps forks cheap: a fork copies the table of its parent's pages, and each page that it writes to."""
+"""Owns the preparation for cheap forks: a fork copies its parent's page table, and each page that it writes to."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import gc
 from pathlib import Path
 
 HUGE = 2**21
-"""Bytes of a huge page. The table of a process that has imported torch and transformers has 100,000 pages, or 200 huge ones."""
+"""Bytes of a huge page. A process that has imported torch and transformers has 100,000 pages, or 200 huge pages."""
 MADV_COLLAPSE = 25
 
 
 def prepare() -> None:
-    """Keep everything that exists out of every later garbage collection, here and in forks, and in huge pages.
+    """Exclude all objects from later garbage collections, also in forks, and move memory to huge pages.
 
-    A kernel that knows no such pages leaves the memory as it is.
+    A kernel without huge pages leaves the memory unchanged.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,7 @@
-"""Owns a tiny model with two sides, sharded and plain PyTorch, and what a user may do to either: one method for each action.
+"""Owns a tiny model for two sides, sharded and plain PyTorch, and the actions of users: one method for each action.
 
-Every action takes one small number, from which it chooses parameters, values and variants, the same on both sides. What it
-returns
-is compared bit by bit.
+Every action takes one small number, from which it chooses parameters, values and variants, the same on both sides. Its
+results are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WIDTH, BATCHES = 4, 5
 
 
 class Boom(Exception):
-    """What the user's own code raises in the middle of things."""
+    """An error that the user's own code raises in the middle of an action."""
 
 
 class Special(nn.Parameter):
@@ -37,7 +36,7 @@ class Special(nn.Parameter):
 
 
 class Block(nn.Module):
-    """It keeps a running mean of its inputs, in fp32, and adds a little of it."""
+    """A block that keeps a running mean of its inputs in fp32, and adds a tenth of the mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Block(nn.Module):
 
 
 class Shift(nn.Module):
-    """Frozen, and in no optimizer, until a param group is added."""
+    """A module whose parameter is frozen, and in no optimizer, until a param group is added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ STATES = {"sgd": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq", "step"]
 
 @dataclass(frozen=True)
 class Setting:
-    """How the sharded side is sharded, and what both are."""
+    """The sharding of the sharded side, and the options of both sides."""
 
     stage: int
     bf16: bool = False
@@ -107,14 +106,14 @@ class Setting:
     two_optimizers: bool = False
     """One for matrices and one for the rest."""
     own_class: bool = False
-    """Below stage 3, which refuses them: the blocks' scales are of a class of their own."""
+    """Whether the blocks' scales have the user's own class, only below stage 3, which refuses such classes."""
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.bf16 else torch.float32
 
     def precision(self) -> Precision | None:
-        """In 16 bits, sums over microbatches that come before those over ranks would be rounded once more: not so in fp32."""
+        """Return the dtypes. Below stage 2, fp32 sums over microbatches prevent another rounding before sums over ranks."""
         return Precision(torch.bfloat16, None if self.stage >= 2 else torch.float32) if self.bf16 else None
 
     def policy(self) -> Policy:
@@ -125,7 +124,7 @@ class Setting:
 
 
 class Side:
-    """What both sides do alike: all that is plain PyTorch."""
+    """The actions of both sides that are plain PyTorch."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         torch.manual_seed(0)
@@ -134,12 +133,12 @@ class Side:
             for block in self.model.blocks:
                 block.scale = Special(block.scale.detach(), block.scale.requires_grad)
         self.losses: list[Tensor] = []
-        """Of graphs whose backward is still to come."""
+        """The losses of graphs that have not run a backward yet, or may run one again."""
         self.alias: Tensor | None = None
         self.has_group = False
         """Whether a param group was added."""
         self.saved_with: dict[str, bool] = {}
-        """By tag, and of the optimizer's state that is kept: whether it was there then."""
+        """Whether the param group existed at each save, by tag, and when the optimizer's state was kept ("kept")."""
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -147,14 +146,14 @@ class Side:
 
     @property
     def listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that the optimizer has from the start."""
+        """The parameters that the optimizer has from the start, by name."""
         return [(fqn, parameter) for fqn, parameter in self.named if not fqn.startswith("shift")]
 
     def pick(self, number: int) -> tuple[str, nn.Parameter]:
         return self.listed[number % len(self.listed)]
 
     def optimizers(self, parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
-        """Make those of the setting, over `parameters`; the second of two has another learning rate."""
+        """Make the setting's optimizers over `parameters`. If there are two, the second has half the learning rate."""
         make = OPTIMIZERS[self.setting.optimizer]
         if not self.setting.two_optimizers:
             return [make(parameters)]
@@ -177,7 +176,7 @@ class Side:
         raise NotImplementedError
 
     def nothing(self, number: int) -> None:
-        """What sequences shrink to."""
+        """Do nothing. Failing sequences are shortened by replacing actions with this one."""
 
     # ------------------------------------------------------------------ forwards and backwards
 
@@ -187,7 +186,7 @@ class Side:
         return loss.detach()
 
     def forward_part(self, number: int) -> Any:
-        """Without the root: one block, or the head."""
+        """Run the forward of one block or the head, without the root."""
         part = [*self.model.blocks, self.model.last][number % 4]
         loss = part(self.batch(number)).square().mean()
         self.losses.append(loss)
@@ -205,7 +204,7 @@ class Side:
             handle.remove()
 
     def backward(self, number: int) -> Any:
-        """The newest graph's, or the oldest one's; one in three is run again later."""
+        """Run the backward of the newest or the oldest graph. One graph in three is kept for another backward."""
         if not self.losses:
             self.forward(number)
         loss = self.losses.pop(0 if number % 2 else -1)
@@ -214,7 +213,7 @@ class Side:
         loss.backward(retain_graph=number % 3 == 2)
 
     def train(self, number: int) -> Any:
-        """What a loop does: forward and backward."""
+        """Run a forward and its backward, as a loop does."""
         seen = self.forward(number)
         self.losses.pop().backward()
         return seen
@@ -224,7 +223,7 @@ class Side:
             return self.train(number)
 
     def hooked(self, number: int) -> Any:
-        """With a hook on a gradient."""
+        """Train with a hook on a gradient."""
         _, parameter = self.pick(number)
         if not parameter.requires_grad:
             return self.train(number)
@@ -235,7 +234,7 @@ class Side:
             handle.remove()
 
     def hooked_late(self, number: int) -> Any:
-        """With a hook after a gradient was accumulated: where none was there before, so that it sees one backward's."""
+        """Train with a hook after the accumulation of a gradient."""
         _, parameter = self.pick(number)
         if not parameter.requires_grad:
             return self.train(number)
@@ -246,7 +245,7 @@ class Side:
             handle.remove()
 
     def in_thread(self, number: int) -> Any:
-        """Something in another thread, while this one waits."""
+        """Run another action in a second thread, while this thread waits."""
         names = ["train", "evaluate", "step", "read", "clip", "deepcopy"]
         seen: list[Any] = []
         errors: list[BaseException] = []
@@ -265,12 +264,12 @@ class Side:
         return seen[0]
 
     def keep_alias(self, number: int) -> None:
-        """A view of a parameter, made where it is whole."""
+        """Keep a view of an unsharded parameter."""
         if self.setting.stage < 3:
             self.alias = self.pick(number)[1].detach()
 
     def read_alias(self, number: int) -> Any:
-        """On one host it is current after each step, where parameters are not sharded."""
+        """Return the view's values, which are current after each step if ranks of one host do not shard parameters."""
         return None if self.alias is None else self.alias.clone()
 
     def broken_backward(self, number: int) -> Any:
@@ -285,21 +284,21 @@ class Side:
             handle.remove()
 
     def broken_loss(self, number: int) -> Any:
-        """A backward that breaks off before it has given any gradient."""
+        """Run a backward that fails before it computes any gradient."""
         loss = self.model(self.batch(number))
         if loss.requires_grad:
             loss.register_hook(_raise)
             loss.backward()
 
     def look(self, number: int) -> Any:
-        """Gradients that are no part of a step."""
+        """Return gradients that are not part of a step."""
         x = self.batch(number).requires_grad_()
         _, parameter = self.pick(number)
         wanted = [x, parameter] if parameter.requires_grad else [x]
         return [g.detach().clone() for g in torch.autograd.grad(self.model(x), wanted)]
 
     def inside(self, number: int) -> Any:
-        """Something else, where all parameters are whole."""
+        """Run another action while all parameters are unsharded."""
         names = ["train", "evaluate", "forward", "backward", "step", "clip", "zero_grad", "deepcopy", "offload", "save"]
         with self.whole():
             return getattr(self, names[number % len(names)])(number)
@@ -314,11 +313,11 @@ class Side:
     def write_new_data(self, number: int) -> None:
         _, parameter = self.pick(number)
         parameter.data = self.value(parameter, number)
-        self.alias = None  # of the old ones
-        self.losses.clear()  # plain PyTorch cannot tell which of the two values they were made with
+        self.alias = None  # it shows the old values
+        self.losses.clear()  # plain PyTorch cannot tell with which of the two values their graphs were made
 
     def write_to_data(self, number: int) -> None:
-        """Under sharded parameters it leaves no trace where the parameter happens to be whole: see `write_inside`."""
+        """Write through `.data`, except at stage 3, where a write to an unsharded parameter leaves no trace: see `write_inside`."""
         if self.setting.stage == 3:
             return
         _, parameter = self.pick(number)
@@ -348,11 +347,11 @@ class Side:
         parameter.grad = self.value(parameter, number)
 
     def drop_grads(self, number: int) -> None:
-        """As loops do that know no optimizer."""
+        """Clear the model's gradients, as loops without an optimizer do."""
         self.model.zero_grad(set_to_none=self.drops(number))
 
     def drops(self, number: int) -> bool:
-        """Whether `drop_grads` removes gradients, or sets them to zero. Own classes show none to set to zero (docs/limits.md)."""
+        """Return whether `drop_grads` removes gradients, as own classes require (docs/limits.md), or sets them to zero."""
         return bool(number % 4) or self.setting.own_class
 
     def toggle(self, number: int) -> None:

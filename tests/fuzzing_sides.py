@@ -62,7 +62,7 @@ class Sharded(Side):
         self.alias = None
 
     def surgery(self, number: int) -> None:
-        """Another module for a while: a step, a save and an export refuse it, and leave everything as it is."""
+        """Change a module temporarily. A step, a save and an export must refuse the change, and alter nothing."""
         change, use = number % 4, number // 4
         blocks = self.model.blocks
         kept, scale = list(blocks), blocks[1].scale
@@ -151,7 +151,7 @@ class Sharded(Side):
 
 
 class Pair:
-    """One optimizer of two, for the twin."""
+    """Two optimizers that the twin uses as one."""
 
     def __init__(self, members: list[torch.optim.Optimizer]) -> None:
         self.members = members
@@ -187,7 +187,7 @@ class Pair:
 
 
 class Plain(Side):
-    """The twin. In 16 bits it keeps fp32 master weights and gradients beside, as one writes that by hand."""
+    """The plain twin. In 16 bits, it keeps separate fp32 master weights and gradients, as users write by hand."""
 
     def __init__(self, setting: Setting, folder: Path) -> None:
         super().__init__(setting, folder)
@@ -205,7 +205,7 @@ class Plain(Side):
         self.saved: dict[str, Any] = {}
         self.by_hand: dict[str, Tensor] = {}
         self.told: float | None = None
-        """The norm that the other side found."""
+        """The norm that the sharded side computed."""
         self.kept: Any = None
 
     @contextmanager
@@ -221,7 +221,7 @@ class Plain(Side):
         self.by_hand[fqn] = parameter.grad.clone() if parameter.grad is not None else torch.zeros(())
 
     def collect(self, *, in_backward: bool = False) -> None:
-        """16 bits: gradients are summed in fp32, as backwards give them; what was set by hand waits for one, or the step."""
+        """In 16 bits, add gradients to fp32 sums. A gradient set by hand waits for its next backward, or for the step."""
         self.take_writes()
         for fqn, p in self.named if self.setting.bf16 else ():
             master = self.masters[fqn]
@@ -233,7 +233,7 @@ class Plain(Side):
                 master.grad = gradient if master.grad is None else master.grad + gradient
 
     def take_writes(self) -> None:
-        """16 bits: what was written to parameters is taken up; elsewhere the master's digits stay."""
+        """In 16 bits, copy values that were written to parameters to their masters. Other elements keep the master's digits."""
         for fqn, p in self.named if self.setting.bf16 else ():
             master = self.masters[fqn]
             same = p.detach() == master.to(p.dtype)
@@ -259,7 +259,7 @@ class Plain(Side):
 
     @torch.no_grad()
     def show(self, names: Iterable[str]) -> None:
-        """16 bits: parameters follow their masters."""
+        """In 16 bits, copy master weights to the named parameters."""
         for fqn, p in self.named if self.setting.bf16 else ():
             if fqn in names:
                 p.copy_(self.masters[fqn])

@@ -1,6 +1,6 @@
-"""Owns each look of the tests at what zeroshard keeps to itself, with the reason why no public name will do.
+"""Owns the tests' access to zeroshard's private names, with the reason why no public name is enough.
 
-Other tests use public names. A rename inside of zeroshard changes a line here; tests/test_architecture.py checks that.
+Other tests use only public names, and tests/test_architecture.py checks this. So a private rename changes a line only here.
 """
 
 from __future__ import annotations
@@ -41,53 +41,53 @@ from zeroshard.training_progress import TrainingRow
 
 
 def sharded_of(engine: Engine) -> Sharded:
-    """What `shard` returned to the engine: DeepSpeed's engine has no name for it, and so ours has none."""
+    """Return the engine's `Sharded`. DeepSpeed's engine has no name for it, so zeroshard's engine has none."""
     return engine._sharded
 
 
 def transport_of(sharded: Sharded) -> Collectives:
-    """Which transport the ranks use changes no result, so no public name has it."""
+    """Return the ranks' transport. It changes no result, so it has no public name."""
     return sharded._context.collectives
 
 
 def across_model(sharded: Sharded) -> Collectives:
-    """The transport between ranks that divide the model, whose bytes no report has."""
+    """Return the transport between ranks that divide the model. No report includes its bytes."""
     return sharded._context.others
 
 
 def schedule(sharded: Sharded) -> Schedule:
-    """For tests of its table of moves."""
+    """Return the schedule, for tests of its table of moves."""
     return sharded._schedule
 
 
 def units(sharded: Sharded) -> list[Unit]:
-    """For exact sizes with padding, and for the life of a unit."""
+    """Return the units, for exact sizes with padding and for tests of a unit's lifetime."""
     return list(sharded._schedule.units)
 
 
 def padded_numel(sharded: Sharded) -> int:
-    """Elements of all flat buffers."""
+    """Return the number of elements of all flat buffers."""
     return sum(unit.layout.numel for unit in units(sharded))
 
 
 def settle(sharded: Sharded) -> None:
-    """Wait for what travels behind the training, before bytes are counted or a process forks."""
+    """Wait for background transfers, before bytes are counted or a process forks."""
     sharded._schedule.settle()
 
 
 def scratch_nbytes(sharded: Sharded) -> int:
-    """Bytes of scratch of reductions, without the memory that waits for the next unit."""
+    """Return the bytes of reductions' scratch memory, without memory that is kept for the next unit."""
     return sharded._context.pool.nbytes
 
 
 def has_noticed_the_end(sharded: Sharded) -> bool:
-    """Whether the end of the last backward was noticed by itself."""
+    """Return whether the schedule noticed the end of the last backward without a further call."""
     return sharded._schedule._backward_ended
 
 
 @contextmanager
 def counted_looks() -> Iterator[list[int]]:
-    """The comparisons of parameters with master weights: bytes are not sent for them, and seconds are not asserted."""
+    """Count comparisons of parameters with master weights, which send no bytes. Tests assert no seconds."""
     found: list[int] = []
     compare = parameter_bucket._shows
 
@@ -103,12 +103,12 @@ def counted_looks() -> Iterator[list[int]]:
 
 
 def set_slice(attention: CutAttention, positions: Slice) -> None:
-    """Set the positions whose masks are made next: a forward sets them, and makes no mask that can be looked at."""
+    """Set the positions for the next mask. A forward sets them too, but its masks are not accessible."""
     attention._slice = positions
 
 
 def throughput(row: TrainingRow, samples: Iterable[tuple[float, int]]) -> list[str]:
-    """The words for a rate, from (seconds, samples): seconds of a real run are not asserted."""
+    """Return the text of a rate, from (seconds, samples). Tests assert no seconds of a real run."""
     row._sampled = deque(samples)
     return row._throughput()
 
@@ -116,57 +116,57 @@ def throughput(row: TrainingRow, samples: Iterable[tuple[float, int]]) -> list[s
 # ---------------------------------------------------------------------- processes
 
 GRACE_SECONDS_OF_RANKS = "zeroshard.testing.ranks._GRACE_SECONDS"
-"""Users have no reason to wait longer."""
+"""The seconds that other ranks have after one rank failed. Users have no reason to change them."""
 LAUNCH = (run, "_launch")
-"""The start of processes, one for each accelerator: there is none."""
+"""The start of processes, one for each accelerator, for machines without accelerators."""
 WRITE_BEHIND = "_write_behind"
-"""The thread of a save: of `Sharded.checkpoints`."""
+"""The method of `Sharded.checkpoints` that runs in a save's thread."""
 meeting_point = launch._meeting_point
-"""It is otherwise seen by two hosts only."""
+"""Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
 """The other parts of `doctor` take seconds."""
 progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits
-"""A property of integers: no model shows each of them."""
+"""A function of integers. No model covers all of them."""
 FORKS_RUN_BACKWARDS = "zeroshard.planning.search._forks_run_backwards"
-"""Only builds of torch for accelerators say no."""
+"""It is False only in builds of torch for accelerators."""
 
 # ---------------------------------------------------------------------- transports
 
 STAGED = (PointToPoint, "_is_staged")
-"""Where tensors are not in CPU memory; that needs an accelerator over gloo."""
+"""Whether tensors are not in CPU memory, which needs an accelerator over gloo."""
 CONNECT = (meeting, "_connect")
-"""Where a container may forbid it."""
+"""The connection of ranks, which a container may forbid."""
 LISTENER = (meeting, "_listener")
-"""Where strangers call."""
+"""The socket to which foreign processes may connect."""
 BEST = (choose, "_best")
-"""The choice of the transport, which is by the machine."""
+"""The choice of the transport, which depends on the machine."""
 
 
 def kept_messages(collectives: SharedMemory) -> int:
-    """Messages that came before somebody waited for them, and memory that is lent: too small for a count of bytes."""
+    """Return the number of early messages and lent pieces of memory, which are too small for a count of bytes."""
     inbox = collectives._here.neighbours._inbox
     return len(collectives._lending._lent) + sum(len(one) for one in inbox.values())
 
 
 def is_posted(watch: Watch) -> bool:
-    """Whether this rank's wait is in the store, for others to read."""
+    """Return whether this rank's wait is in the store, for other ranks to read."""
     return watch._is_posted
 
 
 message_key = Watch._key
-"""Where a rank's message lies in the store: a test posts for a rank that is not there."""
+"""The key of a rank's message in the store, with which a test posts for an absent rank."""
 
 
 def interrupt_in_vain(watch: Watch, store: Store, pairing: Pairing) -> None:
-    """One look of its thread, at a moment that the test chooses."""
+    """Run one check of the watch's thread, at a moment that the test chooses."""
     watch._store = store
     watch._interrupt_in_vain(pairing)
 
 
 def read_others(watch: Watch) -> dict[int, Any]:
-    """What the others have in the store."""
+    """Return the other ranks' entries in the store."""
     return watch._read_others()  # type: ignore[return-value]
 
 
@@ -174,7 +174,7 @@ def read_others(watch: Watch) -> dict[int, Any]:
 
 
 def staged_copy(copies: Copies, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy through the buffers of casts, which a CPU needs for no copy of its own."""
+    """Copy through the buffers of casts, which copies on a CPU do not need."""
     copies._staged(target, source, LANDED)
 
 
@@ -182,7 +182,7 @@ def staged_copy(copies: Copies, target: torch.Tensor, source: torch.Tensor) -> N
 def around_requests(
     *, read: Callable[..., Any] | None = None, write: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Inside, requests of a file are `read(work, *arguments)` or `write(work, *arguments)`: disks are not late on demand."""
+    """Replace a file's requests by `read(work, *arguments)` or `write(work, *arguments)`, such as for a late disk."""
     before = {"_read": DirectFile._read, "_write": DirectFile._write}
 
     def changed(work: Callable[..., None], change: Callable[..., Any]) -> Callable[..., None]:
@@ -199,13 +199,13 @@ def around_requests(
 
 
 def slots_of(keeper: Any) -> Slots | None:
-    """The contiguous memory of a checkpointer, whose addresses stay."""
+    """Return a checkpointer's contiguous memory, whose addresses do not change."""
     slots: Slots | None = keeper if isinstance(keeper, Slots) else keeper._slots
     return slots
 
 
 def addresses(slots: Slots) -> dict[Any, int]:
-    """Where its buffers are."""
+    """Return the addresses of its buffers."""
     return {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
 
 
@@ -213,22 +213,22 @@ def addresses(slots: Slots) -> dict[Any, int]:
 
 
 print_checkpoint = checkpoints._print
-"""A command for each of thousands of damaged folders is slow."""
+"""Thousands of commands, one for each damaged folder, would be slow."""
 
 
 def checksum(body: dict[str, Any]) -> str:
-    """Of a manifest: readers refuse another one before they look at what a test has changed."""
+    """Return a manifest's checksum. Readers refuse a wrong checksum before they reach the test's change."""
     return manifest._digest(body)
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
-    """Write what a test made of a manifest, with its checksum."""
+    """Write a manifest that a test changed, with a correct checksum."""
     path.write_text(json.dumps({**body, "checksum": checksum(body)}))
 
 
 @contextmanager
 def every_row_summed() -> Iterator[None]:
-    """Inside, plans sum each chunk of each row of a reduction, as a real rank does, and count none."""
+    """Make plans sum every chunk of a reduction's rows, as a real rank does, instead of counting chunks."""
     with (
         mock.patch.object(simulated, "_ROWS_SUMMED", sys.maxsize),
         mock.patch.object(simulated._CountedRows, "finish", SummedRows.finish),

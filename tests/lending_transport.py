@@ -1,4 +1,4 @@
-"""A transport that sees whether its callers keep what they lent, for the tests of these."""
+"""Owns a transport that detects writes to lent memory, for tests of its callers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from zeroshard.collectives.watch import Watch
 
 
 class Lending(Files):
-    """As `Files`, but what an operation sends counts as lent until somebody waits for its release. A write before that raises."""
+    """Files whose sent memory is lent until its release is waited for. A write to lent memory raises."""
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
-        """By a number, the memory and what it held when it was lent."""
+        """Lent memory and its values at that time, by number."""
         self._resting: set[int] = set()
-        """The numbers of what rests here: parameters that others gather."""
+        """The numbers of parameters at rest that other ranks gather."""
         self._numbers = count()
 
     def lend(self, memory: Tensor) -> int:
-        """Return the number of what is lent."""
+        """Lend memory, and return its number."""
         number = next(self._numbers)
         self._lent[number] = memory, memory.clone()
         return number
 
     def check(self) -> None:
-        """Raise where somebody wrote to what is lent."""
+        """Raise if lent memory was written to."""
         for memory, lent in self._lent.values():
             if not torch.equal(memory, lent):
                 raise AssertionError("memory was written to before its release")
@@ -43,7 +43,7 @@ class Lending(Files):
         self._lent.pop(number, None)
 
     def is_lent(self, number: int) -> bool:
-        """Whether nobody waited for its release so far."""
+        """Return whether memory is lent still."""
         return number in self._lent
 
     def next(self, operation: str) -> str:

@@ -1,4 +1,4 @@
-"""Owns the models of the tests: small, and each awkward in its own way."""
+"""Owns the models of the tests, which are small, and awkward in different ways."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Residual(nn.Module):
 
 
 class Stack(nn.Module):
-    """Uneven blocks, tied embedding and head; the variants below override `run`."""
+    """Uneven blocks with a tied embedding and head. The variants below override `run`."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Untied(Stack):
 
 
 class Frozen(Stack):
-    """The second block, and half of the first, take no gradient."""
+    """A stack whose second block is frozen, and a part of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Frozen(Stack):
 
 
 class FrozenBase(Untied):
-    """As LoRA: everything is frozen but small additions inside the blocks."""
+    """A stack in which only a small part of each block is trained, as with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Checkpointed(Stack):
 
 
 class CheckpointedTwice(Checkpointed):
-    """A block called twice under checkpointing: with the reentrant kind its gradients come in two pieces."""
+    """A stack that calls one block twice. Reentrant checkpointing computes that block's gradients in two parts."""
 
     def run(self, x: Tensor) -> Tensor:
         for block in [*self.blocks, self.blocks[0]]:
@@ -105,7 +105,7 @@ class FrozenCheckpointed(FrozenBase):
 
 
 class Gated(Residual):
-    """Its side path is taken or not."""
+    """A block with an optional side path."""
 
     def __init__(self) -> None:
         super().__init__(9)
@@ -117,7 +117,7 @@ class Gated(Residual):
 
 
 class Skipping(Stack):
-    """Side paths that a rank takes or not, by its tokens, so by some ranks, all, or none; `never` is used by none."""
+    """A stack with side paths. A rank's tokens decide which ones it takes, so some, all or no ranks do. `never` is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Skipping(Stack):
 
 
 class Normed(nn.Module):
-    """BatchNorm: buffers that a forward changes, and a Sequential as the root."""
+    """A model with BatchNorm, whose buffers change in a forward, and with nested Sequential modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Normed(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Fewer elements than ranks."""
+    """A model with fewer elements than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def workload(name: str = "tied", **options: object) -> Workload:
 
 
 def two_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Param groups that cross buckets: vectors without decay at a higher rate."""
+    """Return param groups that cross buckets: matrices, and vectors without decay at a higher rate."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-2, "weight_decay": 0.0}]

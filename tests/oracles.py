@@ -1,4 +1,4 @@
-"""Owns what trainings are compared with: torch's DistributedDataParallel, a plain loop in one process, and the other ranks."""
+"""Owns the references for training runs: torch's DistributedDataParallel, a plain loop in one process, and other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeroshard.testing.parity import buffers_of
 
 
 def train_ddp(rank: int, workload: Workload) -> Run:
-    """The same under torch's DistributedDataParallel."""
+    """Train a workload under torch's DistributedDataParallel."""
     model, optimizer = workload.build()
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     losses = []
@@ -29,7 +29,7 @@ def train_ddp(rank: int, workload: Workload) -> Run:
 
 
 def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
-    """The oracle: a plain PyTorch loop in one process over every rank's batches.
+    """Train in one process over every rank's batches, with plain PyTorch.
 
     The gradient of a step is the sum over ranks, in rank order, of each rank's sum over microbatches, divided by the number of
     ranks. Under a policy with unsharded gradients, an optimizer that is not fused gives the same bits.
@@ -61,7 +61,7 @@ def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
 
 
 def ranks_agree(run: Run) -> bool:
-    """Whether every rank ended with the same parameters as rank 0, to the last bit."""
+    """Return whether every rank ended with the same parameters as rank 0, to the last bit."""
     for value in run.parameters.values():
         first = value.clone()
         dist.broadcast(first, src=0)

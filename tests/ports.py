@@ -1,4 +1,4 @@
-"""Owns the choice of a port for a test whose processes meet at one."""
+"""Owns the choice of a port for tests whose processes connect to each other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on now.
+    """Return a loopback port on which no process listens now.
 
-    It is below the ports that the system gives to connections: one of those might be taken before the caller listens.
+    It is below the ports of outgoing connections, which the system might take before the caller listens.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:

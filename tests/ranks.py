@@ -1,8 +1,8 @@
-"""Owns the ranks that tests share: processes that stay from case to case, joined in one gloo process group.
+"""Owns the ranks that tests share: processes that run many cases, in one gloo process group.
 
-`on_ranks` does what `zeroshard.testing.run_ranks` does, without the tenths of a second that a start takes. Ranks are replaced
-after a failure or a timeout, and after a case that leaves something behind: a patch, a process group, a thread. Cases that
-end their processes, patch zeroshard in the parent, or measure their process take fresh ranks: `run_ranks`.
+`on_ranks` works as `zeroshard.testing.run_ranks` without its tenths of a second to start. Ranks are replaced after a
+failure or a timeout, and after a case that leaves a patch, a process group or a thread. Cases that end their processes,
+patch zeroshard in the parent, or measure their process need fresh ranks: `run_ranks`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ PATCHED = (
 )  # fmt: skip
 """Types of the values that cases replace."""
 GRACE_SECONDS = 10.0
-"""Time for the other ranks to fail after one did: they see its closed connections, or hang."""
+"""Seconds for the other ranks to fail after one rank failed. They see its closed connections, or hang."""
 PATCHABLE = ("os", "time", "socket", "select", "signal", "pathlib", "torch.accelerator")
-"""Modules besides those of zeroshard that cases patch."""
+"""Modules outside zeroshard that cases patch."""
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `function(rank, *args)` on `world_size` ranks that are joined, and return their results in rank order.
 
     Args:
-        function: a function of a module or a closure, sent by cloudpickle; its result returns by pickle. A closure sees copies
-            of the globals that it names, so what it appends to a list of its module stays in the copy.
-        timeout: seconds after which ranks that still run are hung; the error holds every rank's stack.
+        function: a module's function or a closure, sent by cloudpickle; its result returns by pickle. A closure gets copies
+            of the globals that it names, so changes to them do not leave the rank.
+        timeout: seconds after which ranks that still run are hung; the error contains the stacks of these ranks.
 
     Raises:
         RankError: with every failed rank's traceback.
@@ -72,9 +72,9 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout:
 
 
 def run_until_all_end(function: Callable[..., Any], world_size: int, **options: Any) -> list[Any]:
-    """Call `run_ranks`; after a rank's death the others have until its timeout to end, however busy the machine is.
+    """Call `run_ranks`, with time for the other ranks to end after a rank's death: until the timeout.
 
-    The timeout of collectives is longer, so a rank that waits for that is reported as hung.
+    The timeout of collectives is longer, so a rank that waits in one is reported as hung.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(GRACE_SECONDS_OF_RANKS, float("inf"))
@@ -104,7 +104,7 @@ class Ranks:
         door.close()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """Call it on every rank. After an error the ranks are gone."""
+        """Call a function on every rank. An error ends the ranks."""
         request = cloudpickle.dumps((function, args, dict(os.environ)))
         for connection in self._connections:
             connection.send_bytes(request)
@@ -116,7 +116,7 @@ class Ranks:
         return [answers[rank][0] for rank in sorted(answers)]
 
     def _answers(self, timeout: float) -> tuple[dict[int, tuple[Any, bool]], list[str]]:
-        """Return (result, whether nothing is left behind) of each rank, and a report for each that failed or hung."""
+        """Return (result, whether the rank is clean) by rank, and a report for each rank that failed or hung."""
         deadline = time.monotonic() + timeout
         waited_for = {connection: rank for rank, connection in enumerate(self._connections)}
         answers, reports = {}, []
@@ -164,7 +164,7 @@ class Ranks:
 
 
 _warm: dict[int, Ranks] = {}
-"""By world size. They end with this process."""
+"""Waiting ranks by world size. They end with this process."""
 
 
 # ---------------------------------------------------------------------- in a rank
@@ -176,8 +176,8 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
         _end_with_parent()
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=stack.open("w"), all_threads=True)
-        gc.freeze()  # what was imported is in no cycle that a case makes
-        # Less than `on_ranks` waits, so that the error names who is missing; more than a rank waits for a busy machine's processor.
+        gc.freeze()  # imported objects are in no cycle that a case makes
+        # Shorter than the wait of `on_ranks`, so that errors name missing ranks; longer than delays on a busy machine.
         timeout = timedelta(seconds=270)
         store = join_store(door, rank, world_size, timeout)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -200,13 +200,13 @@ def _serve(connection: Connection, rank: int, world_size: int, door: socket.sock
 
 
 def _end_with_parent() -> None:
-    """Linux's PR_SET_PDEATHSIG: other children of the parent hold our connections, so their end would not be seen."""
+    """End this process with its parent. Other children hold copies of the connections, so these would not close."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _save_coverage() -> None:
-    """Write what `make coverage` measured so far, since a signal ends this process."""
+    """Write the data of `make coverage` so far, since a signal ends this process."""
     coverage = sys.modules.get("coverage")
     measured = coverage.Coverage.current() if coverage else None
     if measured is not None:
@@ -214,7 +214,7 @@ def _save_coverage() -> None:
 
 
 def _state() -> tuple[Any, ...]:
-    """Return what a case may change of its process, beside names."""
+    """Return the state of the process that a case may change, other than names."""
     groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
     limits = [resource.getrlimit(one) for one in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)]
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGXFSZ)]
@@ -225,7 +225,7 @@ def _state() -> tuple[Any, ...]:
 def _case(
     function: Any, rank: int, args: Any, environment: dict[str, str], names: _Names
 ) -> tuple[str | None, Any, bool]:
-    """Return (traceback or None, result, whether nothing is left behind)."""
+    """Return (traceback or None, result, whether the rank is clean)."""
     state, threads = _state(), set(threading.enumerate())
     os.environ.clear()
     os.environ.update(environment)
@@ -240,7 +240,7 @@ def _case(
         sys.stderr.flush()
     del function
     gc.collect()
-    gc.freeze()  # what is left was imported
+    gc.freeze()  # the remaining objects were imported
     is_clean = not names.changed() and _state() == state and set(threading.enumerate()) <= threads
     names.note_imported()
     return None, result, is_clean
@@ -250,7 +250,7 @@ def _case(
 
 
 class _Names:
-    """What the names of modules, and of the classes that they define, stood for when they were first seen."""
+    """The values of names in modules, and in the classes that they define, when they were first seen."""
 
     def __init__(self) -> None:
         self._modules: dict[str, Any] = {}
@@ -258,7 +258,7 @@ class _Names:
         self.note_imported()
 
     def note_imported(self) -> None:
-        """Take in the modules that were not seen yet."""
+        """Add the modules that are not recorded yet."""
         for name in sys.modules.keys() - self._modules.keys():
             module = self._modules[name] = sys.modules[name]
             if name in PATCHABLE or name.partition(".")[0] == "zeroshard":
@@ -272,9 +272,9 @@ class _Names:
         self._scopes.append((scope, names, kept))
 
     def changed(self) -> list[str]:
-        """Return the names whose values are others than before.
+        """Return the names whose values changed.
 
-        torch wraps `step` in the class of an optimizer when the first object is made: that is no change.
+        torch wraps an optimizer class's `step` when the first object is made. This is not a change.
         """
         return [
             f"{scope}.{key}"

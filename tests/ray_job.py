@@ -1,4 +1,4 @@
-"""Runs of examples/ray_gpt.py, which is on the path, on two workers of Ray's, for test_ray.py: ray_job.py FOLDER."""
+"""Runs examples/ray_gpt.py, which must be on the path, on two Ray workers, for test_ray.py: `ray_job.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, SAVE_EVERY, KILLED_AT = 8, 4, 6
 
 
 def train(settings: dict[str, Any]) -> None:
-    """The example's loop on each worker; the second writes down its steps, and in the run `killed` it dies in the middle of one."""
+    """Run the example's loop on each worker. The second worker records its steps, and dies within a step of the run `killed`."""
     windows, written = ray_gpt.windows, Path(settings["storage"], f"steps.{settings['name']}")
 
     def watched(text: Any, first: int, count: int) -> Any:
@@ -27,19 +27,19 @@ def train(settings: dict[str, Any]) -> None:
             done = written.read_text().split() if written.exists() else []
             written.write_text("\n".join([*done, str(step)]))
             if settings["name"] == "killed" and step == KILLED_AT and str(step) not in done:
-                ray.train.get_all_reported_checkpoints()  # waits until Ray knows of the last one
+                ray.train.get_all_reported_checkpoints()  # waits until Ray has registered the last checkpoint
                 os.kill(os.getpid(), signal.SIGKILL)
         return windows(text, first, count)
 
     ray_gpt.windows = watched
     try:
-        ray_gpt.train(settings)  # the example's own: the driver's word does not come here
+        ray_gpt.train(settings)  # the example's own function, since only the driver replaced it
     finally:
         ray_gpt.windows = windows
 
 
 def main(storage: Path) -> None:
-    """A run in two parts, and one that a worker's death breaks."""
+    """Run the example in two parts, and once with a worker's death."""
 
     def run(name: str, steps: int = STEPS) -> dict[str, Any]:
         return dict(ray_gpt.trainer(storage, name, 2, steps, SAVE_EVERY).fit().metrics)

@@ -1,4 +1,4 @@
-"""Owns which combinations of a test's parameters run: in the quick set every value once, in the rest every two values together."""
+"""Owns the choice of parameter combinations: the quick set has every value once, and the rest every pair of values."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Need = tuple[Hashable, ...]
 
 
 def values(axes: Iterable[Hashable]) -> set[Need]:
-    """Return each value of a combination; a test without parameters is one combination, of nothing."""
+    """Return each value of a combination. A test without parameters has one empty combination."""
     return {(value,) for value in axes} or {()}
 
 
 def pairs(axes: Iterable[Hashable]) -> set[Need]:
-    """Return every two values of a combination, and each by itself."""
+    """Return every pair of a combination's values, and each single value."""
     axes = list(axes)
     return set(combinations(axes, 2)) | values(axes)
 
 
 def cover(cases: list[set[Need]], chosen: Iterable[int] = ()) -> set[int]:
-    """Return indices of a few cases, those in `chosen` among them, that together hold all that any case holds.
+    """Return indices of a few cases, including `chosen`, that together cover everything that any case covers.
 
-    Greedy: the case that holds the most of what is still missing comes next; of several, that whose values were picked the least,
-    then the last, which is that of the higher stages, more ranks and fewer bits.
+    The choice is greedy: the case with the most missing elements comes next. Ties go to the case with the least used values,
+    then to the last case, which has higher stages, more ranks and fewer bits.
     """
     picked = set(chosen)
     missing = set().union(*cases) - set().union(*(cases[index] for index in picked))
@@ -45,7 +45,7 @@ def cover(cases: list[set[Need]], chosen: Iterable[int] = ()) -> set[int]:
 
 
 def axes(item: pytest.Item) -> list[Hashable]:
-    """Return (argument, value) for each argument that parametrize gives; an object counts by its identity."""
+    """Return (argument, value) for each parametrized argument. Objects are compared by identity."""
     given = getattr(item, "callspec", None)
     plain = (str, int, float, bool, type(None))
     of_item = sorted(given.params.items()) if given else []
@@ -55,9 +55,9 @@ def axes(item: pytest.Item) -> list[Hashable]:
 def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the quick set, and the rest. A combination in neither is not run.
 
-    A case that is marked `full` belongs to the rest. A test that is marked `quick(n)` has its last n cases in the quick set,
-    which are those of the highest stages. Of a test that is marked `every`, the rest has all other combinations. A machine with
-    an accelerator runs every combination that needs one.
+    A case that is marked `full` belongs to the rest. The quick set has the last n chosen cases of a test that is marked
+    `quick(n)`, which have the highest stages. The rest has all other combinations of a test that is marked `every`. A machine
+    with an accelerator runs every combination that needs one.
     """
     quick, rest = [], []
     tests: dict[str, list[pytest.Item]] = defaultdict(list)

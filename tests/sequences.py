@@ -1,4 +1,4 @@
-"""Owns the models and trainings of the tests of sequences that are cut over ranks, and their twin on one process."""
+"""Owns models and training runs with sequences that are cut over ranks, and the same runs on one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroshard import Policy, Precision
 from zeroshard.sequence import Sequences, tile
 
 LENGTH = 22
-"""Neither 4 nor 8 divides it: slices are padded."""
+"""A length that neither 4 nor 8 divides, so that slices are padded."""
 ROWS = 2
 
 
@@ -28,7 +28,7 @@ def mistral() -> nn.Module:
 
 
 def gemma() -> nn.Module:
-    """Layers with a window, and layers without."""
+    """Return a model of layers with and without a window."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -36,7 +36,7 @@ def gemma() -> nn.Module:
 
 
 def llama4(**options: Any) -> nn.Module:
-    """Layers whose attention is in chunks, with rotary positions; and one of whole attention, without."""
+    """Return a model of layers with chunked attention and rotary positions, and one layer with neither."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     sizes = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 5}
@@ -72,14 +72,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A training."""
+    """A training run."""
 
     model: str = "llama"
     packed: bool = False
-    """Several documents in a row."""
+    """Whether each row has several documents."""
     tiles: int = 1
     mlp_tokens: int = 0
-    """Positions of a tile of each MLP and norm; 0: whole."""
+    """Positions in a tile of each MLP and norm; 0: no tiles."""
     accumulation: int = 1
     checkpointing: bool = False
     steps: int = 2
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of it: the losses and norms of steps, the first step's gradients, parameters, and the loss of an evaluation."""
+    """A run's results: the losses and norms of steps, the first step's gradients, parameters, and an evaluation's loss."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ def make(case: Case) -> nn.Module:
 
 
 def batch(case: Case, step: int, group: int) -> dict[str, Tensor]:
-    """Rows of which another number of labels counts in each."""
+    """Return a batch whose rows have different numbers of labels that count."""
     generator = torch.Generator().manual_seed(100 * step + group)
     tokens = torch.randint(2, 64, (ROWS, LENGTH), generator=generator)
     labels = tokens.clone()
@@ -200,7 +200,7 @@ def train(
     one = batch(case, 99, 0)
     with torch.no_grad():
         out.evaluation = float(sequences.loss(model, sequences.cut(one), tiles=case.tiles))
-        # Whole, each rank by itself: at stage 3 they gather units together all the same.
+        # Each rank runs whole sequences separately. At stage 3, ranks still gather units together.
         whole = float(_sum_of(model, one)) / counted(one)
     assert abs(out.evaluation - whole) < (1e-5 if precision is None else 1e-2), (out.evaluation, whole)
     with zeroshard.unsharded(model):
@@ -209,7 +209,7 @@ def train(
 
 
 def expect_close(found: Outcome, twin: Outcome) -> None:
-    """The sums of one process are made in another order."""
+    """Assert that results are close. One process computes sums in a different order."""
     for name in ("losses", "norms"):
         torch.testing.assert_close(
             torch.tensor(getattr(found, name)), torch.tensor(getattr(twin, name)), rtol=3e-6, atol=1e-6
@@ -220,12 +220,12 @@ def expect_close(found: Outcome, twin: Outcome) -> None:
     total = torch.stack([one.norm() for one in twin.gradients.values()]).norm()
     for name, gradient in twin.gradients.items():
         off = (found.gradients[name] - gradient).norm()
-        # The gradient of a key's bias is zero but for rounding.
+        # The gradient of a key's bias is zero except for rounding.
         assert off <= 1e-5 * gradient.norm() or off <= 1e-7 * total, f"{name}: {off / gradient.norm():.1e}"
 
 
 def same_bits(one: Outcome, other: Outcome) -> bool:
-    """Whether two trainings are equal to the last bit."""
+    """Return whether two training runs are equal to the last bit."""
     return (one.losses, one.norms, one.evaluation) == (other.losses, other.norms, other.evaluation) and all(
         torch.equal(value, mine[name])
         for theirs, mine in ((one.parameters, other.parameters), (one.gradients, other.gradients))

@@ -1,6 +1,6 @@
-"""Owns the question whether an installed zeroshard works: run by the fresh environment's Python in an empty folder, without pytest.
+"""Checks an installed zeroshard, with a fresh environment's Python in an empty folder, without pytest.
 
-python -I tests/smoke.py [the checkout, from which nothing may be imported]
+python -I tests/smoke.py [CHECKOUT]     # nothing may be imported from CHECKOUT
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def every_stage(rank: int) -> list[bool]:
 
 
 def checkpoint(rank: int) -> int:
-    """Saved under one stage, loaded under another."""
+    """Save at one stage, load at another, and return the number of steps."""
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     for stage in (2, 3):
         model = GPT(GPTConfig(layers=2, width=32, heads=2, context=16))

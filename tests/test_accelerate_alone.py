@@ -1,4 +1,4 @@
-"""A loop of accelerate's own, without DeepSpeed: the model is sharded, and `prepare` gets what is left of it. DDP's losses."""
+"""accelerate's own loop without DeepSpeed, with a sharded model and everything else from `prepare`: the losses equal DDP's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stock accelerate loop, unmodified, under `zeroshard run` and `accelerate launch`: DDP's losses, and every way of saving."""
+"""An unmodified accelerate loop, under `zeroshard run` and `accelerate launch`: losses equal DDP's, and every save works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accelerators' backends are asked for: a launch for a unit, one order of launches, no wait of the host."""
+"""Requests to accelerators' backends: one launch for a unit, one order of launches, and no wait of the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make accelerator` on the simulated device, tiny: each part ends in its time, and the page takes its figures."""
+"""`make accelerator` with tiny sizes on the simulated accelerator: each part ends in time, and the page takes its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages: values that are cast on their way, the pinned memory that slots are cut from, and writes that readers hear of."""
+"""Storages on an accelerator: values that are cast during copies, pinned memory for slots, and waits between writes and reads."""
 
 from __future__ import annotations
 

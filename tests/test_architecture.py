@@ -1,4 +1,4 @@
-"""Imports go downwards only, from room to room, and the public names are documented."""
+"""Modules import only from lower rooms, and public names are documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd functions of Python that save a sharded parameter find it whole in their backward, with its attributes."""
+"""Python autograd functions that save a sharded parameter find it unsharded in the backward, with its attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole or not at all: ranks killed at any moment, disks that fail at any write, files that were altered."""
+"""A checkpoint is complete or does not exist: ranks are killed at any moment, disks fail at any write, files are altered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint does not hold, or holds for another run, is said by name before anything is read."""
+"""Checkpoints that lack something, or belong to a different run, are refused by name before anything is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in hands that nobody expects: a stranger's manifest, links, a clock that is set right, the end of a program."""
+"""Unexpected conditions for checkpoints: a foreign manifest, links, a changed clock, and the end of a program."""
 
 from __future__ import annotations
 

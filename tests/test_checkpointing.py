@@ -1,4 +1,4 @@
-"""Activation checkpointing changes memory and time, never a bit: under every stage, dtype and place of saved inputs."""
+"""Activation checkpointing changes memory and time, but no bit, under every stage, dtype and place of saved inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved at one world size, stage and dtype, loaded at any other, to the bit."""
+"""A checkpoint that was saved at one world size, stage and dtype loads at any other, bit for bit."""
 
 from __future__ import annotations
 

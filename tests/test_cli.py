@@ -1,4 +1,4 @@
-"""The command-line program, as a user runs it."""
+"""The command-line program, as users run it."""
 
 from __future__ import annotations
 

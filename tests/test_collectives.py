@@ -1,4 +1,4 @@
-"""Groups of our own are given back; who waits, who is missing and who died is named; no wait is without an end."""
+"""Process groups are released, and errors name ranks that wait, are missing or have died. No wait is endless."""
 
 from __future__ import annotations
 

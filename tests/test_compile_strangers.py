@@ -1,4 +1,4 @@
-"""torch.compile as strangers use it: after shard, by the engine, with names of its own; each is right, or refused by name."""
+"""Other uses of torch.compile (after `shard`, by the engine, with different names) are correct, or refused by name."""
 
 from __future__ import annotations
 

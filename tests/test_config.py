@@ -1,4 +1,4 @@
-"""Any config gives a resolved one or an error that names the key; "auto" is resolved; nothing is ignored in silence."""
+"""Any config is resolved, or raises an error that names the key. "auto" is resolved, and no key is ignored silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs that other programs ship with are read as they are: axolotl's, with the values that its Trainer knows."""
+"""Configs that other programs supply are read unchanged: axolotl's configs, with the values of its Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that DeepSpeed switches on by their presence alone."""
+"""Config blocks that DeepSpeed enables if they are present."""
 
 from __future__ import annotations
 

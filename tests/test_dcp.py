@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint writes and reads our shards, at any world size, and FSDP2 understands what it wrote."""
+"""torch.distributed.checkpoint saves and loads zeroshard's shards at any world size, and FSDP2 loads such a checkpoint."""
 
 from __future__ import annotations
 

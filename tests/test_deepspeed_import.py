@@ -1,6 +1,6 @@
-"""A checkpoint that DeepSpeed wrote goes on here: its next 5 losses are DeepSpeed's own, at any world size and stage.
+"""A checkpoint of DeepSpeed's resumes with DeepSpeed's next 5 losses, at any world size and stage.
 
-So are a small Llama's first 10 in bf16.
+A small Llama's first 10 losses in bf16 equal DeepSpeed's too.
 """
 
 from __future__ import annotations

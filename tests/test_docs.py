@@ -1,4 +1,4 @@
-"""The documentation: its links, the API page, the messages of errors, both languages, and the code, which is run."""
+"""The documentation: links, the API page, error messages, both languages, and the code, which is run."""
 
 from __future__ import annotations
 

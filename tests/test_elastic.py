@@ -1,4 +1,4 @@
-"""A host dies, and comes back: the example goes on with fewer ranks, then with more, over the same samples to the same losses."""
+"""A host dies and returns: the example continues with fewer ranks, then with more, with the same samples and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CPU without instructions for a dtype is told of, once, by rank 0; one that has them, and fp32, never."""
+"""Rank 0 warns once if a CPU lacks instructions for a dtype. Other CPUs, and fp32, cause no warning."""
 
 from __future__ import annotations
 

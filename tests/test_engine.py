@@ -1,4 +1,4 @@
-"""The road with a JSON config gives the bits of the plain road, and reads what DeepSpeed users have."""
+"""Training with a JSON config gives the same bits as without one, and accepts the configs of DeepSpeed users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's users and trainers call on an engine, besides forward, backward and step: under every stage, the same bits."""
+"""Engine methods that DeepSpeed's users and trainers call, other than forward, backward and step: the same bits at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines in one process, engines for evaluation, and parameters that are frozen or freed between steps."""
+"""Several engines in one process, engines for evaluation only, and parameters that are frozen or unfrozen between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: settings change memory, bytes and time, never the result, to the last bit. Each test is one row of that promise."""
+"""The promise: settings change memory, bytes and time, but never the result. Each test covers one row of that promise."""
 
 from __future__ import annotations
 

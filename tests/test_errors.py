@@ -1,4 +1,4 @@
-"""Bad input gets a sentence that names the thing and the remedy; ranks that diverge get an error, never a hang."""
+"""Bad input raises a sentence that names the problem and the remedy. Ranks that diverge raise an error instead of hanging."""
 
 from __future__ import annotations
 

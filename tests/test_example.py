@@ -1,4 +1,4 @@
-"""The example: Ctrl-C saves between two steps, slow CPUs take fewer steps, and the loss is drawn at the end."""
+"""The example: Ctrl-C saves between two steps, slow CPUs take fewer steps, and the end shows a curve of the loss."""
 
 from __future__ import annotations
 

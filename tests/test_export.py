@@ -1,4 +1,4 @@
-"""Out of a checkpoint, or of a model that trains, into what transformers loads; and the commands that show it."""
+"""Exports of a checkpoint, or of a model in training, in transformers' format, and the commands that show them."""
 
 from __future__ import annotations
 

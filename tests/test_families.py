@@ -1,4 +1,4 @@
-"""Stage 3 on the models that people train, and on what they do with them besides training."""
+"""Stage 3 on the model families that people train, and on uses of these models other than training."""
 
 from __future__ import annotations
 

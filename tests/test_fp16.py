@@ -1,4 +1,4 @@
-"""Half precision: the loss scale walks DeepSpeed's path, an overflow is one on all ranks, stages agree to the bit."""
+"""Half precision: the loss scale follows DeepSpeed's, all ranks agree on an overflow, and all stages give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported loads with the libraries' own `from_pretrained`, and computes the same."""
+"""Exports load with the libraries' own `from_pretrained`, and the loaded models compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever users do, in whatever order: what they see is plain PyTorch's, bit by bit, or an error of ours that is in its place."""
+"""Random sequences of user actions give plain PyTorch's results, bit for bit, or an expected error."""
 
 from __future__ import annotations
 

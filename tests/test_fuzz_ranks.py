@@ -1,7 +1,6 @@
-"""Ranks that differ by design, in random sequences, beside plain PyTorch that runs all ranks' batches itself: bit for bit.
+"""Ranks with different random sequences give the bits of plain PyTorch that runs all ranks' batches.
 
-Until parameters are sharded each rank leaves out blocks, and runs them in an order of its own. At every stage a rank may use a
-side path.
+Below stage 3, each rank skips blocks and runs them in its own order. At every stage, a rank may use a side path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two hosts, with a wire between them: the same bits and bytes as on one, checkpoints, and who is gone is named on both sides."""
+"""Two hosts with a network link: the same bits and bytes as on one, checkpoints, and errors that name lost ranks on both hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that a launcher started are joined, never left to train alone; they leave at the end; and one mistake is told once."""
+"""Ranks that a launcher started always join, leave at the end, and report one mistake only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in 16 bits are cast for the optimizer in parts: a bounded amount of memory, the same bits."""
+"""16-bit gradients are cast for the optimizer in parts: memory is bounded, and the bits are the same."""
 
 from __future__ import annotations
 

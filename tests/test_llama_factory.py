@@ -1,4 +1,4 @@
-"""LLaMA-Factory v1 finds "zeroshard" in its registries. Where it is not installed, in stand-ins with the same calls."""
+"""LLaMA-Factory v1 finds "zeroshard" in its registries. If it is not installed, stand-ins with the same calls replace it."""
 
 from __future__ import annotations
 

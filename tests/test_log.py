@@ -1,4 +1,4 @@
-"""What a run says of its steps: the printed line, the clocks, and the monitors."""
+"""The log of a run's steps: the printed line, the timers, and the monitors."""
 
 from __future__ import annotations
 

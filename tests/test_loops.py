@@ -1,7 +1,7 @@
-"""Training loops as people write them, each with the one line of zeroshard, beside the same loop under DDP.
+"""Training loops as people write them, with one line of zeroshard, compared with the same loops under DDP.
 
-A loop is given a model, and `take(model, optimizer, ...)`: `zeroshard.shard` in the one run, in the other DDP's wrapper. It
-returns what is to be compared beside the parameters.
+A loop gets a model and `take(model, optimizer, ...)`: `zeroshard.shard` in one run, DDP's wrapper in the other. The loop
+returns further values to compare, in addition to the parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many small parameters: their gradients are taken together, and nothing else changes."""
+"""The gradients of many small parameters are processed together, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Master weights that rest alone under stage 3: 14 bytes a parameter instead of 16, and the same bits."""
+"""Only master weights at rest under stage 3: 14 bytes a parameter instead of 16, and the same bits."""
 
 from __future__ import annotations
 

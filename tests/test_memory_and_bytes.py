@@ -1,4 +1,4 @@
-"""The promises in bytes: what lives at rest, what is in transit, what travels, and that nothing stays behind."""
+"""The promised bytes: memory at rest, memory in transit, bytes sent, and no leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model states by name: the whole and the local part, read and set, are those of a plain training at every stage."""
+"""Model states by name: whole and local values, read and set, equal those of plain training at every stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are handed over unit by unit: names and values of an export, bounded memory, and loops that ranks leave early."""
+"""Weights that are yielded unit by unit: an export's names and values, bounded memory, and loops that ranks leave early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What someone meets who is new here: a misspelt config, the command line given nonsense, and what importing costs."""
+"""Obstacles for a new user: a misspelt config, nonsense on the command line, and the cost of imports."""
 
 from __future__ import annotations
 

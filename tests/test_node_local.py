@@ -1,4 +1,4 @@
-"""Checkpoints in folders that each host has for itself: a host is lost, comes back empty, or was behind; nothing goes with it."""
+"""Checkpoints in separate folders of hosts: a host is lost, returns empty, or is behind, and no state is lost."""
 
 from __future__ import annotations
 

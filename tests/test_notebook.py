@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and what is kept in it is what it still says."""
+"""The notebook runs from its first cell to its last, and its stored outputs are still current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: where model states rest, on the accelerator, in CPU memory or on disk, never changes the result, to the last bit."""
+"""The promise: the place of model states (accelerator, CPU memory, disk) never changes the result, to the last bit."""
 
 from __future__ import annotations
 

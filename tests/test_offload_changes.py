@@ -1,4 +1,4 @@
-"""What users do to a model between steps counts, wherever its states rest; and what goes wrong leaves nothing half done."""
+"""Changes to a model between steps take effect, wherever states are at rest. Errors leave nothing half done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever else is done with model states works wherever they rest: checkpoints, names, exports, frozen parameters, configs."""
+"""Operations on model states work in every place: checkpoints, names, exports, frozen parameters, configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers: those that look at whole parameters get them whole, under every policy; the config makes the right ones."""
+"""Optimizers that need whole parameters get them under every policy, and the config makes the right optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer that the user made stays the user's: its `step` is the sharded step, and its groups hold the model's parameters."""
+"""The user's optimizer remains in use: its `step` is the sharded step, and its groups hold the model's parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is built from the tree: the wheel and the sdist hold what belongs there, and work where nothing else is."""
+"""The wheel and the sdist contain the right files, and work where nothing else is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a CPU that comes and goes at its addresses: buffers that give it back, and who may look at them meanwhile."""
+"""CPU memory that buffers return to the system, and get again at the same addresses, and its readers in the meantime."""
 
 from __future__ import annotations
 

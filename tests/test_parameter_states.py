@@ -1,4 +1,4 @@
-"""From a parameter to what zeroshard keeps of it; parameters whole for a while, also those born sharded."""
+"""Access from a parameter to its states in zeroshard, and parameters that are unsharded temporarily, even if born sharded."""
 
 from __future__ import annotations
 

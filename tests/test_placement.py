@@ -1,4 +1,4 @@
-"""The place of a part in a whole, held against torch's own slices."""
+"""The position of a part in a whole tensor, compared with torch's own slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what a dry run says is what a real run takes, byte for byte."""
+"""A plan predicts a real run, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zeroshard plan`, as a user runs it."""
+"""`zeroshard plan`, as users run it."""
 
 from __future__ import annotations
 

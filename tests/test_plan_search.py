@@ -1,4 +1,4 @@
-"""The search for a plan: what it leaves out is never the answer. Beside every setting, planned one by one."""
+"""The search for a plan never skips the best setting. The tests compare it with a plan of every setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock trl trainers with peft's adapters, unmodified, under `zeroshard run`: the losses of DDP, and adapters that are whole."""
+"""Unmodified trl trainers with peft's adapters, under `zeroshard run`: the losses equal DDP's, and adapters are saved whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values from files: each rank reads its own part, and the model is the one that was saved."""
+"""Values from files: each rank reads only its own part, and the model equals the saved one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal while it lasts, and the log that it keeps."""
+"""The terminal display of a run, and its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise of lossy reductions: what crosses hosts is off by a bound, on all ranks alike, and nothing is hidden."""
+"""The promise of lossy communication: errors are bounded and equal on all ranks, and nothing hides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Train: what a worker's death or a new start breaks goes on, to the very losses of a run in which nothing happened."""
+"""Ray Train: after a worker's death or a restart, a run continues with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Readers of files that anybody may have written: a mutated file is refused by a `ZeroshardError`, or read; nothing else happens.
+"""A reader of a mutated file reads it, or raises a `ZeroshardError`, and nothing else happens.
 
-Nothing else is another exception, a write outside of the target folder, or memory that the files do not account for. Each
-mutation is of one file, and its seed says which one, how, and which reader sees it.
+No other exception, write outside of the target folder, or memory beyond the file's size is allowed. Each mutation changes
+one file, and its seed determines the file, the change and the reader.
 
-torch.distributed.checkpoint reads its own folders, whose `.metadata` is a pickle, and raises its own errors. What it read and
-calls of ours must not raise any other.
+torch.distributed.checkpoint reads its own folders, whose `.metadata` is a pickle, and raises its own errors. zeroshard's
+functions that it calls, or that use its results, must raise no other exceptions.
 """
 
 from __future__ import annotations

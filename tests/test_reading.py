@@ -1,4 +1,4 @@
-"""Whoever reads a parameter sees the current value, or is told."""
+"""Readers of a parameter get the current value, or an error."""
 
 from __future__ import annotations
 

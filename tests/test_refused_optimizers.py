@@ -1,4 +1,4 @@
-"""Optimizers that no sharding is right for are refused, whatever is said of them."""
+"""Optimizers that no sharding computes correctly are refused, whatever the arguments are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's log as one page, and what is said where there is none."""
+"""A run's log as one page, and the errors if parts of it are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zeroshard run`: torchrun with the package named deepspeed on the path, and mistakes in one line."""
+"""`zeroshard run`: torchrun with the package named deepspeed on the path, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rates are DeepSpeed's own to the last step; torch's and the user's schedules work too; no rate goes below a floor."""
+"""Learning rates equal DeepSpeed's at every step. torch's and users' schedules work too, and no rate falls below a floor."""
 
 from __future__ import annotations
 

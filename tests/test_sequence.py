@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks: equal to one process, equal to the bit over stages, and refused where they cannot be right."""
+"""Sequences that are cut over ranks give one process's results, the same bits at all stages, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock Trainer with `ParallelismConfig(sp_size=2, sp_backend="deepspeed")`: the losses and norms of one process."""
+"""The stock Trainer with `ParallelismConfig(sp_size=2, sp_backend="deepspeed")` has one process's losses and norms."""
 
 from __future__ import annotations
 

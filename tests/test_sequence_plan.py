@@ -1,4 +1,4 @@
-"""Plans of sequences that are cut over ranks: messages as a real run sends them, and memory that falls."""
+"""Plans of sequences that are cut over ranks: messages equal a real run's, and memory decreases."""
 
 from __future__ import annotations
 

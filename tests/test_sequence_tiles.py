@@ -1,4 +1,4 @@
-"""Losses without whole logits, and modules in tiles: bits of the untiled run with one tile, close to them with more."""
+"""Losses without whole logits, and modules in tiles: one tile gives the untiled run's bits, and more give close results."""
 
 from __future__ import annotations
 

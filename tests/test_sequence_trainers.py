@@ -1,4 +1,4 @@
-"""Sequences that are cut over ranks under ZeroTrainer's mixin and under Lightning, by the object that a loop of one's own takes."""
+"""Sequences that are cut over ranks under ZeroTrainer's mixin and Lightning, with the same object as in a user's own loop."""
 
 from __future__ import annotations
 

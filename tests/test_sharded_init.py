@@ -1,4 +1,4 @@
-"""Born sharded: the same numbers, and a whole that never exists."""
+"""Models that are born sharded: the same values, and no rank ever holds a whole model."""
 
 from __future__ import annotations
 

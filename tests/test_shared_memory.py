@@ -1,4 +1,4 @@
-"""Ranks of one host that share memory: deaths, forks, slow readers, systems that forbid it; nothing is left, nothing grows."""
+"""Shared memory of a host's ranks: deaths, forks, slow readers, systems that forbid it, and no leaks or growth."""
 
 from __future__ import annotations
 

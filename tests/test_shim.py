@@ -1,4 +1,4 @@
-"""The package named deepspeed: it has what trainers touch, says what it has not, and comes only when called for."""
+"""The package named deepspeed: it has the names that trainers use, refuses others by name, and is imported only on request."""
 
 from __future__ import annotations
 

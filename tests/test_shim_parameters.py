@@ -1,4 +1,4 @@
-"""The package named deepspeed, as far as it is about parameters."""
+"""The functions for parameters in the package named deepspeed."""
 
 from __future__ import annotations
 

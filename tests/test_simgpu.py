@@ -1,4 +1,4 @@
-"""The accelerator's road on a pretended one, whose kernels run late: every bit is the CPU's, or the same under all policies."""
+"""Training on the simulated accelerator, with late kernels: the bits equal the CPU's, or are the same under all policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs by the pretend accelerator's counters, beside FSDP2 on the same device."""
+"""The cost of a step in the simulated accelerator's counters, compared with FSDP2 on the same device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test of the tests: waits of the accelerator's road are taken out in turn, and some body must see it."""
+"""A test of the tests: if a wait on the accelerator's path is removed, some body must fail."""
 
 from __future__ import annotations
 

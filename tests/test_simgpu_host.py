@@ -1,4 +1,4 @@
-"""What the host does beside its device: threads, groups that would hang, saves that wait for nothing."""
+"""The host's work around its device: threads, groups that would hang, and saves that wait for nothing."""
 
 from __future__ import annotations
 

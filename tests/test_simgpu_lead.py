@@ -1,4 +1,4 @@
-"""A host that is far ahead of its device: memory given back is used again, and the computation waits for no copy of gradients."""
+"""A host far ahead of its device reuses freed memory, and the computation waits for no copy of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans beside the simulated accelerator: what its allocator gave out and reserved, and what was pinned."""
+"""Plans compared with the simulated accelerator: allocated, reserved and pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples for Slurm, under an srun that starts its tasks on this machine, with the variables that the real one sets."""
+"""The examples for Slurm, under a local srun that sets the same variables as the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of legal moves, walked: every state is reached by a real model, and each move from there ends where the table says."""
+"""The tables of legal moves: a real model reaches every state, and each move ends in the state that the table names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors of tensor parallelism beside sharding: the same bits at every stage of one mesh, and one process to 1e-5."""
+"""DTensors of tensor parallelism with sharding: the same bits at every stage of one mesh, within 1e-5 of one process."""
 
 from __future__ import annotations
 

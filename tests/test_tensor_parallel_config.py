@@ -1,4 +1,4 @@
-"""`tensor_parallel.autotp_size` of a config divides a transformers model by its own plan: it trains as in one process."""
+"""`tensor_parallel.autotp_size` divides a transformers model by its own plan, and it trains as in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock Trainer with `tensor_parallel.autotp_size` in its DeepSpeed config: the losses, norms and weights of one process."""
+"""The stock Trainer with `tensor_parallel.autotp_size` in its config has one process's losses, norms and weights."""
 
 from __future__ import annotations
 

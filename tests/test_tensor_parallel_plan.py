@@ -1,4 +1,4 @@
-"""Plans of divided models: states and data-parallel traffic of a real run, and what a plan says that it leaves out."""
+"""Plans of divided models: a real run's states and data-parallel traffic, and the list of omissions."""
 
 from __future__ import annotations
 

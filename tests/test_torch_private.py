@@ -1,4 +1,4 @@
-"""torch's private names: one module has them all, and a torch without one of them is an error that names it."""
+"""torch's private names: only one module uses them, and an error names one that torch lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock transformers Trainer, unmodified, under `zeroshard run`: the losses of DDP, whatever the config leaves to whom."""
+"""The unmodified transformers Trainer under `zeroshard run`: losses equal DDP's, whether the config or the Trainer sets a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stock trainers take ZeroRedundancyOptimizer for any other optimizer, and end at the same parameters."""
+"""Stock trainers accept ZeroRedundancyOptimizer as any other optimizer, and reach the same parameters."""
 
 from __future__ import annotations
 

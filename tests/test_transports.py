@@ -1,4 +1,4 @@
-"""What every transport has to do. A new one is a file, a line in `collectives/choose.py`, and a line in the table here."""
+"""The duties of every transport. A new one needs a file, a line in `collectives/choose.py`, and a line in the table below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: with hosts, where parameters rest never changes the result; sums are made host by host, whatever the policy."""
+"""The promise: with hosts, the place of parameters never changes the result, and every policy sums host by host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops that a stranger writes: what plain PyTorch allows gives its result at every stage, or raises by name."""
+"""Unusual loops that plain PyTorch allows give its result at every stage, or raise by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose backward does not go through what their modules return: the same bits at every stage, and those of plain PyTorch."""
+"""Models whose backward bypasses their modules' outputs: plain PyTorch's bits at every stage."""
 
 from __future__ import annotations
 

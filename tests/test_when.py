@@ -1,4 +1,4 @@
-"""When parameters are whole: what is prefetched and kept, what is a unit, and that none of it changes a bit."""
+"""The times at which parameters are unsharded: prefetched and kept units, the choice of units, and unchanged bits."""
 
 from __future__ import annotations
 

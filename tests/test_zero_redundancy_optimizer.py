@@ -1,4 +1,4 @@
-"""The drop-in: torch's own class and a plain optimizer are the oracles."""
+"""The drop-in optimizer, compared with torch's own class and a plain optimizer."""
 
 from __future__ import annotations
 

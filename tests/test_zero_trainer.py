@@ -1,4 +1,4 @@
-"""ZeroTrainer trains what the stock Trainer trains with DDP, saves what from_pretrained loads, and goes on where it stopped."""
+"""ZeroTrainer equals the stock Trainer with DDP, saves models for `from_pretrained`, and resumes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Owns the specification of equality: which settings there are, how a model is trained under each, and which must be equal.
+"""Owns the specification of equality: the settings, the training under each setting, and the comparison.
 
-A `Setting` says how a training runs; a table of settings is what zeroshard promises to be equal, to the last bit. A test names
-a workload and rows of a table, and `expect_equal` trains and compares. The tables here read as the list of what can be set.
+A `Setting` defines a training run. zeroshard promises that all settings of a table give equal results, to the last bit. A
+test names a workload and rows of a table, and `expect_equal` trains and compares. The tables list the possible settings.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ PROMISES = {
         "states are as they were": "test_offload_changes::test_after_an_error_the_last_checkpoint_goes_on",
     },
 }
-"""What docs/design.md promises, by its headings, and the test that holds it: file::test."""
+"""The promises of docs/design.md, by heading, and the test of each promise: file::test."""
 SMALL_BUCKETS = 256
-"""Elements: the larger parameters of the test models span several buckets."""
+"""Elements of a bucket, of which the larger parameters of the test models span several."""
 LARGE_BUCKETS = 10**6
-"""Elements: each unit is one bucket."""
+"""Elements of a bucket that is larger than any unit."""
 PRECISIONS = {
     "fp32": None,
     "bf16": Precision(torch.bfloat16),
@@ -99,13 +99,13 @@ class Setting:
     """Or "gloo"."""
     overlap: bool = True
     apart: bool = False
-    """CPU memory counts as another place than the accelerator's, so that every copy between the two is made."""
+    """Whether CPU memory counts as separate from the accelerator's memory, so that every copy between the two is made."""
     parks: Place | None = None
-    """All states rest there between the steps."""
+    """The place where all states are parked and reloaded."""
 
 
 def kept(policy: Policy) -> Policy:
-    """Units stay whole from their forward to their backward."""
+    """Return a policy whose units stay unsharded from their forward to their backward."""
     return replace(policy, reshard_after_forward=False)
 
 
@@ -133,7 +133,7 @@ AT_REST = {
 
 
 def places(folder: Path, stage: int, optimizer: Place) -> dict[str, Setting]:
-    """Every legal combination of residencies of a stage with states that rest off the accelerator, in one memory and apart."""
+    """Return every legal combination of a stage's residencies with states off the accelerator, with separate CPU memory."""
     how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
     parameters = [ACCELERATOR, CPU] + ([DISK] if stage == 3 else [])
     gradients = [ACCELERATOR] + ([CPU, DISK] if stage > 1 else [])
@@ -154,12 +154,12 @@ def places(folder: Path, stage: int, optimizer: Place) -> dict[str, Setting]:
 
 
 def in_one_memory(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """The same where the accelerator's memory is the CPU's, and states are used in place."""
+    """Return the same settings for an accelerator that shares the CPU's memory, where states are used in place."""
     return {name: replace(setting, apart=False) for name, setting in settings.items()}
 
 
 def hosts(within: int, wire: Wire | None = None) -> dict[str, Setting]:
-    """Stages over hosts of `within` ranks: sums are made host by host."""
+    """Return the stages over hosts of `within` ranks, with sums host by host."""
     options = {"within": within} if wire is None else {"within": within, "wire": wire}
     stages = {f"stage {stage}": Setting(Policy.stage(stage, **options)) for stage in range(4)}  # type: ignore[arg-type]
     third = stages["stage 3"].policy
@@ -178,7 +178,7 @@ def hosts(within: int, wire: Wire | None = None) -> dict[str, Setting]:
 
 @contextmanager
 def as_set(setting: Setting) -> Iterator[None]:
-    """Give this process the setting's transport and places."""
+    """Apply the setting's transport and places to this process."""
     transport, is_cpu_memory = os.environ.get("ZEROSHARD_SHARED_MEMORY"), storages.is_cpu_memory
     os.environ["ZEROSHARD_SHARED_MEMORY"] = "0" if setting.transport == "gloo" else "1"
     if setting.apart:
@@ -215,7 +215,7 @@ def run(
 
 
 def _expect_transport(collectives: Collectives, transport: str) -> None:
-    """Assert that ranks of a host use it: where memory cannot be shared, gloo would be compared with gloo."""
+    """Assert that ranks use the transport. If memory cannot be shared, the test would compare gloo with gloo."""
     wanted = PointToPoint if transport == "gloo" else SharedMemory
     parts = [collectives.inside, collectives.across] if isinstance(collectives, TwoLevel) else [collectives]
     found = {type(part) for part in parts} - {Alone}
@@ -229,7 +229,7 @@ def expect_equal(
     precision: str = "fp32",
     bucket_numel: int = SMALL_BUCKETS,
 ) -> dict[bool, Run]:
-    """Train under each setting and compare with the first of its kind, to the last bit. Returns the first of each kind.
+    """Train under each setting, and compare with the first run of its kind, to the last bit. Return these first runs.
 
     With several microbatches there are two kinds (docs/design.md): unsharded gradients (False) are summed over microbatches
     first, sharded ones (True) over ranks first.
@@ -246,7 +246,7 @@ def expect_equal(
 
 
 def close(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Assert that values by name are near the expected ones: sums of another order."""
+    """Assert that values by name are close to the expected values, as after sums in a different order."""
     assert values.keys() == expected.keys()
     for name, value in values.items():
         torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")  # noqa: B023
@@ -264,7 +264,7 @@ def build(
     bucket_numel: int = SMALL_BUCKETS,
     elementwise: bool | None = None,
 ) -> tuple[Any, Sharded]:
-    """Return the same model on every rank, and what `shard` returned. `policy` may be a stage, `precision` a dtype."""
+    """Return the same model on every rank, and its `Sharded`. `policy` may be a stage, and `precision` a dtype."""
     torch.manual_seed(0)
     model = make_model()
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
@@ -276,7 +276,7 @@ def build(
 
 
 def step(model: nn.Module, sharded: Sharded, rank: int, number: int) -> None:
-    """Take one optimizer step on this rank's batch of that number."""
+    """Take one optimizer step on this rank's batch with that number."""
     model(*tokens(rank, number)).backward()
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
@@ -286,7 +286,7 @@ whole = whole_parameters
 
 
 def every_state(sharded: Sharded) -> dict[str, Tensor]:
-    """Copies of the whole of each master weight and optimizer state, by name. A collective."""
+    """Return copies of all whole master weights and optimizer states, by name. Every rank must call it."""
     found = {}
     states = sharded.states
     for fqn, _ in sharded.model.named_parameters():
@@ -298,7 +298,7 @@ def every_state(sharded: Sharded) -> dict[str, Tensor]:
 
 
 def everything(sharded: Sharded) -> dict[str, Tensor]:
-    """The same, with buffers, and with the parameters that a forward sees."""
+    """Return `every_state` with buffers, and with the parameters that a forward uses."""
     shown = {f"{fqn} shown": value for fqn, value in whole(sharded.model).items()}
     return every_state(sharded) | shown | buffers_of(sharded.model)
 

@@ -1,4 +1,4 @@
-"""Owns models whose backward does not go through what their modules return, and their losses."""
+"""Owns models whose backward bypasses their modules' outputs, and their losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two linear layers; `make_block` says which."""
+    """Blocks from `make_block` between two linear layers."""
 
     def __init__(self, make_block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Router(Block):
-    """As a mixture of experts keeps its auxiliary loss."""
+    """A block that keeps an auxiliary loss, as a mixture of experts does."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.aux = F.linear(x, self.up.weight).softmax(-1).square().mean()
@@ -57,7 +57,7 @@ class Router(Block):
 
 
 class LateRouter(Block):
-    """Nothing of what the block returns depends on its parameters."""
+    """A block whose output does not depend on its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.aux = super().forward(x).square().mean()
@@ -81,7 +81,7 @@ class DataclassBlock(Block):
 
 
 class DataclassNet(Net):
-    """Neither blocks nor the whole return tensors that one can see."""
+    """A model that returns tensors only inside dataclasses, as do its blocks."""
 
     def __init__(self) -> None:
         super().__init__(DataclassBlock)
@@ -94,7 +94,7 @@ class DataclassNet(Net):
 
 
 class Features(Net):
-    """The loss is made of what a hook caught inside of blocks."""
+    """A model whose loss uses tensors that a hook caught inside its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Features(Net):
 
 
 class InPlace(Block):
-    """A view of what it returns is written to by who gets it."""
+    """A block that returns a view, to which its caller writes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(-1, WIDTH)
@@ -128,7 +128,7 @@ class Mapped(Block):
 
 
 class Recursive(Block):
-    """It calls itself, as models of trees do, and then reads its own weight."""
+    """A block that calls itself, as models of trees do, and then reads its own weight."""
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         hidden = F.gelu(self.up(x))
@@ -147,7 +147,7 @@ class Normed(Block):
 
 
 class OwnNorm(nn.Module):
-    """weight_norm and spectral_norm on the unit's own module: their hooks compute before its forward."""
+    """A block with weight_norm or spectral_norm on the unit's own module. Their hooks compute before its forward."""
 
     def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class OwnNorm(nn.Module):
 
 
 class MaxNorm(nn.Module):
-    """Embeddings that a forward writes to."""
+    """A block with embeddings to which a forward writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class MaxNorm(nn.Module):
 
 
 class Inner(torch.autograd.Function):
-    """Runs its block again in the backward, and differentiates there, as reversible blocks do."""
+    """A function that runs a block again in the backward, and differentiates there, as reversible blocks do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
@@ -196,7 +196,7 @@ class Reversible(Net):
 
 
 class FrozenEnds(Net):
-    """As LoRA with reentrant checkpointing: what is outside of the blocks takes no gradient."""
+    """A model that is frozen outside its blocks, as with LoRA, with reentrant checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class FrozenReversible(FrozenEnds):
 
 
 class Forces(Block):
-    """Differentiates an energy in its forward, as models of molecules do, and reads a weight through `.data`."""
+    """A block that differentiates an energy in its forward, as models of molecules do, and reads a weight through `.data`."""
 
     def forward(self, x: Tensor) -> Tensor:
         (force,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
@@ -269,7 +269,7 @@ def batch(rank: int, number: int) -> Tensor:
 
 
 def unusual(name: str, precision: str = "fp32", microbatches: int = 1) -> Workload:
-    """Return the training of one of them."""
+    """Return the workload of an unusual model."""
     make_model, compute_loss = UNUSUAL[name]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     return Workload(

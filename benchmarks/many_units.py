@@ -48,7 +48,7 @@ class Deep(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, WIDTH] to a loss of shape []."""
+        """Map [batch, WIDTH] to a loss of shape []."""
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
@@ -83,7 +83,7 @@ class Wide(nn.Module):
             self.add_module(name, Block())
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, WIDTH] to a loss of shape []."""
+        """Map [batch, WIDTH] to a loss of shape []."""
         for name in self.names:
             x = self.get_submodule(name)(x)
         return x.square().mean()

@@ -1,18 +1,18 @@
-"""Owns the question whether `make test` finds single-line faults in the core of zeroshard.
+"""Checks whether `make test` finds single-line faults in the core of zeroshard.
 
     python tests/mutants.py [--count 30] [--seed 0] [--only NAME] [--list]
 
-It plants one fault (a mutant) at a time in a copy of the repository, and runs the quick set there until a test fails.
+The script plants one fault (a mutant) at a time in a copy of the repository, and runs the quick set there until a test fails.
 
-- It finds sites by AST in the core rooms. A short training of two ranks under `sys.settrace` tells which lines a steady
-  step runs, and only these count. The layout works before the first step, so its lines count where they run at all.
-- A seed picks the same sites again: evenly over the kinds of faults, then over the rooms, at most one in a line.
-- A mutant is found where a test fails that passes without the mutant.
-- A run in which no test ends for long is hung: found too.
-- A run that reaches its time limit while tests still pass is undecided. It counts as a survivor.
+- It finds sites by AST in the core rooms. A short run of two ranks under `sys.settrace` shows which lines a steady step
+  runs, and only these count. The layout works before the first step, so its lines count if they run at all.
+- A seed always picks the same sites: evenly over the kinds of faults, then over the rooms, at most one in a line.
+- A mutant is found if a test fails that passes without the mutant.
+- A run in which no test ends for a long time is hung, which counts as found.
+- A run that reaches its time limit while tests still pass is undecided, which counts as a survivor.
 
-`--only` takes part of a name, and looks at lines that no step runs, too. `--first-only` leaves all but the likely files
-out. The exit status is 1 where more survive than `--allow`. The script only reads the repository itself.
+`--only` takes part of a name, and includes lines that no step runs. `--first-only` runs only the files that most likely
+find a fault. The exit status is 1 if more than `--allow` mutants survive. The script only reads the repository itself.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("schedule", "gradients", "parameters", "step", "collectives", "storage", "layout")
 SETUP_ROOMS = ("layout",)
-"""Rooms that work before the first step, and never in one."""
+"""Rooms that work only before the first step."""
 LEFT_OUT = ("collectives/watch.py",)
-"""Files that tell people what goes on: a mutated sentence is no fault of the core."""
+"""Files that write messages for people. A mutated message is no fault of the core."""
 FIRST = (
     "tests/test_equality.py", "tests/test_unusual_models.py", "tests/test_offload.py",
     "tests/test_collectives.py", "tests/test_checkpoints.py",
@@ -59,7 +59,7 @@ EQUIVALENT = {
     "collectives/composed.py drop wait: self._far.wait_released(memory)":
         "across hosts nothing is lent after its gather was waited for, and blocks are settled before they are written",
 }  # fmt: skip
-"""By a site's name without its line, the reason why nobody can observe its mutant. The script never picks these."""
+"""The reason why a mutant has no observable effect, by its site's name without the line. The script never picks these."""
 
 WAIT = re.compile(r"_?wait(_\w+)?|synchronize")
 DIVIDE = re.compile(r"div_?|divide_?|floor_divide_?|true_divide_?")
@@ -89,7 +89,7 @@ class Site:
     Attributes:
         kind: one of `KINDS`.
         path: the file, from the package's folder on.
-        line, last_line: where the mutated expression or statement lies.
+        line, last_line: the lines of the mutated expression or statement.
         name: stays the same as long as the line stays where it is.
         start, end: the bytes of the file that are replaced.
         replacement: the text in their place.
@@ -141,7 +141,7 @@ class Collector(ast.NodeVisitor):
         self.visit(ast.parse(source))
 
     def visit(self, node: ast.AST) -> None:
-        """Visit a node, and remember in which others it lies."""
+        """Visit a node, and keep the list of its parents."""
         self._parents.append(node)
         super().visit(node)
         self._parents.pop()
@@ -163,7 +163,7 @@ class Collector(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        """Visit the body alone: decorators, defaults and annotations run at the import."""
+        """Visit only the body, since decorators, defaults and annotations run at the import."""
         if node.name in UNSEEN_FUNCTIONS:
             return
         self._functions.append(node.name)
@@ -172,7 +172,7 @@ class Collector(ast.NodeVisitor):
         self._functions.pop()
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        """Take out a wait that is a statement, and still evaluate the object that it waits for."""
+        """Remove a wait that is a statement, and still evaluate the object for which it waits."""
         call = node.value
         if isinstance(call, ast.Call) and WAIT.fullmatch(_called(call)):
             left = call.func
@@ -278,14 +278,14 @@ class Collector(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _around(self) -> ast.AST:
-        """Return the expression around the one that is visited, for names that tell more than `-1` or `1:`."""
+        """Return the expression around the visited node, for clearer names than `-1` or `1:`."""
         outer = len(self._parents) - 2
         while isinstance(self._parents[outer], ast.UnaryOp | ast.Slice):
             outer -= 1
         return self._parents[outer]
 
     def _skip_assignment(self, node: ast.stmt, target: ast.expr, last: ast.expr) -> None:
-        # An object that never had the attribute fails at once: any test finds that.
+        # An object without the attribute fails at once, so any test finds the fault.
         if "__init__" in self._functions[-1:] or not _is_of_self(target):
             return
         found = re.match(rb"[\s)]*[-+*/|&@%^<>]*=\s*", self._source[self._end(last) :])
@@ -304,7 +304,7 @@ class Collector(ast.NodeVisitor):
         self._add("dropped divide", "drop divide", node, self._start(node), self._end(node), kept)
 
     def _one_more(self, verb: str, node: ast.expr, around: ast.AST) -> None:
-        # A literal 1 is made a 2 elsewhere; a starred argument is several.
+        # `visit_Constant` changes a literal 1 to 2, and a starred argument stands for several values.
         if isinstance(node, ast.Starred) or (isinstance(node, ast.Constant) and node.value == 1):
             return
         replacement = f"({self._text(node)}) + 1"
@@ -318,7 +318,7 @@ class Collector(ast.NodeVisitor):
             self._add(kind, f"flip {old} to {new}", node, span[0], span[1], new)
 
     def _between(self, left: ast.expr, right: ast.expr, operator: str) -> tuple[int, int] | None:
-        """Return where the operator between two operands lies. A comment beside it may hold anything: then None."""
+        """Return the span of the operator between two operands, or None if a comment, which may have any text, is there too."""
         end = self._end(left)
         gap = self._source[end : self._start(right)]
         found = re.search(re.escape(operator.encode()), gap)
@@ -347,7 +347,7 @@ class Collector(ast.NodeVisitor):
 
 
 def _called(call: ast.Call) -> str:
-    """Return the last name of the called function, or nothing where it has none."""
+    """Return the last name of the called function, or an empty string if it has none."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
     if isinstance(call.func, ast.Name):
@@ -356,14 +356,14 @@ def _called(call: ast.Call) -> str:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Tell whether an operand is a text or a written-out sequence: a flipped sign is then a TypeError at once."""
+    """Return whether an operand is a text or a literal sequence, for which a flipped sign raises TypeError at once."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, str | bytes)
     return isinstance(node, ast.JoinedStr | ast.List | ast.Tuple | ast.ListComp)
 
 
 def _is_of_self(target: ast.expr) -> bool:
-    """Tell whether each target of an assignment is an attribute of self."""
+    """Return whether each target of an assignment is an attribute of self."""
     if isinstance(target, ast.Tuple):
         return all(_is_of_self(one) for one in target.elts)
     return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
@@ -381,9 +381,9 @@ def collect(package: Path) -> list[Site]:
 
 
 def pick(sites: list[Site], count: int, seed: int) -> list[Site]:
-    """Return so many sites, evenly over kinds and then over rooms, the same for the same seed.
+    """Return at most `count` sites, evenly over kinds and then over rooms, the same for the same seed.
 
-    The rank of a site in its cell depends on its name and the seed alone, so an edit elsewhere changes little.
+    The rank of a site in its cell depends only on its name and the seed, so an edit elsewhere changes little.
     """
     cells: dict[tuple[str, str], list[Site]] = defaultdict(list)
     for site in sites:
@@ -412,7 +412,7 @@ Lines = set[tuple[str, int]]
 
 
 class Tracer:
-    """A record of the lines of the core rooms that ran. The set in `now` gets them."""
+    """A tracer that adds the lines of the core rooms that run to the set `now`."""
 
     def __init__(self, package: Path) -> None:
         self.now: Lines = set()
@@ -436,7 +436,7 @@ class Tracer:
 
 
 def _train_traced(rank: int, tracer: Tracer, steady: Lines, setup: Lines, folder: str) -> None:
-    """Train on one of two ranks, under policies that use the roads of the core between them."""
+    """Train on one of two ranks, under policies that together use all paths of the core."""
     import torch
     from models import two_groups, workload
 
@@ -465,7 +465,7 @@ def _train_traced(rank: int, tracer: Tracer, steady: Lines, setup: Lines, folder
         (on_disk, fp32, gloo),
         (on_both, bf16, shared_memory),
     ]
-    # CPU memory beside the accelerator's, as where there is one: states at rest are copied, not used in place.
+    # Treat CPU memory as separate, as with an accelerator, so that states at rest are copied instead of used in place.
     storages.is_cpu_memory = lambda device: False
     work = workload("skipping", param_groups=two_groups, microbatches=2)
     for policy, precision, transport in runs:
@@ -491,7 +491,7 @@ def trace(package: Path) -> dict[str, list[tuple[str, int]]]:
     """Train on two ranks, and return the lines that ran: in a steady step, and before."""
     from zeroshard.testing import run_ranks
 
-    importlib.import_module("torch._dynamo")  # optimizers import it at their first step: here nothing is traced yet
+    importlib.import_module("torch._dynamo")  # otherwise optimizers would import it, traced, at their first step
 
     def body(rank: int) -> list[list[list[Any]]]:
         tracer = Tracer(package)
@@ -510,7 +510,7 @@ def trace(package: Path) -> dict[str, list[tuple[str, int]]]:
 
 
 def runs_in_a_step(site: Site, steady: Lines, setup: Lines) -> bool:
-    """Tell whether a steady step runs the site; where its room works before the steps, whether anything does."""
+    """Return whether a steady step runs the site or, if its room works before the first step, whether any code does."""
     lines = steady
     if site.room in SETUP_ROOMS:
         lines = steady | setup
@@ -522,11 +522,11 @@ class Outcome:
     """An end of a run of pytest.
 
     Attributes:
-        passed: each test did.
-        reason: the first failing test, or another end of the run.
-        test: the node id of the first failing test, where one is named.
-        is_hung: no test ended for long.
-        is_undecided: the time limit came first.
+        passed: whether all tests passed.
+        reason: the first failing test, or another reason for the end.
+        test: the node id of the first failing test, if one is named.
+        is_hung: whether no test ended for a long time.
+        is_undecided: whether the time limit came first.
     """
 
     passed: bool
@@ -540,9 +540,9 @@ class Copy:
     """A copy of the repository in a temporary folder, and the runs of pytest in it.
 
     Args:
-        folder: empty; the caller removes it.
-        workers: how many processes of pytest-xdist run tests.
-        silence: after so many seconds in which no test ends, a run is hung.
+        folder: an empty folder, which the caller removes.
+        workers: the number of pytest-xdist's processes.
+        silence: the seconds without the end of a test after which a run is hung.
     """
 
     def __init__(self, folder: Path, workers: int, silence: float) -> None:
@@ -571,7 +571,7 @@ class Copy:
         return {
             **os.environ,
             "PYTHONPATH": str(self.root),
-            "PYTHONUNBUFFERED": "1",  # the log grows with each test that ends: `_wait` looks at that
+            "PYTHONUNBUFFERED": "1",  # the log grows with each test that ends, which `_wait` observes
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self._temporary),
         }
@@ -592,7 +592,7 @@ class Copy:
 
     @contextlib.contextmanager
     def planted(self, site: Site) -> Iterator[None]:
-        """Have the fault in its file meanwhile."""
+        """Plant the fault in its file during the block."""
         file = self.package / site.path
         source = file.read_bytes()
         self._write(file, site.mutated(source))
@@ -602,7 +602,7 @@ class Copy:
             self._write(file, source)
 
     def test(self, arguments: list[str], seconds: float) -> Outcome:
-        """Run pytest until the first failure, for so many seconds at most."""
+        """Run pytest until the first failure, for at most `seconds` seconds."""
         command = [sys.executable, "-m", "pytest", "-q", "-x"]
         if self._workers > 1:
             command += ["-n", str(self._workers), "--dist", "loadfile"]
@@ -622,7 +622,7 @@ class Copy:
         return self._read(process.returncode)
 
     def find(self, site: Site, first: list[str], first_only: bool, limit: float) -> Outcome:
-        """Run the likely files with the fault in place, then the others, until a test fails that passes without it."""
+        """Run the likely files with the fault, then the others, until a test fails that passes without the fault."""
         end = time.monotonic() + limit
         while True:
             with self.planted(site):
@@ -633,7 +633,7 @@ class Copy:
             is_new = outcome.test and outcome.test not in self._unusable
             if not is_new or self.test([outcome.test], self._silence).passed:
                 return outcome
-            # It says nothing of the fault: the copy alone, or this machine, makes it fail.
+            # The failure is not due to the fault, but to the copy or this machine.
             print(f"  {outcome.test} fails without the mutant too: left out from now on", flush=True)
             self._unusable.append(outcome.test)
 
@@ -642,7 +642,7 @@ class Copy:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-count:])
 
     def _wait(self, pid: int, seconds: float) -> Outcome | None:
-        """Wait until the process ends, and leave it to be reaped: until then its group keeps its number."""
+        """Wait until the process ends, without reaping it, so that its group's number is not reused."""
         start = time.monotonic()
         while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             silent = time.time() - self._log.stat().st_mtime
@@ -654,8 +654,8 @@ class Copy:
         return None
 
     def _end(self, process: subprocess.Popen[Any]) -> None:
-        """End the whole group, and the processes that left it for a session of their own."""
-        if process.returncode is None:  # once it is reaped, its number may be another group's
+        """End the whole group, and processes that moved to separate sessions."""
+        if process.returncode is None:  # after reaping, another group may have its number
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -672,13 +672,13 @@ class Copy:
         if found is None:
             return Outcome(False, f"pytest ended with status {status}")
         name = found[1]
-        if "::" not in name:  # a file that could not be imported; each could before the first mutant
+        if "::" not in name:  # a file that could not be imported, although all could before the first mutant
             return Outcome(False, f"{name} cannot be collected")
         return Outcome(False, name, test=name)
 
     def _write(self, file: Path, content: bytes) -> None:
         file.write_bytes(content)
-        # Python trusts bytecode by time and size of its source: a flipped sign within a second passes for the old file.
+        # Python checks bytecode by its source's time and size, which a flipped sign within a second does not change.
         Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
 
     def _python(self, arguments: list[str], where: Path) -> str:
@@ -696,7 +696,7 @@ class Copy:
 
 
 def check(copy: Copy, first: list[str], first_only: bool) -> None:
-    """Stop unless the copy is tested, and passes without a mutant."""
+    """Exit unless pytest imports the copy, and passes without a mutant."""
     imported = copy.imported()
     print(f"children import {imported}", flush=True)
     if imported != copy.package.resolve():
@@ -728,7 +728,7 @@ Results = list[tuple[Site, str, Outcome]]
 
 
 def run_all(copy: Copy, sites: list[Site], first: list[str], arguments: argparse.Namespace) -> Results:
-    """Try each mutant, and print a line for each."""
+    """Test each mutant, and print its result."""
     results: Results = []
     for number, site in enumerate(sites, 1):
         start = time.monotonic()
@@ -749,7 +749,7 @@ def run_all(copy: Copy, sites: list[Site], first: list[str], arguments: argparse
 
 
 def report(copy: Copy, results: Results) -> int:
-    """Print the table and the survivors, and return how many there are."""
+    """Print the table and the survivors, and return the number of survivors."""
     verdicts = ("found", "found (hung)", "SURVIVED", "UNDECIDED")
     counts = Counter((site.kind, verdict) for site, verdict, _ in results)
     print(f"\n{'':20}" + "".join(f"{verdict:>14}" for verdict in verdicts))
@@ -785,7 +785,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def working_copy(workers: int, silence: float) -> Iterator[Copy]:
-    """Make a copy of the repository, and remove it at the end, after an error or a signal too."""
+    """Make a copy of the repository, and remove it at the end, even after an error or SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if importlib.util.find_spec("xdist") is None:
         workers = 1
@@ -794,7 +794,7 @@ def working_copy(workers: int, silence: float) -> Iterator[Copy]:
 
 
 def main() -> None:
-    """Do as the command line asks."""
+    """Run the command line."""
     arguments = parse()
     if arguments.trace:
         print(json.dumps(trace(ROOT / "zeroshard")))

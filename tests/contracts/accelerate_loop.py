@@ -1,7 +1,7 @@
 """A stock accelerate script, run by test_accelerate_contract: `accelerate_loop.py CASES.json OUT.json`.
 
-It knows nothing of zeroshard. Each case is a raw loop over a small Llama; rank 0 writes what it came to. Started under DDP, or with
-a package named deepspeed.
+It does not use zeroshard. Each case is a raw loop over a small Llama, and rank 0 writes its results. The script runs under DDP, or
+with a package named deepspeed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CLIP = 0.5
 
 
 class Tokens(Dataset[Tensor]):
-    """Twenty sequences of one length: five batches of two on each of two ranks, so that the last step has one microbatch."""
+    """Twenty sequences of one length. Two ranks get five batches of two each, so the last step has one microbatch."""
 
     def __len__(self) -> int:
         return 20
@@ -36,7 +36,7 @@ class Tokens(Dataset[Tensor]):
 
 
 class Count:
-    """What the user registers for checkpointing."""
+    """An object that the user registers for checkpointing."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -58,7 +58,7 @@ def llama(layers: int = 2, seed: int = 0) -> Any:
 
 
 def plugin(case: dict[str, Any], stage: int) -> Any:
-    """As arguments of the plugin, or, where the config makes the optimizer and the schedule, as a config."""
+    """Return a plugin made from arguments or, if the config makes the optimizer and the schedule, from a config."""
     if not case["config"]:
         return DeepSpeedPlugin(
             zero_stage=stage, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=CLIP, zero3_save_16bit_model=True,
@@ -84,7 +84,7 @@ def plugin(case: dict[str, Any], stage: int) -> Any:
 
 
 class Run:
-    """A model made ready, as after the start of a script."""
+    """A prepared model, as after the start of a script."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         stage = case["stage"]
@@ -108,16 +108,16 @@ class Run:
         self.accelerator.register_for_checkpointing(self.count)
 
     def _rate(self, case: dict[str, Any], step: int) -> float:
-        """DeepSpeed's linear warm-up in steps; else a line in samples: accelerate moves torch's schedules once for each rank."""
+        """Return DeepSpeed's linear warm-up, or a linear decay. accelerate steps torch's schedules once for each rank."""
         if case["config"]:
             return min(1.0, max(0.0, step // self.accelerator.num_processes - 1) / 2)
         return 1 - step / 20
 
     def epoch(self, skip: int = 0) -> Iterator[tuple[float, float | None, float]]:
-        """One (loss over ranks, norm, rate) for each microbatch."""
+        """Yield (loss over ranks, norm, rate) for each microbatch."""
         self.model.train()
         for tokens in skip_first_batches(self.loader, skip):
-            torch.manual_seed(self.count.value)  # the dropout's; each rank has its own rows
+            torch.manual_seed(self.count.value)  # for dropout; each rank has its own rows
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=tokens, labels=tokens).loss
                 self.accelerator.backward(loss)
@@ -146,7 +146,7 @@ class Run:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """An epoch with a checkpoint in it, another; then what is left of the first again, from the checkpoint."""
+    """Train two epochs with a checkpoint in the first, and then resume from the checkpoint."""
     first = Run(case)
     told = []
     for number, figures in enumerate(first.epoch()):
@@ -181,7 +181,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert second.count.value == 2
     found["resumed"] = list(second.epoch(skip=2))
     found["resumed"] += list(second.epoch())
-    second.accelerator.load_state(str(folder / "state"))  # back again, in a run that has gone on
+    second.accelerator.load_state(str(folder / "state"))  # a second load, in a run that has continued
     found["back"] = list(second.epoch(skip=2))
     second.accelerator.wait_for_everyone()
     second.accelerator.free_memory()
@@ -189,7 +189,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A student is trained towards a teacher, which only looks on: two plugins, where there are any."""
+    """Train a student with the outputs of a teacher that is not trained. With DeepSpeed, there are two plugins."""
     if case["stage"] is None:
         accelerator = Accelerator(cpu=True)
     else:

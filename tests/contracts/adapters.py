@@ -1,6 +1,6 @@
-"""A stock transformers script over peft's models: `adapters.py CASES.json OUT.json`. It knows nothing of zeroshard.
+"""A stock transformers script with peft's models: `adapters.py CASES.json OUT.json`. It does not use zeroshard.
 
-Each case trains adapters that PEFT itself runs or reads while it saves; rank 0 writes what it came to.
+Each case trains adapters that PEFT itself runs or reads while it saves. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ transformers.logging.set_verbosity_error()
 
 
 def adapter(kind: str) -> Any:
-    """The adapter of a case."""
+    """Return the adapter of a case."""
     if kind == "modules_to_save":
         return peft.LoraConfig(
             task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
@@ -30,7 +30,7 @@ def adapter(kind: str) -> Any:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, save twice, predict between; then read the adapters back onto an ordinary model."""
+    """Train, save, predict and save again. Then load the adapters onto an ordinary model."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, learning_rate=1e-2, logging_steps=1, save_steps=2,
         report_to=[], disable_tqdm=True, seed=0, deepspeed=deepspeed_config(case), use_cpu=not torch.accelerator.is_available(),
@@ -43,7 +43,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     found = {"predicted": float(abs(trainer.predict(Tokens()).predictions).astype("float64").sum())}
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # what is read back is an ordinary model
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     tokens = torch.stack([Tokens()[index]["input_ids"] for index in range(len(Tokens()))])
     for name in ("final", "checkpoint-4"):
         read = peft.PeftModel.from_pretrained(llama(), folder / name).eval()

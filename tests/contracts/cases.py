@@ -1,4 +1,4 @@
-"""Owns how the scripts beside it go through their cases: CASES.json in, OUT.json out. They are stock scripts else."""
+"""Owns the cases of the other scripts in this folder, from CASES.json to OUT.json. Otherwise they are stock scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 
 def run_all(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:
-    """Run every case in turn, as many programs would one each; rank 0 writes what each came to."""
+    """Run the cases one after another, as separate programs would. Rank 0 writes the results."""
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results = []
     for case in cases:

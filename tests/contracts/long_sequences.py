@@ -1,6 +1,6 @@
-"""A stock script whose sequences lie on two ranks each, as accelerate's guide has it: `long_sequences.py CASES.json OUT.json`.
+"""A stock script that cuts each sequence over two ranks, as in accelerate's guide: `long_sequences.py CASES.json OUT.json`.
 
-It knows nothing of zeroshard. With `"ranks": 1` it is the same training on one process.
+It does not use zeroshard. With `"stage": null` it trains the same on one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ transformers.logging.set_verbosity_error()
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Eight sequences, of which fewer and fewer tokens count."""
+    """Eight sequences, of which each has fewer tokens that count than the one before."""
 
     def __len__(self) -> int:
         return 8
@@ -34,7 +34,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class InOrder(transformers.Trainer):
-    """Two ranks of one sequence load what one process loads."""
+    """A Trainer whose two ranks of one sequence load the same samples as one process."""
 
     def _get_train_sampler(self, *_: Any) -> Any:
         return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def parallelism(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, evaluate between, and save."""
+    """Train with evaluations, and save."""
     options: dict[str, Any] = dict(
         output_dir=str(folder), per_device_train_batch_size=1, per_device_eval_batch_size=1, max_steps=4, learning_rate=1e-2,
         lr_scheduler_type="constant", logging_steps=1, eval_steps=2, save_strategy="no", report_to=[],

@@ -1,6 +1,6 @@
-"""A stock trl script, run by test_preference_contract: `preference.py CASES.json OUT.json`. It knows nothing of zeroshard.
+"""A stock trl script, run by test_preference_contract: `preference.py CASES.json OUT.json`. It does not use zeroshard.
 
-Each case trains LoRA adapters of a small Llama, by SFTTrainer or DPOTrainer; rank 0 writes what it came to.
+Each case trains a small Llama with SFTTrainer or DPOTrainer, most with LoRA adapters. Rank 0 writes the results.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def make(case: dict[str, Any], folder: Path) -> Any:
-    """The trainer of a case."""
+    """Return the trainer of a case."""
     common: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
         "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "report_to": [], "disable_tqdm": True, "seed": 0,
@@ -81,13 +81,13 @@ def make(case: dict[str, Any], folder: Path) -> Any:
     if case["trainer"] == "dpo":
         arguments = DPOConfig(**common, beta=0.5)
         return DPOTrainer(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora)
-    # Every weight is trained, and another model is the reference.
+    # Train every weight, with a second model as the reference.
     arguments = DPOConfig(**common, beta=0.5)
     return DPOTrainer(llama(), ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, generate, save; then read the adapters back onto an ordinary model."""
+    """Train, generate and save. Then load the adapters, or all weights, onto an ordinary model."""
     trainer = make(case, folder)
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = trainer.state.log_history
@@ -97,12 +97,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
     prompt = tokenizer()(sentences(4)[0], return_tensors="pt", return_token_type_ids=False).to(trainer.args.device)
     with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-        # Each rank as much as it likes.
+        # Each rank generates a different number of tokens.
         count = 4 + trainer.args.process_index
         found["generated"] = model.generate(**prompt, max_new_tokens=count, do_sample=False)[0].tolist()[:9]
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # what is read back is an ordinary model
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     read: Any = llama()
     if case["trainer"] != "dpo-full":
         read = PeftModel.from_pretrained(read, str(folder / "final"))

@@ -1,7 +1,7 @@
-"""Owns the process from which the contracts' scripts are forked: it imports the trainers once, with zeroshard's `deepspeed` first.
+"""Owns the process that forks the contracts' scripts. It imports the trainers once, with zeroshard's `deepspeed` first.
 
-A rank is then a tenth of a second away, in the place of ten seconds of imports. `zeroshard run` starts ranks in the same
-environment; test_run and test_trainer_contract start some so.
+A rank then starts in a tenth of a second, instead of ten seconds of imports. `zeroshard run` starts ranks in the same
+environment, as test_run and test_trainer_contract check.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Job:
 
 
 class Server:
-    """The process, from the side of the tests."""
+    """A handle of the process, for the tests."""
 
     def __init__(self, imports: Sequence[str]) -> None:
         from zeroshard.integrations.shim_path import PYTHONPATH, python_path
@@ -108,7 +108,7 @@ def serve(descriptor: int, imports: Sequence[str]) -> None:
 
 
 def _rank(rank: int, job: Job, port: int) -> Any:
-    """Be the script, as torchrun starts it."""
+    """Run the script as torchrun starts it."""
     os.environ.update(job.environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_WORLD_SIZE=str(job.ranks), GROUP_RANK="0",

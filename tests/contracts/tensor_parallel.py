@@ -1,6 +1,6 @@
 """A stock script whose config divides the model over two ranks: `tensor_parallel.py CASES.json OUT.json`.
 
-It knows nothing of zeroshard. With `"stage": null` it is the same training on one process.
+It does not use zeroshard. With `"stage": null` it trains the same on one process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Samples without a number. accelerate reads them on rank 0 unless it is asked to let each rank read."""
+    """A stream of samples without a length. By default, accelerate reads it only on rank 0."""
 
     def __init__(self, samples: list[torch.Tensor]) -> None:
         self.samples = samples
@@ -53,7 +53,7 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def loop(case: dict[str, Any]) -> dict[str, Any]:
-    """Train in a loop of accelerate's, with the script's own optimizer and loader; on one process without it."""
+    """Train in an accelerate loop with the script's own optimizer and loader; on one process, without accelerate."""
     torch.manual_seed(0)
     model: Any = tiny(case)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -102,7 +102,7 @@ def tiny(case: dict[str, Any]) -> Any:
             num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=case.get("tied", False),
         )
     )  # fmt: skip
-    torch.manual_seed(1)  # there only rank 0 has drawn values
+    torch.manual_seed(1)  # at stage 3, only rank 0 has drawn random numbers
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.02 + (parameter.ndim == 1))
@@ -110,7 +110,7 @@ def tiny(case: dict[str, Any]) -> Any:
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, evaluate between, and save."""
+    """Train with evaluations, and save."""
     if case.get("loop"):
         return loop(case)
     options: dict[str, Any] = dict(
@@ -119,7 +119,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         disable_tqdm=True, seed=0, max_grad_norm=0.5, adam_epsilon=1e-3, bf16=case.get("bf16", False),
         use_cpu=not torch.accelerator.is_available(), save_only_model="transformers_plan" in case, **arguments(case),
     )  # fmt: skip
-    gc.collect()  # the config of the case before, which transformers reads while a model is loaded
+    gc.collect()  # frees the previous case's config, which transformers would read while it loads a model
     made = transformers.TrainingArguments(**options)
     plan: dict[str, Any] = {"tp_plan": "auto"} if case.get("transformers_plan") else {}
     if case.get("loaded"):

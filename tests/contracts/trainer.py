@@ -1,6 +1,6 @@
-"""A stock transformers script, run by test_trainer_contract: `trainer.py CASES.json OUT.json`. It knows nothing of zeroshard.
+"""A stock transformers script, run by test_trainer_contract: `trainer.py CASES.json OUT.json`. It does not use zeroshard.
 
-Each case is a training of a small Llama; rank 0 writes what it came to. Started under DDP, or with a package named deepspeed.
+Each case trains a small Llama, and rank 0 writes the results. The script runs under DDP, or with a package named deepspeed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def llama() -> Any:
 
 
 def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
-    """What TrainingArguments(deepspeed=...) gets; None is DDP."""
+    """Return the config for TrainingArguments(deepspeed=...); None selects DDP."""
     if case["stage"] is None or isinstance(case["stage"], str):
         return case["stage"]
     config: dict[str, Any] = {
@@ -63,13 +63,13 @@ def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
 
 
 def late_schedule(model: torch.nn.Module) -> tuple[Any, Any]:
-    """DeepSpeed's linear schedule for two of four steps: as the Trainer's, and one step later."""
+    """Return an optimizer, and DeepSpeed's linear schedule, which is the Trainer's one step later."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (0.0, 0.0, 0.5, 1.0, 0.5)[step])
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train, evaluate between, save, go on or begin at the best; then predict and generate."""
+    """Train with evaluations and saves, or resume, and load the best model. Then predict and generate."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     arguments = transformers.TrainingArguments(
         **{"learning_rate": 1e-2, "warmup_steps": 2, **case.get("arguments", {})},
@@ -78,7 +78,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         eval_strategy="steps", save_strategy="steps", report_to=[], disable_tqdm=True, seed=0, load_best_model_at_end=True,
         metric_for_best_model="eval_loss", bf16=case["dtype"] == "bf16", fp16=case["dtype"] == "fp16", max_grad_norm=0.5,
         gradient_checkpointing=case["checkpointing"], deepspeed=deepspeed_config(case),
-        use_cpu=not torch.accelerator.is_available(),  # without it the arguments refuse bf16 and fp16 there
+        use_cpu=not torch.accelerator.is_available(),  # otherwise the arguments refuse bf16 and fp16 on a CPU
         ddp_backend="gloo" if case["stage"] is None else None, average_tokens_across_devices=False,
         save_only_model=case.get("only_model", False),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         ).tolist()
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # what is read back is an ordinary model
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
     assert "lm_head.weight" not in files(folder / "final"), "ties once"
     with torch.no_grad():
@@ -118,7 +118,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def files(folder: Path) -> set[str]:
-    """The names of the tensors in a folder's safetensors."""
+    """Return the names of the tensors in a folder's safetensors files."""
     from safetensors import safe_open
 
     names: set[str] = set()

@@ -1,6 +1,6 @@
-"""The example on a small model, writing down which samples it takes: elastic.py FOLDER ARGUMENTS... for test_elastic.py.
+"""Runs the example on a small model, and records its samples, for test_elastic.py: `elastic.py FOLDER ARGUMENTS...`.
 
-At the steps of HOLDS a rank waits to be killed, the first time that it is there.
+At each step of HOLDS, a rank waits to be killed, only once per step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FOLDER = Path(sys.argv.pop(1))
 
 
 def held_at(step: int) -> Path:
-    """What is there when a rank has held at this step."""
+    """Return the path of the file that shows that a rank has waited at this step."""
     return FOLDER / f"held.{step}"
 
 
 class Written(train_gpt.Windows):
-    """Says what is taken."""
+    """A source of samples that records which ones were taken."""
 
     def batch(self, first: int, engine: Engine) -> tuple[Tensor, Tensor]:
         ranks, step = dist.get_world_size(), engine.global_steps

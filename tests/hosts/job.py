@@ -1,4 +1,4 @@
-"""One rank of a job over two hosts, for test_hosts.py: job.py parity|checkpoint|train|twice FOLDER [SECONDS]."""
+"""Runs one rank of a job over two hosts, for test_hosts.py: `job.py parity|checkpoint|train|twice FOLDER [SECONDS]`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def parity(folder: Path) -> None:
-    """Every policy of the hosts gives the same bits, and other than without."""
+    """Check that all policies with hosts give the same bits, and all policies without hosts do too."""
     rank, work = dist.get_rank(), Workload(lambda: GPT(CONFIG), batch, steps=3, max_norm=1.0)
     flat = replace(Policy.stage(3, within="host"), parameters=Residency(sharded=True))
     policies = [*(Policy.stage(stage, within="host") for stage in range(4)), flat]
@@ -52,7 +52,7 @@ def step(model: GPT, sharded: zeroshard.Sharded, number: int) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """Saved by two hosts, loaded by them with and without levels."""
+    """Save on two hosts, and load with and without `within`."""
     model, sharded = build(Policy.stage(3, within="host"))
     for number in range(2):
         step(model, sharded, number)
@@ -69,7 +69,7 @@ def checkpoint(folder: Path) -> None:
 
 
 def train_on(folder: Path) -> None:
-    """Until something fails: then what, and when it had begun."""
+    """Train until a collective fails. Then report the error, and the seconds since the step began."""
     model, sharded = build(Policy.stage(3, within="host" if os.environ["WITHIN"] else None))
     number = 0
     began = time.time()
@@ -88,7 +88,7 @@ def train_on(folder: Path) -> None:
 
 
 def twice(_: Path) -> None:
-    """The first training is in no hurry, so that something may happen to its links; the second gives the same bits."""
+    """Train slowly, so that a test may disturb the link. Then train again, and expect the same bits."""
     ends: list[list[torch.Tensor]] = []
     for seconds in (0.05, 0.0):
         model, sharded = build(Policy.stage(3, within="host" if os.environ["WITHIN"] else None))

@@ -1,10 +1,10 @@
-"""Owns two pretend hosts on this machine, for tests and benchmarks: namespaces joined by a wire of its own delay and bandwidth.
+"""Owns two simulated hosts on this machine, for tests and benchmarks: namespaces and a link with a given delay and bandwidth.
 
 with TwoHosts(delay_us=1000, mbit=1000) as hosts:
     outcomes = hosts.torchrun(2, "job.py", "argument")
     hosts.crossed()       # bytes from a to b, and from b to a
 
-What runs on a host dies with it, and both die with this process, however that ends: see wire.c.
+A host's programs end with the host, and both hosts end with this process, even if it is killed: see wire.c.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _START_SECONDS = 10.0
 
 
 class NotPermitted(Exception):
-    """This machine lets nobody make hosts; says why."""
+    """An error with the reason why this machine cannot make hosts."""
 
 
 class Outcome(NamedTuple):
-    """What came of a program on one host."""
+    """The outcome of a program on one host."""
 
     status: int
     log: str
@@ -40,18 +40,18 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """One that runs on a host."""
+    """A program that runs on a host."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process, self._log, self._start = process, log, time.monotonic()
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """The output so far."""
         return self._log.read_text(errors="replace")
 
     def wait(self, timeout: float) -> Outcome:
-        """Raises `subprocess.TimeoutExpired`, with what it printed as the output."""
+        """Wait for the program's end. Raise `subprocess.TimeoutExpired`, with the program's output, after `timeout` seconds."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired as error:
@@ -59,7 +59,7 @@ class Program:
         return Outcome(status, self.log, time.monotonic() - self._start)
 
     def until(self, text: str, timeout: float) -> None:
-        """Wait until it has printed that."""
+        """Wait until the program has printed a text."""
         deadline = time.monotonic() + timeout
         while text not in self.log:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -68,11 +68,11 @@ class Program:
 
 
 class TwoHosts:
-    """See the module's docstring.
+    """Two hosts and the link between them, see the module's docstring.
 
     Args:
-        delay_us: microseconds of one way.
-        mbit: megabits a second, each way.
+        delay_us: the delay in microseconds, in each direction.
+        mbit: the bandwidth in Mbit/s, in each direction.
 
     Raises:
         NotPermitted: the machine does not allow it.
@@ -128,23 +128,23 @@ class TwoHosts:
         return [int(one) for one in self._wire.stdout.readline().split()]
 
     def crossed(self) -> list[int]:
-        """Bytes that went onto the wire so far, with the headers: from the first host to the second, and back."""
+        """Return the bytes sent so far, including headers: from the first host to the second, and back."""
         return self._say("bytes")
 
     def drop(self) -> None:
-        """Whatever is sent is lost, without a word, until `join`."""
+        """Lose all packets silently, until `join`."""
         self._say("drop")
 
     def join(self) -> None:
-        """The end of `drop`."""
+        """End `drop`."""
         self._say("join")
 
     def kill(self, host: int) -> None:
-        """All processes of a host end at once."""
+        """End all processes of a host at once."""
         self._say(f"kill {host}")
 
     def boot(self, host: int) -> None:
-        """A host that was killed is there again, with its name and address, and no process of before."""
+        """Start a killed host again, with its name and address, and without its earlier processes."""
         (self._hosts[host],) = self._say(f"boot {host}")
 
     # ------------------------------------------------------------------ programs
@@ -167,7 +167,7 @@ class TwoHosts:
     def start_torchrun(
         self, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> list[Program]:
-        """Start a script under torchrun on both hosts, with so many ranks each."""
+        """Start a script under torchrun on both hosts, with `ranks` ranks each."""
         static = ["--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", str(_PORT)]
         return [
             self._start_agent(host, ranks, [*static, "--node-rank", str(host)], [str(script), *arguments], environment)
@@ -177,7 +177,7 @@ class TwoHosts:
     def start_elastic(
         self, host: int, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> Program:
-        """Start a script under torchrun on one host, with so many ranks; the other may come and go."""
+        """Start a script under torchrun on one host with `ranks` ranks, while the other host may come and go."""
         quick = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
         elastic = [
             "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
@@ -205,5 +205,5 @@ class TwoHosts:
         timeout: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """The same, until both have ended."""
+        """Run a script under torchrun on both hosts, until both have ended."""
         return [one.wait(timeout) for one in self.start_torchrun(ranks, script, *arguments, environment=environment)]

@@ -1,6 +1,6 @@
-"""Records what DeepSpeed itself writes: checkpoints of ZeRO 1, 2 and 3 after 4 steps on 2 ranks, and its own next 5 losses.
+"""Records DeepSpeed's checkpoints of ZeRO 1, 2 and 3 after 4 steps on 2 ranks, and its next 5 losses.
 
-Needs deepspeed==0.19.8 beside torch; the tests read what it made.
+This script needs deepspeed==0.19.8 and torch. The tests read the recorded files.
 
     python tests/recorded/deepspeed_checkpoints.py
 """
@@ -28,7 +28,7 @@ RUNS = {
 
 
 def make_model() -> nn.Module:
-    """Tied head, a frozen norm; small."""
+    """Make a small GPT with a tied head and a frozen norm."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=1, width=16, heads=2, context=8, vocabulary=33))
     model.head.weight = model.embedding.weight
@@ -37,20 +37,20 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Two param groups."""
+    """Make AdamW with two param groups."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim == 1]
     return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets."""
+    """Return tokens and targets."""
     tokens = torch.randint(0, 33, (3, 9), generator=torch.Generator().manual_seed(100 * step + rank))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def config(stage: int, more: dict[str, object]) -> dict[str, object]:
-    """What both DeepSpeed and zeroshard are given."""
+    """Return the config for both DeepSpeed and zeroshard."""
     return {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": 1.0,
@@ -83,7 +83,7 @@ def _record(rank: int, stage: int, more: dict[str, object], folder: str) -> list
 
 
 def main() -> None:
-    """Write everything anew."""
+    """Write all files again."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name, (stage, more) in RUNS.items():
         folder = FOLDER / name

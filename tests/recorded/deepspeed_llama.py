@@ -1,6 +1,6 @@
-"""Records DeepSpeed's losses of a small Llama in bf16: the first 10 steps of 2 ranks, ZeRO 1, 2 and 3.
+"""Records DeepSpeed's losses of a small Llama in bf16, for the first 10 steps of 2 ranks under ZeRO 1, 2 and 3.
 
-Needs deepspeed==0.19.8 and transformers beside torch; the test reads what it made.
+This script needs deepspeed==0.19.8, transformers and torch. The test reads the recorded file.
 
     python tests/recorded/deepspeed_llama.py
 """
@@ -24,7 +24,7 @@ VOCABULARY = 61
 
 
 def make_model() -> nn.Module:
-    """Make a Llama with values of our own, since releases of transformers may draw others. Its rotary frequencies stay in fp32."""
+    """Make a Llama with fixed values, since transformers' may change. Its rotary frequencies stay in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model: nn.Module = LlamaForCausalLM(
@@ -42,15 +42,15 @@ def make_model() -> nn.Module:
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    """Tokens of shape [2, 300]: at positions beyond 256, frequencies of 16 bits turn by whole radians."""
+    """Return tokens [2, 300]. At positions beyond 256, 16-bit frequencies would be off by whole radians."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(0, VOCABULARY, (2, 300), generator=generator)
-    tokens[:, 150:] = tokens[:, :150]  # there is something to learn, at a distance
+    tokens[:, 150:] = tokens[:, :150]  # the model can learn a dependency over a distance
     return tokens
 
 
 def config(stage: int) -> dict[str, Any]:
-    """Return what both DeepSpeed and zeroshard are given."""
+    """Return the config for both DeepSpeed and zeroshard."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
@@ -73,7 +73,7 @@ def train(engine: Any, rank: int) -> list[float]:
 
 
 def record() -> None:
-    """Train with DeepSpeed, and write what it gives."""
+    """Train with DeepSpeed, and write the losses."""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
     def body(rank: int, stage: int) -> list[float]:

@@ -1,6 +1,6 @@
-"""Write what DeepSpeed gives: schedules, loss scalers, and optimizers that a config names.
+"""Records DeepSpeed's learning rates, loss scales, and the optimizers that it makes from configs.
 
-They are the oracle of tests/test_schedules.py, tests/test_fp16.py and tests/test_optimizers.py.
+They are the references of tests/test_schedules.py, tests/test_fp16.py and tests/test_optimizers.py.
 
 DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed==0.19.8
 python tests/recorded/record.py
@@ -77,7 +77,7 @@ def scalers() -> None:
     for number, options in enumerate(SCALERS):
         for pattern in range(5):
             scaler = loss_scaler.DynamicLossScaler(**options, raise_error_at_min_scale=True, dtype=torch.half)
-            # Mostly clean runs with bursts of overflows: both directions are walked.
+            # The rates of overflows differ, so that the scale both rises and falls.
             rate = (0.02, 0.1, 0.2, 0.5, 0.9)[pattern]
             overflows = torch.rand(400, generator=generator) < rate
             path = []
@@ -126,11 +126,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("OneBitLamb", {}),
     ("ZeroOneAdam", {}),
 ]
-"""(type, params) of optimizer blocks."""
+"""The (type, params) of optimizer blocks."""
 
 
 def optimizers() -> None:
-    """What an engine makes of each block, on the accelerator and offloaded; its kernels are not built, they hold no defaults."""
+    """Record an engine's optimizer for each block, on the accelerator and offloaded. Its kernels have no defaults, so skip them."""
     from unittest import mock
 
     import deepspeed

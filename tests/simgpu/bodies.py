@@ -1,7 +1,7 @@
-"""Owns what ranks do on the pretend accelerator: each body trains there and on the CPU, and every bit is the same.
+"""Owns the training runs of ranks on the simulated accelerator, which are called bodies, and the comparison of their bits.
 
-fp32 has the CPU's bits: operators are the CPU's own, and simccl sums in rank order as zeroshard does. In 16 bits the wire rounds,
-so there the policies have one another's.
+In fp32, results equal the CPU's: the device uses the CPU's operators, and simccl sums in rank order as zeroshard does. In 16 bits,
+communication rounds, so policies are compared with each other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zeroshard.storage.storages import Storages
 CPU = torch.device("cpu")
 BF16, FP16 = Precision(torch.bfloat16), Precision(torch.float16)
 BUCKET_NUMEL = 256
-"""Several buckets in each unit."""
+"""Elements of a bucket, so that each unit has several buckets."""
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -47,7 +47,7 @@ def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 class Training:
-    """A small model under one policy, and its steps. Tokens are the CPU's until a forward."""
+    """A small model under one policy, and its steps. Tokens are in CPU memory until a forward."""
 
     def __init__(
         self, device: torch.device, policy: Policy, precision: Precision | None = None,
@@ -55,8 +55,8 @@ class Training:
         overlap: bool = True, born: bool = False, microbatches: int = 2, max_norm: float | None = 0.5,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        # A real accelerator draws other random numbers than the CPU, so the model is made on the CPU. The simulated one draws the
-        # same, and the model is made there: `Module.to` keeps tied parameters tied only for torch's own devices.
+        # A real accelerator draws different random numbers than the CPU, so its model is made on the CPU. The simulated one draws
+        # the same, so its model is made on it: `Module.to` keeps parameters tied only for torch's own devices.
         made_on = device if born or device.type == "simgpu" else CPU
         with zeroshard.sharded_init(enabled=born), made_on:
             self.model = make()
@@ -90,7 +90,7 @@ class Training:
             self.step_number += 1
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """Losses and all parameters, in CPU memory; zeroshard is off again."""
+        """End the sharding, and return the losses and all parameters, in CPU memory."""
         self.sharded.remove()
         flat = torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
         return torch.stack([loss.float().cpu() for loss in self.losses]), flat
@@ -104,7 +104,7 @@ def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
 def on_both(
     policy: Policy, run: Callable[[Training], None] = lambda training: training.step(3), **options: Any
 ) -> None:
-    """The same on the CPU and on the pretend device, to the bit."""
+    """Train on the CPU and on the simulated device, and expect the same bits."""
     results = []
     for device in (CPU, simgpu.device()):
         training = Training(device, policy, **options)
@@ -114,7 +114,7 @@ def on_both(
 
 
 def expect_the_cpus(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], message: str) -> None:
-    """The CPU's bits on the simulated device; a real one's kernels round in their own way."""
+    """Expect the CPU's bits on the simulated device, and close values on a real device, whose kernels round differently."""
     if simgpu.device().type == "simgpu":
         assert same(found, expected), message
         return
@@ -133,13 +133,13 @@ def offloaded(
 
 
 def stages(rank: int) -> None:
-    """Every stage, fp32."""
+    """Train in fp32 at every stage."""
     for stage in range(4):
         on_both(Policy.stage(stage), make=Untied)
 
 
 def stages_in_16_bits(rank: int) -> None:
-    """Every stage, bf16: alike, with gradients reduced once a step."""
+    """Train in bf16 at every stage, with gradients reduced once a step, and expect equal results."""
     results = []
     for stage in range(4):
         training = Training(simgpu.device(), Policy.stage(stage), BF16, Untied, microbatches=1)
@@ -149,14 +149,14 @@ def stages_in_16_bits(rank: int) -> None:
 
 
 def without_overlap(rank: int) -> None:
-    """Nothing runs behind the computation; nothing is clipped; units stay whole from forward to backward."""
+    """Train without overlap, without clipping, with units kept from forward to backward, and without prefetching."""
     on_both(Policy.stage(3), overlap=False, max_norm=None)
     on_both(Policy.stage(3, reshard_after_forward=False), max_norm=None)
     on_both(replace(Policy.stage(3), prefetch_numel=0))
 
 
 def cpu_memory(rank: int) -> None:
-    """States rest in CPU memory."""
+    """Train with states at rest in CPU memory."""
     for stage, optimizer, parameters in (
         (1, Place.CPU, None), (2, Place.CPU, None), (2, None, Place.CPU), (3, Place.CPU, None), (3, None, Place.CPU),
         (3, Place.CPU, Place.CPU),
@@ -166,7 +166,7 @@ def cpu_memory(rank: int) -> None:
 
 
 def cpu_memory_in_16_bits(rank: int) -> None:
-    """Uploads are cast; the bits are those of the disk."""
+    """Train in bf16, where uploads are cast, and expect the same bits with CPU memory as with the disk."""
     for stage, parameters in ((1, None), (2, None), (3, None), (3, Place.CPU)):
         results = []
         for place in (Place.CPU, Place.DISK):
@@ -178,7 +178,7 @@ def cpu_memory_in_16_bits(rank: int) -> None:
 
 
 def disk(rank: int) -> None:
-    """States rest on disk."""
+    """Train with states at rest on disk."""
     for stage, optimizer, parameters in (
         (1, Place.DISK, None), (2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK),
     ):  # fmt: skip
@@ -187,7 +187,7 @@ def disk(rank: int) -> None:
 
 
 def sub_groups(rank: int) -> None:
-    """Many small ones, read ahead and written behind or not; a part stays on the accelerator."""
+    """Train with many small sub-groups, with and without read-ahead and write-behind, and with a part on the accelerator."""
     for place in (Place.CPU, Place.DISK):
         for ahead in (True, False):
             with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +203,7 @@ def sub_groups(rank: int) -> None:
 
 
 def parking(rank: int) -> None:
-    """States leave the accelerator between steps, all or some, and come back."""
+    """Park and reload all or some states between steps."""
     for stage in range(4):
         for states in (("parameters", "gradients", "optimizer"), ("optimizer",)):
             training, still = (Training(simgpu.device(), Policy.stage(stage), BF16) for _ in range(2))
@@ -211,14 +211,14 @@ def parking(rank: int) -> None:
                 one.step(2)
                 if one is training:
                     one.sharded.offload_states(states)
-                    torch.full((1 << 16,), torch.nan, device=simgpu.device())  # somebody else uses the memory
+                    torch.full((1 << 16,), torch.nan, device=simgpu.device())  # overwrite the freed memory
                     one.sharded.reload_states()
                 one.step(2)
             assert same(training.end(), still.end())
 
 
 def sharded_init(rank: int) -> None:
-    """Born sharded on the pretend device."""
+    """Train models that are born sharded on the device."""
     for stage in (2, 3):
         results = []
         for born in (False, True):
@@ -230,7 +230,7 @@ def sharded_init(rank: int) -> None:
 
 
 class _Constant(Stack):
-    """Initialised without random numbers, so that it is the same wherever it is made."""
+    """A stack that is initialised without random numbers, so that its values are the same on every device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class _Constant(Stack):
 
 @contextmanager
 def folder_of_all() -> Iterator[str]:
-    """One for all ranks."""
+    """Make a temporary folder for all ranks."""
     names: list[Any] = [tempfile.mkdtemp(prefix="simgpu-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(names, device=simgpu.device())
     yield str(names[0])
@@ -253,12 +253,12 @@ def folder_of_all() -> Iterator[str]:
 
 
 def _values(training: Training) -> Tensor:
-    """As whoever looks at the parameters finds them."""
+    """Return the parameters' current values."""
     return torch.nn.utils.parameters_to_vector(training.model.parameters()).detach().cpu()
 
 
 def checkpoints(rank: int, asynchronous: bool = False) -> None:
-    """Saved, loaded into another, and trained on; what is saved behind the training is of the moment."""
+    """Save, load into a second model, and continue both. A save behind the training must hold the values of its start."""
     for stage, optimizer in ((1, None), (2, Place.CPU), (3, None)):
         policy = Policy.stage(stage).offloaded(optimizer=optimizer)
         one, other = (Training(simgpu.device(), policy, BF16) for _ in range(2))
@@ -278,12 +278,12 @@ def checkpoints(rank: int, asynchronous: bool = False) -> None:
 
 
 def asynchronous_checkpoints(rank: int) -> None:
-    """The same, behind the training."""
+    """Save and load with asynchronous saves."""
     checkpoints(rank, asynchronous=True)
 
 
 class Checkpointed(Stack):
-    """Blocks of which only the inputs are kept, in CPU memory."""
+    """A stack that keeps only the inputs of its blocks, in CPU memory."""
 
     options = Checkpointing(cpu_checkpointing=True)
 
@@ -302,14 +302,14 @@ class _CheckpointedInSlots(Checkpointed):
 
 
 def activation_checkpointing(rank: int) -> None:
-    """Saved inputs rest in CPU memory."""
+    """Train with checkpointed inputs in CPU memory."""
     for make in (Checkpointed, _CheckpointedInSlots):
         for stage in (2, 3):
             on_both(Policy.stage(stage), make=make)
 
 
 def overflow(rank: int) -> None:
-    """fp16: one rank's gradients overflow, every rank leaves the step out."""
+    """Train in fp16 while one rank's gradients overflow, so that every rank skips the step."""
     results = []
     for stage in range(4):
         training = Training(simgpu.device(), Policy.stage(stage), FP16, microbatches=1)
@@ -333,26 +333,26 @@ def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """torch's divides by zero on a parameter without elements."""
+    """Return Adafactor without empty parameters, on which torch's class divides by zero."""
     return torch.optim.Adafactor([p for p in parameters if p.numel()], lr=1e-2)
 
 
 def whole_parameters(rank: int) -> None:
-    """Optimizers that look at whole parameters."""
+    """Train with optimizers that need whole parameters."""
     for stage in range(4):
         on_both(Policy.stage(stage), optimizer=muon)
         on_both(Policy.stage(stage), optimizer=adafactor)
 
 
 def lossy_wires(rank: int) -> None:
-    """Decode codes when they are there, and read them before their memory is used again."""
+    """Train with codes, which must have arrived before they are decoded, and be read before their memory is reused."""
     coarse = Wire(gradients="int4")
     on_both(replace(Policy.stage(3, within=1, wire=coarse), parameters=Residency(sharded=True)), make=Untied)
     on_both(Policy.stage(2, within=1, wire=Wire(gradients="int8")), make=Untied)
 
 
 def freezing(rank: int) -> None:
-    """What takes gradients changes between steps."""
+    """Freeze and unfreeze parameters between steps."""
 
     def run(training: Training) -> None:
         training.step(2)
@@ -368,7 +368,7 @@ def freezing(rank: int) -> None:
 
 
 def side_stream(rank: int) -> None:
-    """The user runs forward and backward on a stream of their own, and waits for it where torch asks them to."""
+    """Run forward and backward on the user's own stream, with the waits that torch demands."""
 
     def run(training: Training) -> None:
         side = None if training.device == CPU else torch.Stream(training.device)
@@ -395,7 +395,7 @@ class Boom(Exception):
 
 
 class _Breaking(Untied):
-    """Its forward or its backward ends in the middle, when told to."""
+    """A stack whose forward or backward raises in the middle if `where` names it."""
 
     where = ""
 
@@ -414,7 +414,7 @@ def _boom(_gradient: Tensor) -> Tensor:
 
 
 def error_roads(rank: int) -> None:
-    """A forward or a backward that ends in the middle leaves nothing that arrives later."""
+    """Abort a forward or a backward, and expect that nothing arrives later."""
 
     def run(training: Training) -> None:
         model: Any = training.model
@@ -437,7 +437,7 @@ def error_roads(rank: int) -> None:
 
 
 def zero_redundancy(rank: int) -> None:
-    """torch's class and ours beside it, gradients averaged by hand."""
+    """Train with zeroshard's ZeroRedundancyOptimizer, with gradients averaged by hand."""
     for options in ({}, {"parameters_as_bucket_view": True}):
         for make in (torch.optim.AdamW, torch.optim.Adafactor):
             results = []
@@ -462,7 +462,7 @@ def zero_redundancy(rank: int) -> None:
 
 
 def _reduce_on_cpu(gradient: Tensor | None) -> None:
-    """By the pretend device: the process group of the tests has nothing else."""
+    """Sum a CPU gradient on the device, since this process group has no other collectives."""
     assert gradient is not None
     there = gradient.to(simgpu.device())
     dist.all_reduce(there)
@@ -470,7 +470,7 @@ def _reduce_on_cpu(gradient: Tensor | None) -> None:
 
 
 def reads_and_writes(rank: int) -> None:
-    """Whoever reads between steps finds what is current, and what is written there counts."""
+    """Read current values between steps, and write values that take effect."""
 
     def run(training: Training) -> None:
         for _ in range(2):
@@ -488,7 +488,7 @@ def reads_and_writes(rank: int) -> None:
 
 
 def written_by_all(rank: int) -> None:
-    """Every rank writes values of its own between steps: of each element the owner's counts, from the next step on."""
+    """Write different values on every rank between steps. From the next step on, the owner's value of each element counts."""
 
     def run(training: Training) -> None:
         for _ in range(2):
@@ -508,13 +508,13 @@ def written_by_all(rank: int) -> None:
 
 
 def second_gradients(rank: int) -> None:
-    """A block that runs twice under reentrant checkpointing gives its gradients in two pieces, the second late."""
+    """Train a block that runs twice under reentrant checkpointing, whose gradients come in two parts, the second late."""
     for stage in range(4):
         on_both(Policy.stage(stage), make=MODELS["checkpointed twice reentrant"])
 
 
 def slots(rank: int) -> None:
-    """What a storage promises: a read sees the write before it, wherever both are; a range that is given back is not written to."""
+    """Check storages: a read sees the write before it on any device, and released ranges are not written to."""
     accelerator = simgpu.device()
     with tempfile.TemporaryDirectory() as folder:
         policy = offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=40_000)
@@ -546,7 +546,7 @@ def slots(rank: int) -> None:
                 early = torch.zeros(3000, dtype=torch.bfloat16, device=accelerator)
                 wide.read(early).wait(accelerator)
                 assert bool((early == number).all()), f"{type(storage).__name__}: a read, cast, overtook a write"
-            narrow = storage.slot("in 16 bits", 3000, torch.bfloat16)  # what is written is cast on its way
+            narrow = storage.slot("in 16 bits", 3000, torch.bfloat16)  # writes cast the values in transit
             narrow.write(torch.full((3000,), 1.0, device=accelerator))
             early = torch.zeros(3000, dtype=torch.bfloat16, pin_memory=True)
             reading = narrow.read(early)
@@ -561,7 +561,7 @@ def slots(rank: int) -> None:
         new.write(torch.full((3000,), 2.0))
         new.wait()
         torch.accelerator.synchronize()
-        time.sleep(0.1)  # what is still written is written now
+        time.sleep(0.1)  # writes that are still pending end now
         out = torch.zeros(3000)
         new.read(out).wait(CPU)
         assert bool((out == 2).all())
@@ -569,7 +569,7 @@ def slots(rank: int) -> None:
 
 
 def engine(rank: int) -> None:
-    """A config's engine, which clips: every stage, alike."""
+    """Train engines of configs with clipping at every stage, and expect equal results."""
     results = []
     for stage in range(4):
         torch.manual_seed(0)
@@ -592,7 +592,7 @@ def engine(rank: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """Blocks are compiled, by inductor on a real device. For the simulated one it makes no kernels: graphs are only traced."""
+    """Train compiled blocks, with inductor on a real device. It has no kernels for the simulated one, so graphs are only traced."""
     backend = "aot_eager" if simgpu.device().type == "simgpu" else "inductor"
 
     def make() -> nn.Module:

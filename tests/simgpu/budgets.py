@@ -1,4 +1,4 @@
-"""Owns what a step costs on the pretend accelerator, beside FSDP2: kernels, collectives, host synchronisations; and its losses."""
+"""Owns the cost of a step on the simulated accelerator, compared with FSDP2: kernels, collectives, and host synchronisations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SYSTEMS = {"zeroshard": _zeroshard, "FSDP2": _fsdp2}
 
 
 def one_step(rank: int, system: str, stage: int, clips: bool, layers: int = LAYERS, bits: int = 16) -> dict[str, Any]:
-    """Counts of one step after some, by name, and the losses of all."""
+    """Return the counts of one step after the warm-up, by name, and the losses of all steps."""
     model = _model(layers)
     step = SYSTEMS[system](model, stage, torch.bfloat16 if bits == 16 else None, clips)
     losses = [step(_tokens(rank, number)) for number in range(WARMUP)]
@@ -93,14 +93,14 @@ def one_step(rank: int, system: str, stage: int, clips: bool, layers: int = LAYE
 
 
 def total(counts: dict[str, Any], kind: str) -> int:
-    """Of one kind, all names."""
+    """Return the count of one kind, over all names."""
     return sum(Counter(counts[kind]).values())
 
 
 def watched_steps(rank: int, folder: str) -> dict[str, Any]:
-    """Counts of five steps, clipped, of which a log reads every one; and the losses of all."""
+    """Return the counts of five clipped and logged steps, and the losses of all steps."""
     module = importlib.import_module("zeroshard.training_progress")
-    module.READ_SECONDS = 0.0  # type: ignore[attr-defined]  # in this rank's process alone
+    module.READ_SECONDS = 0.0  # type: ignore[attr-defined]  # only in this rank's process
     model = _model(2)
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), Policy.stage(3))
     batches = [_tokens(rank, number) for number in range(WARMUP + 5)]
@@ -122,7 +122,7 @@ def watched_steps(rank: int, folder: str) -> dict[str, Any]:
 
 
 def unchecked_step(rank: int, door: str) -> dict[str, Any]:
-    """Counts of one clipped step in bf16 without overflow checks, and its norm."""
+    """Return the host synchronisations of one clipped step in bf16 without overflow checks, and its norm."""
     model = _model(2)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     batches = [_tokens(rank, number) for number in range(WARMUP + 1)]
@@ -139,7 +139,7 @@ def unchecked_step(rank: int, door: str) -> dict[str, Any]:
             return engine.step().norm
 
     else:
-        importlib.import_module("accelerate").Accelerator(cpu=True)  # whose state its optimizers ask for
+        importlib.import_module("accelerate").Accelerator(cpu=True)  # accelerate's optimizers need its state
         transformers = importlib.import_module("zeroshard.integrations.transformers")
         sharded = zeroshard.shard(model, adamw, Policy.stage(2), precision=Precision(torch.bfloat16))
         optimizer = transformers.OuterOptimizer(sharded, transformers.StaticLossScaler(), skips=False)
@@ -161,7 +161,7 @@ def unchecked_step(rank: int, door: str) -> dict[str, Any]:
 
 
 def lossy_launches(rank: int, bits: str) -> dict[str, int]:
-    """Launches of the arithmetic of codes in one step of stage 2, on as many hosts as ranks."""
+    """Return the launches that compute codes in one step of stage 2, with one rank on each host."""
     model = _model(2)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     wire = Wire(gradients="int8" if bits == "int8" else "int4")

@@ -21,12 +21,12 @@ TORCH = Path(torch.__file__).parent
 
 
 def compiler() -> str | None:
-    """Its path."""
+    """Return the path of the C++ compiler, or None."""
     return next((path for path in map(shutil.which, [os.environ.get("CXX") or "g++", "g++", "clang++"]) if path), None)
 
 
 def why_not() -> str | None:
-    """Why the device cannot be built here."""
+    """Return the reason why the device cannot be built on this machine, or None."""
     if torch.__version__.startswith("2.11."):
         return (
             "the pretend accelerator needs a later torch: 2.11 frees results of operators with two `out=` tensors twice"
@@ -41,10 +41,10 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """The library; made where it is not there yet.
+    """Return the library's path. Build it if it does not exist yet.
 
     Raises:
-        RuntimeError: what the compiler said.
+        RuntimeError: the device does not compile. The message has the compiler's output.
     """
     sources = sorted(SOURCES.iterdir())
     digest = hashlib.sha256(repr([torch.__version__, sysconfig.get_config_var("SOABI"), FLAGS]).encode())
@@ -56,7 +56,7 @@ def build() -> Path:
         return library
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that test beside each other build once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # parallel test processes build only once
         if library.exists():
             return library
         made = Path(unfinished) / library.name

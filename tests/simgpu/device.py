@@ -1,4 +1,4 @@
-"""Owns the device's registration with torch, through the hooks that torch has for devices of others. Once in a process."""
+"""Owns the device's registration with torch, once in a process, through torch's hooks for external devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from simgpu.build import NAME, build
 
 Pace = tuple[bool, int]
-"""Whether a stream waits until it is waited for, and microseconds before each kernel."""
+"""Whether a stream is idle until something waits for it, and the microseconds before each kernel."""
 
 AT_ONCE, LATE = (False, 0), (True, 0)
 MODES: dict[str, tuple[Pace, list[Pace]]] = {
@@ -28,7 +28,7 @@ MODES: dict[str, tuple[Pace, list[Pace]]] = {
     "odd late": (AT_ONCE, [LATE, AT_ONCE]),
     "even late": (AT_ONCE, [AT_ONCE, LATE]),
 }
-"""How the default stream is paced, and the others, in turn."""
+"""The pace of the default stream, and the paces of the others, in turn."""
 QUICK_MODES = ("default late", "others late", "all late", "others slow")
 
 _native: Any = None
@@ -38,7 +38,7 @@ _used: list[torch.device] = []
 
 
 def device() -> torch.device:
-    """The one that there is."""
+    """Return the device on which bodies run."""
     return _used[-1] if _used else torch.device("simgpu", 0)
 
 
@@ -48,8 +48,8 @@ def use(real: torch.device) -> None:
 
 
 def load() -> None:
-    """Make the device known to torch. Starts no thread."""
-    global _native  # noqa: PLW0603  (as the registration is the process's)
+    """Register the device with torch, without starting a thread."""
+    global _native  # noqa: PLW0603  (since a process registers the device once)
     if _native is not None:
         return
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(build()))
@@ -64,7 +64,7 @@ def load() -> None:
 
 
 def _module(native: Any) -> types.ModuleType:
-    """`torch.simgpu`: what torch, FSDP2 among it, asks of a device beyond torch.accelerator."""
+    """Return `torch.simgpu`, with the functions that torch, including FSDP2, needs in addition to torch.accelerator."""
 
     class _Nothing(AbstractContextManager[None]):
         def __init__(self, _device: Any = None) -> None: ...
@@ -91,19 +91,19 @@ def _module(native: Any) -> types.ModuleType:
 
 
 def native() -> Any:
-    """The C++ part."""
+    """Return the C++ module."""
     assert _native is not None, "simgpu is not loaded"
     return _native
 
 
 def set_mode(name: str) -> None:
-    """One of MODES, for streams that are there and that come."""
+    """Apply one of MODES to existing and later streams."""
     native().set_paces(*MODES[name])
 
 
 @dataclass
 class Counts:
-    """Since `reset_counts`, by name: kernels, host synchronisations, copies from and to pageable memory, collectives."""
+    """Counts since `reset_counts`, by name: kernels, host synchronisations, copies from and to pageable memory, collectives."""
 
     launches: Counter[str] = field(default_factory=Counter)
     synchronisations: Counter[str] = field(default_factory=Counter)
@@ -112,19 +112,19 @@ class Counts:
 
 
 collectives: Counter[str] = Counter()
-"""How many of each kind simccl launched since `reset_counts`."""
+"""The number of simccl's launches since `reset_counts`, by kind."""
 launched: list[tuple[str, torch.dtype]] = []
-"""The kind and dtype of each, in the order of their launches."""
+"""The kind and dtype of each collective, in the order of launches."""
 
 
 def counts() -> Counts:
-    """What was done since `reset_counts`."""
+    """Return the counts since `reset_counts`."""
     launches, synchronisations, copies = native().counts()
     return Counts(Counter(launches), Counter(synchronisations), Counter(copies), Counter(collectives))
 
 
 def reset_counts() -> None:
-    """Begin anew."""
+    """Set all counts to zero."""
     native().reset_counts()
     collectives.clear()
     launched.clear()

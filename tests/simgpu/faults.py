@@ -1,8 +1,8 @@
-"""Owns the injected faults: each place of zeroshard's path on an accelerator that waits, or hands a wait on, is taken out in turn.
+"""Owns the injected faults: each wait on zeroshard's accelerator path, and each argument with a wait, is removed in turn.
 
-The table is read from the source of the modules in ROAD. A module with waits is in it, or in ELSEWHERE with the reason. What is
-removed is the call alone: what it is called on is still computed, and so `slot.read(out).wait(device)` becomes `slot.read(out)`. A
-comment right above a wait excuses it: `# no test needs this wait: why`.
+The table is read from the source of the modules in ROAD. A module with waits is in ROAD, or in ELSEWHERE with the reason. Only the
+call is removed, and its object is still computed: `slot.read(out).wait(device)` becomes `slot.read(out)`. A comment right above a
+wait excuses it: `# no test needs this wait: why`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ROAD = (
     "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
-"""Calls that are statements of their own."""
+"""Names of waits, whose calls are separate statements."""
 FENCES = {"copy": 2, "release": 1, "write": 3}
-"""Calls that are given what to wait for, as the argument of this number."""
+"""Calls with an argument to wait for, and the index of this argument."""
 WAIT_LIKE = re.compile(r"_?wait\w*|synchronize|record_stream")
 """Names of calls that are sites, or listed below."""
 ELSEWHERE = {
@@ -53,7 +53,7 @@ ELSEWHERE = {
     "zero_redundancy.optimizer": "only under torch's Join, which is made of DDP",
     "zero_redundancy.ddp_hooks": "the wait of a future of torch's returns the value",
 }
-"""Modules and packages whose waits are not taken out, each with the reason."""
+"""Modules and packages whose waits are not removed, each with the reason."""
 NO_SITES = {
     "wait_released": "the memory of an accelerator is not read by other ranks in place",
     "_wait_released": "the memory of an accelerator is not read by other ranks in place",
@@ -69,15 +69,15 @@ NO_WAITS = {
 EXCUSE = "no test needs this wait:"
 
 reached: set[str] = set()
-"""Where this process has been since `plant`, by name."""
+"""The names of the sites that this process has reached since `plant`."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place. `name` tells it from all others, and stays when lines move.
+    """A removable wait. Its `name` is unique, and does not change when lines move.
 
     Attributes:
-        excuse: why no test needs it, where the source says so.
+        excuse: the reason in the source why no test needs the wait, or None.
     """
 
     name: str
@@ -101,12 +101,12 @@ def _is_fence(node: ast.AST) -> bool:
 
 
 def _is_note(node: ast.AST) -> bool:
-    """`self._in_flight.add(transfer)`, in the place of the transfer: those who come later wait for it."""
+    """Return whether a node is `self._in_flight.add(transfer)`, which makes later users wait for the transfer."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) == "self._in_flight.add"
 
 
 def waits_of_none() -> list[str]:
-    """The waits of the package that are no sites, and have no reason in ELSEWHERE or NO_SITES."""
+    """Return the package's waits that are not sites, and have no reason in ELSEWHERE or NO_SITES."""
     places = {(site.module, site.line, site.column) for site in sites().values()}
     package = Path(zeroshard.__file__).parent
     found = []
@@ -131,7 +131,7 @@ def _method(call: ast.Call) -> str:
 
 
 def _functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Functions by qualified name; one inside of another belongs to it."""
+    """Yield functions by qualified name. A nested function belongs to the outer one."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
             yield from _functions(child, f"{outer}{child.name}.")
@@ -148,7 +148,7 @@ def _source(module: str) -> str:
 
 
 def _excuse(lines: list[str], line: int) -> str | None:
-    """What the comment right above a line says after `EXCUSE`."""
+    """Return the text after `EXCUSE` in the comment right above a line, or None."""
     above = line - 1
     while above and lines[above - 1].lstrip().startswith("#"):
         above -= 1
@@ -159,7 +159,7 @@ def _excuse(lines: list[str], line: int) -> str | None:
 
 @cache
 def sites() -> dict[str, Site]:
-    """All of them, by name."""
+    """Return all sites by name."""
     found: dict[str, Site] = {}
     for short in ROAD:
         module = f"zeroshard.{short}"
@@ -178,7 +178,7 @@ def sites() -> dict[str, Site]:
 
 
 class _Change(ast.NodeTransformer):
-    """Takes a site out of its module, and lets each site of the module say that it was reached."""
+    """A transformer that removes one site from its module, and makes each site of the module record that it was reached."""
 
     def __init__(self, here: list[Site], taken: Site) -> None:
         self._here, self._taken = {(site.line, site.column): site for site in here}, taken
@@ -214,7 +214,7 @@ class _Change(ast.NodeTransformer):
 
 
 def _noted(site: Site, value: ast.expr) -> ast.expr:
-    """An expression of the same value, which also notes that the site was reached."""
+    """Return an expression with the same value, which also records that the site was reached."""
     name, here = ast.Name("_reached_by_tests", ast.Load()), ast.Constant(site.name)
     return ast.copy_location(ast.Call(name, [here, value], []), value)
 
@@ -225,7 +225,7 @@ def _reach(name: str, value: Any) -> Any:
 
 
 def plant(name: str) -> None:
-    """Take one out, in this process; and note from now on which of them all are reached."""
+    """Remove one site in this process, and record from now on which sites are reached."""
     taken, has_taken = sites()[name], False
     for short in ROAD:
         module = importlib.import_module(f"zeroshard.{short}")
@@ -242,7 +242,7 @@ def plant(name: str) -> None:
 
 
 def _function(module: Any, name: str) -> Any:
-    """The function of that qualified name, without what decorates it."""
+    """Return the function with this qualified name, without its decorators."""
     target: Any = module
     for part in name.split("."):
         target = inspect.getattr_static(target, part)
@@ -252,7 +252,7 @@ def _function(module: Any, name: str) -> Any:
 
 
 def sites_reached(rank: int, module: str, body: str) -> list[str]:
-    """Run a module's body, and return the names of the sites where it has been since `plant`."""
+    """Run a module's body, and return the names of the sites that were reached since `plant`."""
     getattr(importlib.import_module(module), body)(rank)
     return sorted(reached)
 

@@ -1,4 +1,4 @@
-"""Owns what the host does beside its device: threads, groups of some ranks, asynchronous saves, norms, memory that users keep."""
+"""Owns runs for the host's work: threads, groups of some ranks, asynchronous saves, norms, and memory that users keep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def group_beside_a_bound_world(rank: int, splits: bool) -> str:
 
 
 def threads_that_took_the_device(rank: int) -> set[str]:
-    """Train from disk and save behind the training; return the kinds of threads that chose this rank's device."""
+    """Train from disk with an asynchronous save, and return the kinds of threads that chose this rank's device."""
     found = set()
     accelerator: Any = torch.accelerator
     before = accelerator.set_device_index
@@ -61,14 +61,14 @@ def threads_that_took_the_device(rank: int) -> set[str]:
 
 
 def asynchronous_save(rank: int, stage: int) -> dict[str, Any]:
-    """Count what an asynchronous save makes the host wait for, the first and the second."""
+    """Return the host's waits and pageable copies in the first and the second asynchronous save."""
     training = Training(simgpu.device(), Policy.stage(stage), BF16)
     checkpoints: Any = training.sharded.checkpoints
     write_behind = getattr(checkpoints, WRITE_BEHIND)
     may_write = threading.Event()
 
     def write(*arguments: Any) -> None:
-        may_write.wait()  # the thread that writes waits for copies, and is not counted
+        may_write.wait()  # so that the waits of the writing thread are not counted
         write_behind(*arguments)
 
     setattr(checkpoints, WRITE_BEHIND, write)
@@ -103,9 +103,9 @@ def digests_of_gradients(rank: int) -> dict[str, int]:
 
 
 def norms_with_the_optimizer_in_cpu_memory(rank: int, stage: int) -> dict[str, Any]:
-    """Return the norms and parameters of clipped steps, and what the host waited for while it asked for a norm.
+    """Return the norms and parameters of clipped steps, and the number of the host's waits while a norm was computed.
 
-    Shards are larger than what the CPU sums in one run, so that its sums of squares have other bits than the device's.
+    Shards are larger than the CPU's unit of summation, so that its sums of squares have different bits than the device's.
     """
     torch.manual_seed(0)
     model = Blocks(blocks=2).to(simgpu.device())
@@ -130,7 +130,7 @@ def norms_with_the_optimizer_in_cpu_memory(rank: int, stage: int) -> dict[str, A
 
 
 def memory_of_parameters_in_cpu_memory_that_is_kept(rank: int, stage: int) -> int:
-    """Return how often memory of units stayed that was to be given back, where the copies from it are over early."""
+    """Return how often units kept memory that they should have freed, if the copies from it end early."""
     training = Training(simgpu.device(), Policy.stage(stage).offloaded(parameters=Place.CPU))
     training.step(4)
     count = kept_count(units(training.sharded))
@@ -139,7 +139,7 @@ def memory_of_parameters_in_cpu_memory_that_is_kept(rank: int, stage: int) -> in
 
 
 def state_dict_in_storages(rank: int, stage: int, offloaded: bool) -> list[bool]:
-    """Return whether each tensor of the state dict has a storage of its own; and whether it has the parameter's values."""
+    """Return whether each tensor of the state dict has a separate storage, and whether it has the parameter's values."""
     policy = Policy.stage(stage)
     training = Training(simgpu.device(), policy.offloaded(parameters=Place.CPU) if offloaded else policy, BF16)
     training.step(2)
@@ -153,7 +153,7 @@ def state_dict_in_storages(rank: int, stage: int, offloaded: bool) -> list[bool]
 
 
 def memory_that_is_kept(rank: int, stage: int) -> list[int]:
-    """Return how often memory stayed that was to be given back: in two steps, and in a third whose user keeps a parameter's."""
+    """Return how often memory was not freed: in two steps, and in a third step while the user keeps a parameter's memory."""
     training = Training(simgpu.device(), Policy.stage(stage), BF16)
     found = []
     training.step(2)

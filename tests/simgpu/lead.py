@@ -1,4 +1,4 @@
-"""Owns what a host that is far ahead of its device costs: memory that the allocator reserves, and waits between streams."""
+"""Owns the cost of a host that is far ahead of its device: memory that the allocator reserves, and waits between streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOUR_MS = 3_600_000
 
 
 class Blocks(nn.Module):
-    """Equal blocks, each a unit, and much larger than what passes through them."""
+    """Equal blocks, each of which is a unit, and much larger than its activations."""
 
     def __init__(self, blocks: int = BLOCKS, layers: int = 1) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 def _made(policy: Policy, model: Blocks, **options: Any) -> zeroshard.Sharded:
-    simgpu.native().set_patience(HOUR_MS)  # a host that a busy machine holds up stays ahead of the device
+    simgpu.native().set_patience(HOUR_MS)  # the host stays ahead of the device even on a busy machine
     torch.manual_seed(0)
     model.to(simgpu.device())
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -45,7 +45,7 @@ def _made(policy: Policy, model: Blocks, **options: Any) -> zeroshard.Sharded:
 
 
 def _in_lockstep(model: Blocks) -> None:
-    """Have the host wait for the device around each block."""
+    """Make the host wait for the device before and after each block."""
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: torch.accelerator.synchronize())
         block.register_forward_hook(lambda *_: torch.accelerator.synchronize())
@@ -57,7 +57,7 @@ def _reserved() -> int:
 
 
 def reserved_with_parameters_in_cpu_memory(rank: int, lockstep: bool) -> dict[str, float]:
-    """Bytes that a forward and a backward reserve, in units of the model."""
+    """Return the memory that a forward and a backward reserve, as a multiple of a unit's bytes."""
     model = Blocks()
     sharded = _made(Policy.stage(3).offloaded(parameters=Place.CPU), model)
     if lockstep:
@@ -76,7 +76,7 @@ def reserved_with_parameters_in_cpu_memory(rank: int, lockstep: bool) -> dict[st
 
 
 def reserved_with_inputs_in_cpu_memory(rank: int, lockstep: bool) -> dict[str, float]:
-    """Bytes that a forward and a backward reserve, in inputs of a block."""
+    """Return the memory that a forward and a backward reserve, as a multiple of the bytes of a block's input."""
     simgpu.native().set_patience(HOUR_MS)
     model = Blocks().to(simgpu.device())
     checkpointer = Checkpointer(Checkpointing(cpu_checkpointing=True))
@@ -96,15 +96,15 @@ def reserved_with_inputs_in_cpu_memory(rank: int, lockstep: bool) -> dict[str, f
 
 
 def stalls_in_backward(rank: int, stage: int, bits: int, declared: bool) -> dict[str, Any]:
-    """How often the computing stream waits for a copy in the backward of each microbatch, of a second step.
+    """Return how often the computing stream waits for a copy in each microbatch's backward, in the second step.
 
     Args:
-        declared: which microbatch is the last of its step is known.
+        declared: whether the last microbatch of a step is declared.
     """
     model = Blocks(blocks=6, layers=6)
     policy = Policy.stage(stage).offloaded(optimizer=Place.CPU)
     precision = Precision(torch.bfloat16) if bits == 16 else None
-    # Each parameter is a bucket of its own, as large ones are.
+    # Each parameter is a separate bucket, as large parameters are.
     sharded = _made(policy, model, precision=precision, bucket_numel=WIDTH * WIDTH)
     found: list[int] = []
     norms = []
@@ -117,7 +117,7 @@ def stalls_in_backward(rank: int, stage: int, bits: int, declared: bool) -> dict
                 loss.backward()
                 stalls = simgpu.native().stalls()
             if step == 1:
-                # Without other ranks, only copies run beside the computing stream.
+                # Without other ranks, only copies run on other streams.
                 found.append(sum(count for (waits, other), count in stalls.items() if waits == 0 and other != 0))
         norms.append(float(sharded.clip_grad_norm_(1.0)))
         sharded.optimizer.step()
@@ -128,7 +128,7 @@ def stalls_in_backward(rank: int, stage: int, bits: int, declared: bool) -> dict
 
 
 def stalls_without_room(rank: int, **options: Any) -> dict[str, Any]:
-    """The same on a device whose memory is full."""
+    """Return `stalls_in_backward` on a device whose memory is full."""
     accelerator: Any = importlib.import_module("zeroshard.storage.base")
-    accelerator.FREE_SHARE = 2.0  # in this rank's process alone
+    accelerator.FREE_SHARE = 2.0  # only in this rank's process
     return stalls_in_backward(rank, **options)

@@ -1,4 +1,4 @@
-"""Owns trainings on the simulated accelerator whose memory a plan is held against, and the same for the plan."""
+"""Owns training runs on the simulated accelerator whose memory is compared with a plan, and the inputs of the plan."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import zeroshard
 from simgpu import device as simgpu
 
 WIDTH = 640
-"""So that most blocks of memory are neither small nor segments of their own."""
+"""A width for which most blocks of memory are neither small nor separate segments."""
 SAMPLES = 96
 STEPS = 3
 
 
 class Layers(nn.Module):
-    """Return the mean square of what equal blocks make of samples [n, WIDTH]: operators that are the same on each device."""
+    """A model of equal blocks, whose operators are the same on each device. Maps samples [n, WIDTH] to a loss []."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 def many_inputs() -> Layers:
-    """Enough blocks that inputs of checkpoints are in flight, at rest, and on their way back at once."""
+    """Return a model with enough blocks that checkpointed inputs are in flight, at rest, and in reload at once."""
     return Layers(blocks=8)
 
 
@@ -43,12 +43,12 @@ def samples(count: int) -> tuple[Tensor]:
 
 
 def default(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW without a choice of kernels."""
+    """Return AdamW with its default kernels."""
     return torch.optim.AdamW(parameters)
 
 
 def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with one kernel."""
+    """Return AdamW with fused kernels."""
     return torch.optim.AdamW(parameters, fused=True)
 
 
@@ -63,7 +63,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 def trained(
     rank: int, made: dict[str, Any], model: Callable[[], nn.Module], optimizer: Callable[..., Any]
 ) -> dict[str, int]:
-    """Train, and return bytes: the most that was allocated in a step, and pinned for it; and what was reserved in the end."""
+    """Train, and return the last step's peak bytes: allocated, reserved, and pinned in addition."""
     simgpu.native().pack_blocks()
     torch.manual_seed(0)
     engine, *_ = zeroshard.initialize(model=model(), config=made, optimizer=optimizer)
@@ -78,7 +78,7 @@ def trained(
         loss = engine(data)
         engine.backward(loss)
         engine.step()
-        del loss, data  # in a plan they live until the step is over, too
+        del loss, data  # in a plan, too, they live until the step ends
     torch.accelerator.synchronize()
     return {
         "allocated": torch.accelerator.max_memory_allocated(),

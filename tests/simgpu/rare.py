@@ -1,4 +1,4 @@
-"""Owns bodies for waits that a plain training does not need: what is read at once after it was set, aborted, or late on disk."""
+"""Owns bodies for waits that plain training does not need: reads right after writes, aborted passes, and late disks."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 
 LATE_SECONDS = 0.005
 NARROW, WIDE = "blocks.1.up.bias", "blocks.1.up.weight"
-"""Parameters that lie in one bucket, and in several."""
+"""The names of a parameter in one bucket, and of one in several."""
 
 
 @contextmanager
 def late_disk(
     *, reads: bool = False, writes: bool = False, every: int = 2, seconds: float = LATE_SECONDS
 ) -> Iterator[None]:
-    """Requests of a file that are made inside are late, every other one: so what was asked for first may come last."""
+    """Delay every second request of a file (`every=2`), so that the first request may end last."""
 
     def late() -> Callable[..., None]:
         count = iter(range(1 << 30))
@@ -61,7 +61,7 @@ def late_disk(
 
 
 def partitioned_activations(rank: int) -> None:
-    """Saved inputs that are the same on all ranks are kept in parts, on the device or in CPU memory."""
+    """Train with partitioned checkpointed inputs, which are the same on all ranks, on the device or in CPU memory."""
 
     def make(**options: Any) -> Callable[[], nn.Module]:
         def made() -> nn.Module:
@@ -74,7 +74,7 @@ def partitioned_activations(rank: int) -> None:
         return made
 
     def run(training: Training) -> None:
-        training.rank = 0  # the same batches everywhere
+        training.rank = 0  # the same batches on all ranks
         training.step(2)
 
     on_both(Policy.stage(2), run, make=make())
@@ -82,7 +82,7 @@ def partitioned_activations(rank: int) -> None:
 
 
 def unclipped(rank: int) -> None:
-    """Nobody looks at gradients between the backward and the step, which the CPU takes."""
+    """Train without clipping, with the optimizer on the CPU, so that nothing reads gradients before the step."""
     for stage in (1, 2, 3):
         on_both(Policy.stage(stage).offloaded(optimizer=Place.CPU), max_norm=None)
     results = []
@@ -96,7 +96,7 @@ def unclipped(rank: int) -> None:
 
 
 def several_backwards(rank: int) -> None:
-    """Every backward of a step is reduced: the mean of the first is on its way to other ranks when the next is added to it."""
+    """Reduce every backward of a step, so that the first mean is still in transit when the next gradient is added."""
 
     def run(training: Training) -> None:
         for _ in range(2):
@@ -113,7 +113,7 @@ def several_backwards(rank: int) -> None:
 
 
 def sums_elsewhere(rank: int) -> None:
-    """Gradients rest in CPU memory, and no backward of a step is declared the last, or a norm is asked for before the last."""
+    """Keep gradients in CPU memory, without a declared last backward, or with a norm before the last."""
 
     def run(training: Training, declared: bool) -> None:
         for _ in range(2):
@@ -134,7 +134,7 @@ def sums_elsewhere(rank: int) -> None:
 
 
 def nested(rank: int) -> None:
-    """Inside unsharded(): what must not be written is undone at once, and what was written before it stays."""
+    """Nest `unsharded`: refused writes are undone at once, and earlier writes remain."""
 
     def run(training: Training) -> None:
         training.step(1)
@@ -164,7 +164,7 @@ def _refused(model: nn.Module, write: Callable[[], object]) -> None:
 
 
 def states_at_once(rank: int) -> None:
-    """Who looks at master weights finds what was written to the parameters just before, wherever they rest."""
+    """Read master weights in every place right after a write to the parameters, and expect the new values."""
     for place in (None, Place.CPU, Place.DISK):
         with tempfile.TemporaryDirectory() as folder, late_disk(reads=True):
             training = Training(simgpu.device(), offloaded(2, folder, place), BF16)
@@ -181,7 +181,7 @@ def states_at_once(rank: int) -> None:
 
 
 def masters_set(rank: int) -> None:
-    """Master weights that are set are the parameters of the next forward."""
+    """Set master weights, and expect them as the parameters of the next forward."""
     for stage in (2, 3):
         results = []
         for optimizer, parameters in ((None, None), (None, Place.CPU), (Place.CPU, Place.CPU), (Place.CPU, None)):
@@ -195,12 +195,12 @@ def masters_set(rank: int) -> None:
                 training.sharded.states.set(name, "parameters", value * 0.5 + 1)
             training.step(1)
             results.append(training.end())
-        for one in results:  # some steps are the CPU's
+        for one in results:  # the CPU takes some steps
             expect_the_cpus(one, results[0], f"stage {stage}")
 
 
 def frozen_states(rank: int) -> None:
-    """Parameters that take no gradient are set while a forward still reads the values before, and a set that fails says so."""
+    """Set frozen parameters while a forward still reads their old values, and expect an error for a failed write."""
 
     def run(training: Training) -> None:
         training.step(1)
@@ -213,7 +213,7 @@ def frozen_states(rank: int) -> None:
             states.set(WIDE, "parameters", value * factor)
         with zeroshard.unsharded(training.model, modifier_rank=0):
             training.model.get_parameter(WIDE).data.mul_(3.0)
-        written = states.get(WIDE)  # which is still on its way to where it rests
+        written = states.get(WIDE)  # while the write to its place is still in flight
         assert written is not None
         training.losses.append(written.sum())
         training.step(1)
@@ -235,7 +235,7 @@ def frozen_states(rank: int) -> None:
 
 
 def hosts(rank: int) -> None:
-    """Each rank is a host of its own, which holds whole parameters: what others updated spreads to where they rest."""
+    """Train with one rank per host, where updated rows spread to the places of whole parameters."""
 
     def run(training: Training) -> None:
         training.step(2)
@@ -251,17 +251,17 @@ def hosts(rank: int) -> None:
 
 
 def hosts_of_two(rank: int) -> None:
-    """Two hosts of two ranks each: what crossed is gathered inside, and what was summed inside crosses."""
+    """Train on two hosts of two ranks: rows are gathered inside after they crossed, and summed inside before they cross."""
     for stage in (2, 3):
         on_both(Policy.stage(stage, within=2), lambda training: training.step(2))
 
 
 def late_files(rank: int) -> None:
-    """Requests of a file that come late change no bit: start-up, steps, looks at states between them."""
+    """Delay requests of files in start-up, steps and reads of states, and expect the same bits."""
 
     def run(training: Training) -> None:
         training.step(2)
-        for name in (NARROW, WIDE):  # while the next step's are being read
+        for name in (NARROW, WIDE):  # while the states of the next step are being read
             value = training.sharded.states.get(name, "exp_avg")
             assert value is not None
             training.sharded.states.set(name, "exp_avg", value * 0.5)
@@ -281,12 +281,12 @@ def late_files(rank: int) -> None:
 
 
 def parking_on_late_files(rank: int) -> None:
-    """States that are parked on disk are written before their memory is given back, and read before it is used."""
+    """Park states on a late disk: writes must end before memory is freed, and reads before it is used."""
 
     def run(training: Training) -> None:
         training.step(1)
         training.sharded.offload_states(place=Place.DISK, offload=Offload(path=folder, block_nbytes=4096))
-        torch.full((1 << 14,), torch.nan, device=training.device)  # somebody else uses the memory
+        torch.full((1 << 14,), torch.nan, device=training.device)  # overwrite the freed memory
         training.sharded.reload_states()
         training.step(1)
 
@@ -296,13 +296,13 @@ def parking_on_late_files(rank: int) -> None:
 
 
 def forgotten_reads(rank: int) -> None:
-    """What was read ahead for the next step, and is wanted no longer, does not land where something else lies by then."""
+    """Read ahead for a step that does not come, and expect that the late data overwrite nothing."""
     with tempfile.TemporaryDirectory() as folder:
         training = Training(simgpu.device(), offloaded(2, folder, Place.DISK, sub_group_numel=400, requests=64), BF16)
         training.backward()
         training.sharded.optimizer.step()
         with late_disk(reads=True, every=1, seconds=0.4):
-            training.sharded.optimizer.zero_grad()  # from here on
+            training.sharded.optimizer.zero_grad()  # starts to read ahead
         found = []
         for _ in range(2):
             value = training.sharded.states.get(NARROW, "exp_avg")
@@ -314,7 +314,7 @@ def forgotten_reads(rank: int) -> None:
 
 
 def hidden_writes(rank: int) -> None:
-    """What is written through `.data` counts as any write does, before a forward and between clipping and the step."""
+    """Write through `.data` before a forward and between clipping and the step, and expect the effect of a plain write."""
 
     def write(training: Training, factor: float, *, hidden: bool) -> None:
         with torch.no_grad():
@@ -342,7 +342,7 @@ def hidden_writes(rank: int) -> None:
 
 
 class _Skipping(Untied):
-    """Every second forward leaves out a block, whose parameters were prefetched for it."""
+    """A stack whose every second forward skips a block with prefetched parameters."""
 
     forwards = 0
 
@@ -355,7 +355,7 @@ class _Skipping(Untied):
 
 
 def started_for_nothing(rank: int) -> None:
-    """Gradients that nobody steps with, and parameters that nobody uses, arrive and are forgotten."""
+    """Leave gradients and prefetched parameters unused, and expect that they arrive without effect."""
 
     def run(training: Training) -> None:
         for _ in range(2):
@@ -369,7 +369,7 @@ def started_for_nothing(rank: int) -> None:
 
 
 def failing_disk(rank: int) -> None:
-    """A write that fails is told; after a checkpoint was loaded nothing of it is left."""
+    """Make a write fail, and load a checkpoint, after which the failure must have no effect."""
     for stage, parameters in ((2, None), (3, Place.DISK)):
         results = []
         for fails in (False, True):
@@ -392,7 +392,7 @@ def failing_disk(rank: int) -> None:
 
 @contextmanager
 def _no_room() -> Iterator[None]:
-    """Inside, writes of files fail, a little late."""
+    """Make writes of files fail, after a short delay."""
 
     def fail(*_: Any) -> None:
         time.sleep(LATE_SECONDS)
@@ -410,5 +410,5 @@ RARE: dict[str, Callable[..., None]] = {
     )
 }  # fmt: skip
 EVERY_BODY = BODIES | RARE
-"""All that run on any number of ranks."""
+"""The bodies that run on any number of ranks."""
 OF_FOUR_RANKS = {"hosts_of_two": hosts_of_two}

@@ -1,7 +1,7 @@
-"""Owns the process in which the pretend accelerator lives. Ranks are forked from it, so each begins with everything imported.
+"""Owns the process with the simulated accelerator. It forks ranks, so each rank starts with all modules imported.
 
-It is a process of its own because a device, once registered, is there for good: in the process of the tests, and in all that it
-forks, zeroshard would find an accelerator. Nothing here runs a backward before the fork, which autograd's threads do not survive.
+The process is separate since a registered device cannot be removed. Otherwise zeroshard would find an accelerator in the process
+of the tests, and in all its forks. The server runs no backward before a fork, which autograd's threads would not survive.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Request:
-    """Call `function` of `module` with `options`, and with `rank` first where there are several ranks or a group is wanted."""
+    """A request to call `function` of `module` with `options`, and with the rank as the first argument if `ranks` is not 0."""
 
     module: str
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     mode: str = "at once"
     ranks: int = 0
-    """0: one process without a process group."""
+    """The number of ranks; 0: one process without a process group."""
     backend: str = "cpu:gloo,simgpu:simccl"
     fault: str | None = None
     timeout: float = SECONDS
 
 
 def _send(connection: Connection, value: Any) -> None:
-    connection.send_bytes(pickle.dumps(value))  # its own `send` would have tensors shared, not copied
+    connection.send_bytes(pickle.dumps(value))  # `connection.send` would share tensors instead of copying them
 
 
 def _receive(connection: Connection) -> Any:
@@ -56,7 +56,7 @@ def _receive(connection: Connection) -> Any:
 
 
 class Server:
-    """The process, from the side of the tests."""
+    """A handle of the process, for the tests."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -73,7 +73,7 @@ class Server:
         atexit.register(self.close)
 
     def run(self, request: Request) -> list[Any]:
-        """What each rank returned.
+        """Send a request, and return each rank's result.
 
         Raises:
             RankError: with every failed rank's traceback.
@@ -87,7 +87,7 @@ class Server:
         return list(results)
 
     def close(self) -> None:
-        """End the process. Ranks that were forked since hold copies of the socket, so closing ours would not be seen."""
+        """End the process. Later forks hold copies of the socket, so closing it would not be enough."""
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._connection.close()
@@ -98,7 +98,7 @@ _server: list[Server] = []
 
 
 def run(request: Request) -> list[Any]:
-    """On the one server of this process, which begins with the first request. The test is skipped where no device can be built."""
+    """Run a request on this process's only server, which the first request starts. Skip the test if no device can be built."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -108,7 +108,7 @@ def run(request: Request) -> list[Any]:
 
 
 def call(function: Callable[..., Any], *, ranks: int = 2, mode: str = "at once", **options: Any) -> list[Any]:
-    """Run a function of a module, `function(rank, **options)`, on `ranks` ranks of the pretend accelerator."""
+    """Run a module's function, `function(rank, **options)`, on `ranks` ranks with the simulated accelerator."""
     return run(Request(function.__module__, function.__qualname__, options, mode, ranks))
 
 
@@ -116,9 +116,9 @@ def call(function: Callable[..., Any], *, ranks: int = 2, mode: str = "at once",
 
 
 def serve(descriptor: int) -> None:
-    """Until the other side closes."""
+    """Serve requests until the other side closes the connection."""
     import torch
-    import torch._dynamo  # optimizers import it at their first step: once here, not once in each rank
+    import torch._dynamo  # otherwise each rank would import it at its optimizer's first step
 
     from simgpu import device, rare, simccl  # noqa: F401
     from zeroshard.testing import RankError, run_ranks
@@ -136,7 +136,7 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            # The ranks' store is served at a socket that is open already, see `run_ranks`.
+            # The ranks' store uses a socket that is already open, see `run_ranks`.
             with socket.create_server(("127.0.0.1", 0)) as door:
                 ranks = max(request.ranks, 1)
                 results = run_ranks(_rank, ranks, request, door, timeout=request.timeout, initialise=False)
@@ -167,5 +167,5 @@ def _rank(rank: int, request: Request, door: socket.socket) -> Any:
     result = function(*arguments, **request.options)
     torch.accelerator.synchronize()
     if request.ranks:
-        dist.barrier()  # nobody closes connections that others still use
+        dist.barrier()  # no rank closes connections that others still use
     return result

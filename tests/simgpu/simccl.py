@@ -17,13 +17,13 @@ NAME = "simccl"
 
 
 def register() -> None:
-    """Make the backend known to torch. Once in a process."""
+    """Register the backend with torch, once in a process."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, SimCCL, devices=["simgpu"])
 
 
 class _Work(dist.Work):
-    """It keeps its tensors until it is waited for, as NCCL's does since it avoids record_stream."""
+    """An operation that keeps its tensors until it is waited for, as in NCCL's group, which avoids record_stream."""
 
     def __init__(self, event: torch.Event, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Done(dist.Work):
 
 
 class SimCCL(dist.ProcessGroup):
-    """As many streams as NCCL has: one for collectives, one for each pair."""
+    """A process group with the same streams as NCCL: one for collectives, and one for each pair of ranks."""
 
     supports_coalescing = True
 
@@ -91,7 +91,7 @@ class SimCCL(dist.ProcessGroup):
     def _start(
         self, name: str, run: Callable[..., None], tensors: list[Tensor], key: object = "collectives"
     ) -> dist.Work:
-        """Behind the current stream, on one of the group's: `run` gets the tensors' memory as CPU tensors, when its turn comes."""
+        """Launch `run` on one of the group's streams, after the current stream. It gets the tensors' memory as CPU tensors."""
         for tensor in tensors:
             if tensor.device != device() or not tensor.is_contiguous():
                 raise RuntimeError(f"{NAME}: {name} takes contiguous tensors of simgpu, not of {tensor.device}")
@@ -173,7 +173,7 @@ class SimCCL(dist.ProcessGroup):
         run = self._scatter(self._op(opts))
         return self._start_all("reduce_scatter", [(run, list(pair)) for pair in zip(outputs, rows, strict=True)])
 
-    # torch 2.13 renamed them; 2.11 has the old names only.
+    # torch 2.13 renamed these methods, and 2.11 has only the old names.
     all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -129,7 +129,7 @@ class Findings:
 
     @property
     def device(self) -> str | None:
-        """Return the device of an earlier run."""
+        """The device of an earlier run, or None."""
         found: str | None = read(self._out)["parts"].get(self._part, {}).get("about", {}).get("device")
         return found
 

@@ -30,8 +30,8 @@ class Shape:
     def flops(self, tokens: int, context: int) -> float:
         """Return the floating-point operations of a forward and a backward over `tokens`, without recomputation.
 
-        6 for each parameter of a product and token, and 6 for each pair of a causal attention and element of a head's width
-        (arXiv:2204.02311, appendix B).
+        Each token takes 6 operations per parameter of a matrix product. Causal attention takes another 6 per layer, position of
+        the context and element of the width (arXiv:2204.02311, appendix B).
         """
         products = self.parameters - self.vocabulary * self.width
         return 6.0 * tokens * (products + self.layers * self.width * context)
@@ -90,7 +90,7 @@ def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Return the mean cross-entropy of the next tokens, for tokens [batch, length]."""
+    """A Llama whose forward returns the mean cross-entropy, [], of targets [batch, length] after tokens [batch, length]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

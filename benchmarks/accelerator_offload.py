@@ -35,20 +35,18 @@ from zeroshard.recompute.checkpointer import Checkpointer  # noqa: E402
 HOST_RESERVE = 8 * GIB
 """Bytes of CPU memory that a row leaves to the host."""
 SLAB_SHARE = 1.07
-"""The share of pinned memory besides the states: slabs are powers of two, and a sixteenth of one may be unused."""
+"""The ratio of pinned memory to states: slabs are powers of two, and up to a sixteenth of a slab may be unused."""
 
 
 USABLE = 0.96
-"""The largest share of the device's memory for a row: the driver, and memory that the allocator cannot use, need the
-other part.
-"""
+"""The largest share of the device's memory for a row. The driver, and memory that the allocator cannot use, need the rest."""
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""For CUDA's allocator of pinned memory: several threads touch its pages, of which a row takes up to a hundred GiB."""
+"""Settings of CUDA's pinned memory: several threads touch its pages, since a row pins up to a hundred GiB."""
 
 BASES = ("5.4 B", "3.2 B", "1.3 B")
-"""The models of the rows "base", whose states are on the device: the first that fits there is used."""
+"""The models of the "base" rows. The first one whose states fit on the device is used."""
 LARGEST = ("12.6 B", "9.6 B", "8.0 B", "5.4 B")
-"""The models of the row "largest": the first that fits on device and host together is used."""
+"""The models of the "largest" row. The first one that fits on device and host together is used."""
 RATIOS = tuple(tenth / 10 for tenth in range(3, 11))
 
 
@@ -57,9 +55,9 @@ class Row:
     """One training run.
 
     Attributes:
-        model: its parameters; or "base" or "largest", see `BASES` and `LARGEST`.
-        where: of the states: "device", "optimizer", "all" (in CPU memory), "disk", "FSDP2" (its own CPU offload).
-        ratio: the share of the optimizer that leaves the device; None: the least that must.
+        model: a name in `SHAPES`; or "base" or "largest", see `BASES` and `LARGEST`.
+        where: the place of states: "device", "optimizer" or "all" (in CPU memory), "disk", "FSDP2" (its own CPU offload).
+        ratio: the share of optimizer states off the device; None: the smallest share of `RATIOS` that fits.
         seconds: the estimated time of the row, which does not begin with less time left.
     """
 
@@ -84,7 +82,7 @@ ROWS = (
 
 
 def offload(setting: Setting, tell: Callable[..., None]) -> None:
-    """Measure training with offload, beside training without it, also of larger models."""
+    """Measure training with offload, compared with training without it, also for larger models."""
     unknown = [number for number in setting.rows if not 1 <= number <= len(ROWS)]
     if unknown:
         raise SystemExit(f"the part offload has no row {unknown[0]}: its rows are 1 to {len(ROWS)}.")
@@ -95,7 +93,7 @@ def offload(setting: Setting, tell: Callable[..., None]) -> None:
         if setting.left < (5 if setting.rehearse else row.seconds):
             tell(**said, left_out=f"no time: give it a call of its own (ROWS={number})")
             continue
-        if setting.rehearse and number > 1:  # one process shows that rows have one
+        if setting.rehearse and number > 1:  # a rehearsal needs only one row in a separate process
             found = measure(setting, row)
         else:
             found = _in_a_process(setting, row)
@@ -134,7 +132,7 @@ def _in_a_process(setting: Setting, row: Row) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------- in a process of its own
+# ---------------------------------------------------------------------- in a separate process
 
 
 BATCH, LENGTH = 8, 2048
@@ -150,10 +148,10 @@ def host_bytes(row: Row, parameters: int) -> float:
 def device_bytes(row: Row, shape: Shape) -> float:
     """Estimate the device memory of a row: states, and the tensors that a forward and a backward keep."""
     assert row.ratio is not None
-    # FSDP2's model is made there in fp32; sums of gradients stay there only while there is room.
+    # FSDP2's model is made on the device in fp32. Sums of gradients stay there only while memory is free.
     each = {"device": 16, "optimizer": 2 + 14 * (1 - row.ratio), "all": 0, "disk": 4, "FSDP2": 4}[row.where]
     logits = 16 * shape.vocabulary  # in bf16 and fp32, with their softmax and gradients
-    kept = 2 * shape.width * (shape.layers + 16) + 10 * shape.inner  # inputs of all blocks, and what one block computes
+    kept = 2 * shape.width * (shape.layers + 16) + 10 * shape.inner  # inputs of all blocks, and one block's activations
     return each * shape.parameters + BATCH * LENGTH * (logits + kept)
 
 
@@ -171,7 +169,7 @@ def fitted(row: Row, device: float, host: float) -> Row | None:
 
 
 def _base(device: float) -> str:
-    """Return the base model, which is the same for each row, whatever memory the host has free."""
+    """Return the base model, which is the same for each row, since it does not depend on the host's free memory."""
     for model in BASES:
         if device_bytes(Row(model, "device", 1), SHAPES[model]) <= USABLE * device:
             return model

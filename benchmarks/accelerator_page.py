@@ -26,7 +26,7 @@ def filled(page: str, results: dict[str, Any]) -> str:
     """Return the page with these results between its marks.
 
     Raises:
-        ValueError: the page has no marks, or the results are a rehearsal's.
+        ValueError: the page has no marks, or the results come from a rehearsal.
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page needs one {BEGIN} and one {END}.")
@@ -57,7 +57,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each check of the part `right`: how many comparisons had each result, and what was wrong or left out."""
+    """Return a row for each check of the part `right`: the comparisons' count by result, and the names of wrong or skipped ones."""
     checks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         checks.setdefault(row["what"].partition(": ")[0], []).append(row)

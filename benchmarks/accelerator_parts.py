@@ -77,7 +77,7 @@ def facts(setting: Setting, tell: Tell) -> None:
 
 
 def _pinned_by_threads() -> float | str:
-    """Return the speed of pinning 4 GiB with the settings of the part `offload`, which a process reads as it starts; or its error."""
+    """Return the GB/s of pinning 4 GiB in a new process with the settings of the part `offload`, or the error."""
     code = """
 import time, torch
 torch.zeros(1, device="cuda")
@@ -99,7 +99,7 @@ def _version(name: str) -> str | None:
 
 
 def _ask_driver(tell: Tell) -> None:
-    """Return clocks, power and driver, if NVIDIA's tool is installed."""
+    """Report clocks, power and driver, if NVIDIA's tool is installed."""
     if shutil.which("nvidia-smi") is None:
         tell(fact="driver", value="no nvidia-smi here")
         return
@@ -203,7 +203,7 @@ def _plain(setting: Setting) -> torch.Tensor:
 
 
 NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints", "engine", "failing_disk"}
-"""The bodies that read a config, or write files which pydantic describes: a stand-in for it does neither."""
+"""The bodies that read a config, or write files that pydantic describes, which its stand-in cannot do."""
 
 
 def _bodies(setting: Setting, tell: Tell) -> bool:
@@ -366,7 +366,7 @@ def _lacks_time(setting: Setting) -> bool:
 
 
 def _in_turns(setting: Setting, tell: Tell) -> None:
-    """Time steps of one short sequence, whose launches take longest, in turns: other work on the host slows all systems alike."""
+    """Time steps of one short sequence, where launches dominate, in turns. Other host work then slows all systems alike."""
     about: dict[str, Any] = {"model": "1.2 B", "tokens": "1 x 512, in turns"}
     if _lacks_time(setting):
         tell(**about, left_out="no time")
@@ -461,7 +461,7 @@ def _counted(one: Step, data: torch.Tensor) -> dict[str, Any]:
 def _profiled(one: Step, data: torch.Tensor, trace: Path | None) -> dict[str, Any]:
     from torch.profiler import profile
 
-    with profile() as found:  # of the CPU, and of the device where torch can
+    with profile() as found:  # profiles the CPU, and the device if torch can
         one(data)
         torch.accelerator.synchronize()
     more = {}

@@ -31,7 +31,7 @@ def be_deterministic() -> None:
     cuBLAS also needs CUBLAS_WORKSPACE_CONFIG before the device's first use; accelerator.py sets it.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # It would launch kernels that no training launches.
+    # Filling memory would launch kernels that training does not need.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined, unused-ignore]
 
 
@@ -49,7 +49,7 @@ def policies(folder: str) -> dict[str, Policy]:
 
 
 def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **options: Any) -> tuple[torch.Tensor, int]:
-    """Return all parameters [n] after some steps, in CPU memory, and how often memory could not be freed."""
+    """Return all parameters [n] after STEPS steps, in CPU memory, and how often memory could not be freed."""
     model = small_model(setting)
     one = sharded(model, policy, dtype, bucket_numel=1 << 18, **options)
     for number in range(STEPS):
@@ -64,7 +64,7 @@ def train(setting: Setting, policy: Policy, dtype: torch.dtype, rank: int, **opt
 
 
 def compare(one: torch.Tensor, reference: torch.Tensor, *, exact: bool) -> str:
-    """Return the result of a comparison as one word."""
+    """Return the result of a comparison: "equal", or "close" or "WRONG" with the largest difference."""
     if torch.equal(one, reference):
         return "equal"
     difference = float((one - reference).abs().max())

@@ -25,8 +25,8 @@ class Setting:
     """The setting of a part: its device, backend, time and sizes.
 
     Attributes:
-        name, version: the device's and torch's, to print.
-        backend: the accelerator's own.
+        name, version: the device's name and torch's version, to print.
+        backend: the accelerator's own backend of torch.distributed.
         out: the folder for traces.
         end: the end of the part's time, by `time.monotonic`.
         small: the model for the checks of results.
@@ -49,10 +49,10 @@ class Setting:
         """Return the setting for this machine's accelerator.
 
         Args:
-            end: of the part's time, by `time.monotonic`, which counts alike in each process of a host.
+            end: the end of the part's time, by `time.monotonic`, a clock that all processes of a host share.
 
         Raises:
-            SystemExit: there is none.
+            SystemExit: there is no accelerator.
         """
         if rehearse:
             simulate()
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def left(self) -> float:
-        """Return the seconds that are left of the part's time."""
+        """The seconds that are left of the part's time."""
         return self.end - time.monotonic()
 
     def shape(self, name: str) -> Shape:

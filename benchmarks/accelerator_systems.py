@@ -157,7 +157,7 @@ def sharded(
     """Shard a model with zeroshard, with fp32 master weights.
 
     Args:
-        forced: whether to use the backend's collectives, which one rank does not need.
+        forced: the setting, to use the backend's collectives, which one rank does not need; None: do not use them.
     """
     precision = None
     if dtype is not torch.float32:
@@ -179,12 +179,12 @@ def _native_at_one_rank(_group: Any, device: torch.device, **_: Any) -> Native:
 
 
 def policy_of(number: int, *, masters_only: bool) -> Policy:
-    """Return the policy of a stage, optionally with master weights only."""
+    """Return the policy of a stage, optionally with only master weights at rest."""
     return replace(Policy.stage(number), rests_as_masters=masters_only)
 
 
 def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> Callable[[Setting, Shape], Step]:
-    """zeroshard at one rank; `forced` as above."""
+    """Return zeroshard at a stage on one rank. `forced` uses the backend's collectives, see `sharded`."""
 
     def make(setting: Setting, shape: Shape) -> Step:
         model = llama(setting, shape)

@@ -1,4 +1,4 @@
-"""Owns the time of a training step under torch.compile (inductor): DDP, FSDP2 and zeroshard, eager, with compiled blocks, and compiled whole.
+"""Owns the benchmark of torch.compile (inductor) with DDP, FSDP2 and zeroshard: eager, compiled blocks, compiled models.
 
 Every row trains the same model on the same tokens. All rows share two processes and take turns of a few steps, so
 rows that are compared ran under the same load. Each block, or the model, is compiled before the system gets it, as

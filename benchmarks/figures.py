@@ -17,7 +17,7 @@ from rich.table import Table
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
 Run = dict[str, Any]
-"""The results of one run: "times" in seconds, one for each step, and others."""
+"""The results of one run: "times" in seconds, one for each step, and other figures."""
 Column = tuple[str, Callable[[str], str]]
 """A heading, and a row's cell by the row's name."""
 
@@ -31,10 +31,10 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], key: str = "times") -> list[float]:
-    """Return for each round that has both the median step over the mean of the bases' median steps.
+    """Return, for each round with both, the median step divided by the mean of the bases' median steps.
 
     Args:
-        runs: one run for each round, or None if it failed. A row that always fails has fewer.
+        runs: one run for each round, or None if it failed. A row that always fails has fewer runs.
         bases: the same for each row to compare with.
     """
     found = []

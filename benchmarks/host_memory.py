@@ -54,7 +54,7 @@ class ControlGroup:
         raise NoControlGroups("no control group can be made here: run as root, or where you may make them")
 
     def join(self) -> None:
-        """See `join`."""
+        """Move the calling process, and its later children, into this group."""
         join(self.path)
 
     @property
@@ -106,9 +106,7 @@ class SampledSession:
 
 
 def used_now(group: str | None) -> int:
-    """Return the bytes that a run uses now, called in one of its processes: of its control group, or otherwise of its
-    session.
-    """
+    """Return the bytes that the calling process's run uses now: its control group or, if there is none, its session."""
     if group is None:
         return sum(map(_proportional, _members(os.getsid(0))))
     return next(int(path.read_text()) for files in (V1, V2) if (path := Path(group, files.now)).exists())

@@ -1,10 +1,10 @@
-"""Owns the benchmark of several hosts: a training step of a GPT over two hosts with a slow link between them, under several systems.
+"""Owns the benchmark of several hosts: a training step of a GPT on two hosts with a slow link, under several systems.
 
 The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun. A link of the given
 bandwidth and delay joins them; by default 1 Gbit/s and 1 ms. Each round runs every system once, in new processes. The
 time of a step is the slowest rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes
-across are those that one host sent in a step, with all headers, as its kernel counts them. Beside them are the bytes
-that the formulas give for parameters and gradients.
+across are the bytes that one host sent in a step, with all headers, as its kernel counts them. "of the formula" is
+their ratio to the bytes of parameters and gradients by zeroshard's formulas.
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --only 'DDP,zeroshard*' --ranks 1 --mbit 100 --delay-us 5000
@@ -90,7 +90,7 @@ def given_to_wire() -> int:
 
 
 def given_when_quiet() -> int:
-    """Return the same after all messages of a step have been sent. Every rank must call it."""
+    """Return the bytes that this host has sent, after all messages of a step. Every rank must call it."""
     dist.barrier()
     before = -1
     while before != (now := given_to_wire()):
@@ -192,7 +192,7 @@ def main(
             (
                 "of the formula",
                 formula,
-            ),  # which is the most that flat stage 3 sends: units that are kept are not gathered again
+            ),  # an upper limit for flat stage 3, since kept units are not gathered again
         ],
         chosen,
         markdown=markdown,

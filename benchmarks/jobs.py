@@ -25,10 +25,10 @@ KEEPS_PAGES = {
 }
 """The recommended settings of malloc (glibc) for training on CPUs: freed memory stays with the process, for the next step."""
 RETURNS_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-"""Every freed block of 64 KiB or more goes back to the system, so that a peak counts what lives, and not what malloc keeps.
+"""Settings in which every freed block of 64 KiB or more returns to the system, so that a peak counts only live memory.
 
-With 256 KiB, small temporaries part the heap into holes that larger blocks then fill and leave: after nine steps malloc kept 77 MiB (stage 3)
-and 56 MiB (FSDP2) of free memory; with 64 KiB it keeps 2.
+With 256 KiB, small temporaries fragment the heap. After nine steps, malloc kept 77 MiB (stage 3) and 56 MiB (FSDP2) of
+free memory. With 64 KiB, it keeps 2 MiB.
 """
 GLOO = {"ZEROSHARD_SHARED_MEMORY": "0"}
 """The setting in which ranks of a host share no memory, and send over gloo."""
@@ -44,9 +44,9 @@ def run_job(
     Args:
         job: the child's job, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in,
             or None.
-        limit: seconds in which it should end its ranks and report where they hang; somewhat later it is ended.
-        environment: added to this process's, from which malloc's settings and the switch of the transport are removed.
-        memory: the result also has "host_peak", in bytes, of all the child's processes (see host_memory).
+        limit: seconds after which the child should end its ranks and report where they hang; somewhat later it is killed.
+        environment: variables in addition to this process's, without malloc's settings and the transport's switch.
+        memory: whether the result also has "host_peak", the peak bytes of all the child's processes (see host_memory).
     """
     signal.signal(signal.SIGTERM, _exit)
     with tempfile.TemporaryDirectory(prefix="job") as name:
@@ -114,9 +114,7 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 
 def read_result(result: Path, said: Path, failure: str | None) -> dict[str, Any] | str:
-    """Return a child's result, or the reason why there is none: the first error in its output. Its whole output then
-    goes to stderr.
-    """
+    """Return a child's result, or the reason why there is none, and print the end of its output to stderr."""
     if failure is None and result.exists():
         found: dict[str, Any] = json.loads(result.read_text())
         return found

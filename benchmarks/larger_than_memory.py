@@ -86,7 +86,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     with zeroshard.sharded_init(folder=arguments.folder if arguments.bounded else None):
         model = GPT(GPTConfig(layers=layers(arguments), width=arguments.width, heads=8, context=64))
-    zeroshard.checkpointing.Checkpointer().checkpoint_units(model)  # else activations are what fills the memory
+    zeroshard.checkpointing.Checkpointer().checkpoint_units(model)  # otherwise activations would fill the memory
     sharded = zeroshard.shard(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), policy, bucket_numel=BUCKET_NUMEL
     )

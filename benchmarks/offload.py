@@ -68,7 +68,7 @@ def _deepspeed_step(numel: int) -> Callable[[], Any]:
 
 
 def cpu_step(_rank: int, rounds: int, with_deepspeed: bool) -> dict[str, Any]:
-    """Return the seconds of each, by round, on one thread."""
+    """Return the number of elements, and the seconds of the triad and of each optimizer step, by round, on one thread."""
     numel, step = _zeroshard_step()
     a, b, c = (torch.randn(numel) for _ in range(3))
     works: dict[str, Callable[[], Any]] = {

@@ -82,7 +82,7 @@ def cases(ranks: list[int], folder: str) -> Iterator[tuple[str, Case]]:
     for (name, (factory, batch)), count, stage, dtype, checkpointing in itertools.product(
         MODELS.items(), ranks, range(4), ("fp32", "bf16", "fp16"), (False, True)
     ):
-        micro = 1 if dtype == "fp16" else 4  # a CPU multiplies these at a crawl
+        micro = 1 if dtype == "fp16" else 4  # fp16 products are very slow on a CPU
         made = config_of(stage, dtype, checkpointing=checkpointing, micro=micro)
         yield (
             f"{name} {count} ranks stage {stage} {dtype}{' checkpointed' * checkpointing}",

@@ -1,7 +1,7 @@
 """Owns the cases that plans are compared with: the same training on real ranks over gloo.
 
 torch's allocator provides every byte, as an accelerator's allocator does. On a CPU, zeroshard would move pages
-between units and share memory between ranks, which an accelerator cannot. So both are turned off here, as on a kernel
+between units and share memory between ranks, which an accelerator cannot. So this module turns off both, as on a kernel
 that does not support them.
 """
 
@@ -113,7 +113,7 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
         storages.is_cpu_memory = lambda device: device.type == "none"
     torch.manual_seed(rank)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # oneDNN takes scratch of its own for products in 16 bits, where the processor has instructions for them. No dry run sees it.
+    # For 16-bit products, if the processor has instructions for them, oneDNN allocates scratch that no dry run sees.
     without_onednn = torch.backends.mkldnn.flags(enabled=False)
     with without_onednn, torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         engine, *_ = zeroshard.initialize(model=case.factory(), config=case.config)
@@ -136,6 +136,6 @@ def _train(rank: int, case: Case) -> dict[str, Any]:
         for step in range(len(later)):
             if later[step] <= event.start_ns() < (later[step + 1] if step + 1 < len(later) else event.start_ns() + 1):
                 peaks[step] = max(peaks[step], live)
-    # A thread of gloo's keeps what it sent last until it has something else to do: the least is what the engine itself needs.
+    # A gloo thread keeps its last message until it has other work, so the lowest peak is that of the engine itself.
     peak = min(peaks)
     return {"peak": peak, "sent": sent, "live": live}

@@ -100,7 +100,7 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
         command += [AS_IT_IS] * (AS_IT_IS in sys.argv)
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     while any(process.poll() is None for process in ranks):
-        if any(process.poll() for process in ranks):  # as torchrun does: who was to come will not
+        if any(process.poll() for process in ranks):  # as torchrun does, since the others wait for the failed rank
             for process in ranks:
                 process.kill()
         time.sleep(0.05)

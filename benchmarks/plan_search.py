@@ -89,7 +89,7 @@ BASE = {"optimizer": config_of(0)["optimizer"]}
 
 
 def sweep(case: Case) -> list[Choice]:
-    """Return every setting. On one rank all stages do the same work."""
+    """Return every combination of stage, checkpointing and micro-batch."""
     return [
         Choice(stage, micro, checkpointing, False, False)
         for stage in range(4)

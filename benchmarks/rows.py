@@ -23,7 +23,7 @@ class Row:
     by_default: bool = True
     measures_memory: bool = True
     is_training: bool = True
-    """Whether its losses are to be DDP's."""
+    """Whether the losses must equal DDP's."""
 
 
 def _ours() -> dict[str, Row]:

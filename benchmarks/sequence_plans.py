@@ -1,4 +1,4 @@
-"""Write the tables of docs/sequences_memory.md from dry runs of two steps, at the shapes of Llama.
+"""Writes the tables of docs/sequences_memory.md from dry runs of two steps, at the shapes of Llama.
 
 `python benchmarks/sequence_plans.py` takes about 12 minutes on one core, and needs no accelerator.
 """

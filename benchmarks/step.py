@@ -9,10 +9,10 @@ that reshards its units.
 CPU time (user and system), minor page faults, and bytes sent over TCP are for one step and one rank: means over the
 steps and ranks of a run, and medians over runs. System time is also shown as a share of the step.
 
-Peak memory comes from a separate run. It is the most that all processes of the run used together, less what they used
-after the ranks had joined and before the model was made, divided by the number of ranks. A page that ranks share
-counts once (host_memory.py). In that run malloc returns every freed block to the system, so that the peak counts live
-memory. Rows that are about malloc's settings keep these settings.
+Peak memory comes from a separate run. It is the peak of all the run's processes together, less their memory right
+before the model was made, divided by the number of ranks. A page that ranks share counts once (host_memory.py). In
+that run malloc returns every freed block to the system, so that the peak counts live memory. Rows that are about
+malloc's settings keep these settings.
 
     python benchmarks/step.py                                    # the README's table
     python benchmarks/step.py --only 'zs3*,fsdp2' --ranks 4      # some rows; DDP is always among them
@@ -142,7 +142,7 @@ class Comparison:
 
 
 def columns(results: dict[str, Any], *, brief: bool) -> list[Column]:
-    """Return the columns of the table. `brief` selects those of the README."""
+    """Return the columns of the table. `brief` selects the README's columns."""
     rows, about = results["rows"], results["about"]
     bases = [rows[key]["runs"] for key in (FIRST, LAST)]
 

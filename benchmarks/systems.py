@@ -31,7 +31,7 @@ def loop(forward: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Tr
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of all systems but those that shard it themselves."""
+    """Return the optimizer of all systems except those that shard it themselves."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 DDP = "DDP"
 LIMIT_SECONDS = 240
-"""DeepSpeed compiles an extension at its first run on a CPU."""
+"""The time limit of a job, in which DeepSpeed may compile an extension at its first run on a CPU."""
 SYSTEMS = [
     DDP,
     "FSDP2",
@@ -60,7 +60,7 @@ def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
     from torch.utils.data import Dataset
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if system.startswith("DeepSpeed"):  # accelerate gives it no backend on a CPU, and believes in one process
+    if system.startswith("DeepSpeed"):  # otherwise accelerate finds no backend on a CPU, and assumes one process
         dist.init_process_group("gloo")
 
     class Tokens(Dataset[dict[str, torch.Tensor]]):

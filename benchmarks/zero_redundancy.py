@@ -52,7 +52,7 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
 
 
 class Contestant:
-    """A model under DDP and one of the classes; every rank has one of each."""
+    """A model under DDP with one of the optimizer classes. Every rank has one contestant for each entry of CONTESTANTS."""
 
     def __init__(self, make: Callable[..., Any], arguments: dict[str, bool]) -> None:
         torch.manual_seed(0)

@@ -48,7 +48,7 @@ CURVE = Path("runs/train_gpt.png")
 
 
 def read_text(path: Path) -> Tensor:
-    """Return all bytes of a file, or of the text files in a folder, as a uint8 tensor of shape [n]."""
+    """Return all bytes of a file, or of a folder's files except tests and site-packages, as a uint8 tensor of shape [n]."""
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
@@ -81,7 +81,7 @@ class Windows:
 
 
 def microbatch_size(batch: object, world_size: int) -> int:
-    """Return the sequences per forward. If the config fixes those of a step, fewer ranks run more forwards."""
+    """Return the sequences per forward. If the config fixes the sequences per step, fewer ranks run more forwards."""
     share = max(batch // world_size, 1) if isinstance(batch, int) else MICROBATCH
     return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
@@ -249,7 +249,7 @@ def draw(losses: list[float], first: int, console: Console) -> None:
 
 
 def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> list[float]:
-    """Train until --steps or Ctrl-C, and save. Return this rank's loss in each step."""
+    """Train until --steps or Ctrl-C, and save. Return this rank's last loss of each step."""
     loss = torch.zeros(())
     losses = []
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()

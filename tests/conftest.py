@@ -33,7 +33,7 @@ LONG = (
     ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
     ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli", "test_plan_search"),
 )  # fmt: skip
-"""Files with tests of many seconds. Other processes begin with them, so that no process runs one alone at the end."""
+"""Files with tests of many seconds. Other processes begin with them, so that none starts such a test at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,7 @@
 
     python tests/mutants.py [--count 30] [--seed 0] [--only NAME] [--list]
 
-The script plants one fault (a mutant) at a time in a copy of the repository, and runs the quick set there until a test fails.
+The script plants one fault (a mutant) at a time in a copy of the repository, and runs its quick set until a test fails.
 
 - It finds sites by AST in the core rooms. A short run of two ranks under `sys.settrace` shows which lines a steady step
   runs, and only these count. The layout works before the first step, so its lines count if they run at all.

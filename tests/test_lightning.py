@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric run on zeroshard as on DDP, at every stage, and resume from its checkpoints at any other."""
+"""Lightning's Trainer and Fabric run on zeroshard as on DDP, at every stage, and resume from checkpoints of any stage."""
 
 from __future__ import annotations
 

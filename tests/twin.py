@@ -101,7 +101,7 @@ class Setting:
     apart: bool = False
     """Whether CPU memory counts as separate from the accelerator's memory, so that every copy between the two is made."""
     parks: Place | None = None
-    """The place where all states are parked and reloaded."""
+    """The place where all states are parked, and from which they are reloaded, after each step."""
 
 
 def kept(policy: Policy) -> Policy:

@@ -147,7 +147,7 @@ def state_dict_in_storages(rank: int, stage: int, offloaded: bool) -> list[bool]
     are_alone = all(value.untyped_storage().nbytes() == value.nbytes for value in state.values())
     of = training.sharded.states.get
     are_right = all(torch.equal(value.cpu(), of(fqn).to(value.dtype).cpu()) for fqn, value in state.items())
-    training.step(1)  # frees or overwrites what the parameters show
+    training.step(1)  # frees or overwrites the memory of the parameters
     training.end()
     return [are_alone, are_right]
 

@@ -445,6 +445,9 @@ class Engine(Saving, nn.Module):
         """Set the number of samples per microbatch, between steps. The number of microbatches stays the same.
 
         A loader that already exists keeps its batch size.
+
+        Raises:
+            UsageError: a step has begun, or the number is below 1.
         """
         if micro_batch_size < 1:
             raise UsageError(

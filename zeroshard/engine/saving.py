@@ -59,8 +59,8 @@ class Saving(Readers):
                 `checkpoint.tag_validation` applies.
             client_state: JSON values and tensors, by name. Rank 0 saves its own.
             exclude_frozen_parameters: leave out parameters that are not trained.
-            save_latest, asynchronous, keep_last: see `Sharded.save`. If an asynchronous save fails, the next `step` raises
-                the error.
+            save_latest, asynchronous, keep_last: see `Sharded.save`. The first `step` after an asynchronous save has
+                failed raises the save's error.
         """
         self._reshard_adapters()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))

@@ -537,7 +537,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus` at stage 3, since `generate_together` leaves out compiled models."""
+        """Predict with `synced_gpus` at stage 3, since `generate_together` is not for compiled models."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)

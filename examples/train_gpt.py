@@ -52,7 +52,7 @@ def read_text(path: Path) -> Tensor:
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
-    files = [p for p in files if "site-packages" not in p.parts and "test" not in p.parts]
+    files = [p for p in files if not {"site-packages", "test"} & set(p.relative_to(path).parts)]
     data = bytearray(b"\n".join(p.read_bytes() for p in files))
     if len(data) < 100 * LENGTH:
         raise SystemExit(f"{path} has {len(data)} bytes of text. Choose a text of at least {100 * LENGTH} bytes.")

@@ -248,6 +248,16 @@ def a_clone_for_torch_save_has_no_more_memory_than_it_shows() -> None:
 
 
 @in_the_child
+def other_values_than_tensors_are_not_moved() -> None:
+    from deepspeed.runtime.utils import move_to_device
+
+    x = torch.ones(2)
+    moved = move_to_device({"x": [x], "step": 3, "name": None}, "meta")
+    assert moved["x"][0].is_meta and moved["step"] == 3 and moved["name"] is None and not x.is_meta
+    assert move_to_device((x,), "meta", lambda value: False)[0] is x and not x.is_meta
+
+
+@in_the_child
 def on_device_builds_there_and_leaves_the_defaults() -> None:
     import deepspeed
 

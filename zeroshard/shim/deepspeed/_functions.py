@@ -76,7 +76,13 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Move tensors to `device`, in lists, tuples and dicts of any depth; in place if `criterion_func` accepts them."""
+    """Move tensors to `device`, in lists, tuples and dicts of any depth. Other values, and those not accepted, stay.
+
+    Args:
+        item: the value.
+        device: the device.
+        criterion_func: returns whether to move a value, in place; default: every tensor, as a copy.
+    """
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -84,7 +90,9 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
         return type(item)([move_to_device(one, device, criterion_func) for one in item])
     if isinstance(item, dict):
         return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
-    return item.to(device)
+    if criterion_func is None and isinstance(item, Tensor):
+        return item.to(device)
+    return item
 
 
 class OnDevice:

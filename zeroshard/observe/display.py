@@ -1,7 +1,7 @@
 """Owns the terminal progress lines of training, saves and loads.
 
-Rank 0 draws them on stderr, if that is a terminal. The thread that does the work draws its own lines, since a separate
-thread could hold a lock while a data loader forks its workers.
+Rank 0 draws them on stderr, if stderr is a terminal. Unless a display is animated, the working thread draws its lines: a
+separate thread could hold a lock while a data loader forks its workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DELAY_SECONDS = 2.0
-"""The duration below which a task has no line."""
+"""A task gets a line after this time."""
 REFRESH_SECONDS = 0.25
 SWITCH = "ZEROSHARD_PROGRESS"
 """The environment variable that turns progress lines off if it is 0."""
@@ -40,10 +40,10 @@ class Row:
     """A long task on a line of its own.
 
     Attributes:
-        what: its name.
+        what: the name of the task.
         total: the amount to do; None if it is unknown.
         done: the amount done.
-        since: its start, by the monotonic clock.
+        since: the start of the task in seconds, by the monotonic clock.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Row:
         self._display.refresh()
 
     def note(self, now: float) -> None:
-        """Record the amount done, for the speed."""
+        """Record the amount done at the time `now`, from which the speed is computed."""
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
@@ -87,13 +87,13 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time until the end; None if it is unknown."""
+        """The estimated seconds until the task ends; None if unknown."""
         if self.total is None or self.done <= 0 or self.speed <= 0:
             return None
         return max(self.total - self.done, 0.0) / self.speed
 
     def figures(self) -> list[str]:
-        """Return the figures of the line, the most important first. The line omits those that do not fit."""
+        """Return the figures of the line, the most important first. A narrow line omits the last ones."""
         parts = [clock(monotonic() - self.since)]
         if self.total is not None:
             parts.insert(0, f"{self.done:g} of {self.total:g}")
@@ -168,7 +168,7 @@ class Display:
                     console.print(_line(row, console.width, console.options.ascii_only))
 
     def refresh(self, *, now: bool = False) -> None:
-        """Draw the lines that are due, unless they were drawn a moment ago."""
+        """Draw the lines that are due. Without `now`, draw at most once in `REFRESH_SECONDS`."""
         if not self._rows:
             return
         moment = monotonic()

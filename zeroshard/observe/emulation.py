@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 _QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-"""torch's own test of each dtype, before it passes a product to oneDNN."""
+"""The operator with which torch tests each dtype before it passes a product to oneDNN."""
 
 
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether matrix products in a dtype take tens of times as long as in fp32.
 
-    It returns False for CPUs on which torch has no oneDNN.
+    The result is False for accelerators, and for CPUs on which torch has no oneDNN.
     """
     question = _QUESTIONS.get(dtype)
     if device.type != "cpu" or question is None or not torch.backends.mkldnn.is_available():
@@ -27,7 +27,7 @@ def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
 def warn_if_emulated(
     model: nn.Module, group: dist.ProcessGroup | None = None, autocast_dtype: torch.dtype | None = None
 ) -> None:
-    """Warn, on the first rank of a group, about each emulated dtype of the model: autocast's, or its parameters'."""
+    """Warn on a group's first rank about each emulated dtype: `autocast_dtype` if given, otherwise the parameters' dtypes."""
     if dist.is_initialized() and dist.get_rank(group) > 0:
         return
     for dtype, device in dict.fromkeys((autocast_dtype or one.dtype, one.device) for one in model.parameters()):

@@ -1,4 +1,4 @@
-"""Owns the count of live bytes on this rank, peaks of memory, and the ZeRO paper's formulas."""
+"""Owns the count of live bytes on this rank, memory peaks, and the ZeRO paper's formulas."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def memory_report(
 
     Args:
         states: the optimizer's tensors on the accelerator.
-        freed_nbytes: bytes that units freed and the next unit will use, and of scratch outside the pool.
+        freed_nbytes: the bytes of memory that units freed for the next unit, and of scratch outside the pool.
         emptied: addresses of storages that have no memory now.
 
     Returns:
-        parameters: unsharded and sharded parameters in the dtype of the forward; in fp32 these are the master weights
-            too. If a policy stores only master weights, they count here.
+        parameters: unsharded and sharded parameters in the dtype of the forward. In fp32, they are also the master
+            weights. If a policy stores only master weights, those master weights count as parameters.
         gradients: gradients kept between microbatches and steps, until `zero_grad`.
         optimizer: the optimizer's states, and master weights that are separate tensors.
         buffers: scratch for communication, and freed memory that is kept for the next unit.
@@ -47,9 +47,7 @@ def memory_report(
 
 
 def kept_count(units: Sequence[Unit]) -> int:
-    """Return how often memory of these units or their gradients could not be freed, since user code, autograd or a
-    collective still used it.
-    """
+    """Return how often these units could not free memory that user code, autograd or a collective still used."""
     buffers = [unit.flat for unit in units]
     gradients = [bucket for unit in units for bucket in unit.gradients]
     slots = [shard.gradient for bucket in gradients for shard in bucket.shards]
@@ -65,7 +63,7 @@ def _parameters(unit: Unit) -> Iterator[Tensor]:
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Return the bytes of the tensors' storages that are not in `seen`, and add these storages to it."""
+    """Return the bytes of the tensors' storages that are not in `seen`, and add these storages to `seen`."""
     total = 0
     for tensor in tensors:
         nbytes = tensor.untyped_storage().nbytes()
@@ -76,7 +74,7 @@ def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def peak_nbytes(device: torch.device) -> int:
-    """Return this process's peak in bytes: of the accelerator's allocator, or, on a CPU, of resident memory.
+    """Return this process's peak memory in bytes: the accelerator's allocated memory, or resident memory on a CPU.
 
     The result is 0 if the allocator keeps no count. The call does not wait for the device.
     """
@@ -103,9 +101,9 @@ def formula(
 
     Args:
         numel: the number of trainable parameters of the whole model.
-        states: the number of fp32 optimizer states per parameter; 2 for Adam.
-        ranks_per_host: the number of ranks over which parameters are sharded, if each host has all of them; default:
-            the policy's `within`.
+        states: the number of optimizer states per parameter, in the master dtype; 2 for Adam.
+        ranks_per_host: the number of ranks over which `per_host` parameters are sharded; default: the policy's `within` if
+            it is a number, otherwise `world_size`.
     """
     if ranks_per_host is None:
         ranks_per_host = policy.within if isinstance(policy.within, int) else world_size

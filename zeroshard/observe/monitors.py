@@ -29,18 +29,18 @@ _ALWAYS = ("step", "samples", "loss", "lr", "loss_scale", "grad_norm", "applied"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The figures of a step. `seconds`, `sent`, `memory`, `peak` and `reserved` are this rank's; `loss` is the mean over ranks.
+    """The figures of a step. `seconds`, `sent`, `memory`, `peak` and `reserved` describe this rank.
 
     Attributes:
         samples: the number of samples since the start.
         at: the time, in seconds since 1970.
-        has_loss: whether the loss is known, which needs the engine's `backward`.
+        has_loss: whether `loss` is known: an engine's mean over ranks, or the loss that rank 0 passed to `progress.step`.
         samples_per_second: the rate of all ranks since the last figures.
         sent: the bytes sent since the last figures, by collective.
         tokens_per_second: the rate of all ranks; None if the number of tokens of a sample is unknown.
         seconds: the seconds of one step, by part.
         memory: the bytes of live storage, by model state.
-        peak: the peak in bytes of the accelerator's allocator, or of the process if there is no accelerator.
+        peak: the peak memory in bytes of the accelerator's allocator, or of the process if there is no accelerator.
         reserved: the most bytes that the accelerator's allocator has reserved; 0 if there is no accelerator.
     """
 
@@ -62,7 +62,7 @@ class StepFigures:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures that are known."""
+        """Return the figures that are known. Outside of `_ALWAYS`, 0 or an empty value means unknown."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
         if not entry.pop("has_loss"):
@@ -112,14 +112,14 @@ class Monitor(Protocol):
     """A record of a run's figures."""
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Record a step's figures; `events` are the same figures under DeepSpeed's names."""
+        """Record a step's figures; `events` are some of these figures by tag, such as Train/Samples/lr."""
 
     def close(self) -> None:
         """End the record."""
 
 
 def _append_to(path: Path) -> IO[str]:
-    """Open a file to append to. An incomplete last line of a killed run is ended first."""
+    """Open a file for appending. First end the incomplete last line that a killed run may have left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file() and path.stat().st_size:
         with path.open("rb+") as file:
@@ -166,7 +166,7 @@ class FileMonitor(ABC):
 
 
 class JsonLinesMonitor(FileMonitor):
-    """A file `folder/steps.jsonl` with a line that describes the run, and one JSON object per step.
+    """A monitor that writes `folder/steps.jsonl`: a line that describes the run, and one JSON object per step.
 
     Args:
         about: the run's world size, policy and versions.
@@ -191,7 +191,7 @@ class JsonLinesMonitor(FileMonitor):
 
 
 class CsvMonitor(FileMonitor):
-    """One file per figure, such as `output_path/job_name/Train_Samples_lr.csv`, with a row (samples, value) per step.
+    """A monitor that writes `output_path/job_name/Train_Samples_lr.csv` and similar files, with a row (samples, value) per step.
 
     Raises:
         UsageError: no file can be written there; raised before the first step.
@@ -217,7 +217,7 @@ class CsvMonitor(FileMonitor):
 
 
 class TensorBoardMonitor:
-    """TensorBoard's event files in `output_path/job_name`."""
+    """A monitor that writes TensorBoard event files to `output_path/job_name`."""
 
     def __init__(self, block: MonitorBlock) -> None:
         writer = _import("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter
@@ -269,7 +269,7 @@ class CometMonitor:
 
 
 def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
-    """Return the monitors that the config enables. Raises `ConfigError` if a package is missing."""
+    """Return the monitors that the config enables. Raise ConfigError if a package is missing, UsageError if a log fails."""
     made: list[Monitor] = []
     if schema.json_monitor.enabled:
         block = schema.json_monitor

@@ -8,7 +8,7 @@ from zeroshard.errors import UsageError
 def require_matplotlib(purpose: str) -> None:
     """Raise an error that names the remedy if matplotlib is not installed.
 
-    Callers check before they start the work whose results they draw.
+    Call it before the work whose results are drawn, so that the work is not lost.
 
     Args:
         purpose: the option or call that draws, as the user wrote it.

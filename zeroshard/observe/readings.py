@@ -1,6 +1,6 @@
 """Owns figures that an accelerator is still computing. They are copied in batches, and read when the copies are complete.
 
-The host does not wait for the device. A figure arrives about half a second after its step.
+The host waits for the device only in `take(wait=True)`. Otherwise a figure usually arrives one `take` after its copy began.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Readings(Generic[Key]):
         self._waiting: list[tuple[Key, list[Number]]] = []
         self._in_flight: list[tuple[Key, list[Number]]] = []
         self._host = torch.empty(0)
-        """The accelerator's numbers of the batch in flight, when `_transfer` is done."""
+        """The accelerator's numbers of the batch in flight, valid once `_transfer` is done."""
         self._transfer: Transfer = LANDED
         self._copies: Copies | None = None
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
-        """Add numbers to the next batch. An accelerator's tensors are copied only with that batch, and must not change before."""
+        """Add numbers to the next batch. Do not change an accelerator's tensors until that batch is copied."""
         kept: list[Number] = []
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":

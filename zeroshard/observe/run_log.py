@@ -1,7 +1,7 @@
 """Owns the reading of a run's log: the JSON lines that `JsonLinesMonitor` wrote.
 
-A killed run leaves an incomplete line, which is skipped with a note. A run that resumed from a checkpoint repeats
-steps, of which the newer ones count.
+A killed run may leave an incomplete line, which the reader skips with a note. A run that resumes from a checkpoint may
+repeat steps: the reader keeps the newer ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeroshard.observe.monitors import STEPS
 _PLAIN = ("loss", "lr", "loss_scale", "grad_norm", "samples_per_second", "tokens_per_second", "peak", "reserved", "at")
 _GROUPS = ("memory", "seconds", "sent")
 _LARGEST = 1e300
-"""The largest number that counts as finite, since no axis could show more."""
+"""A number of this magnitude or more counts as not finite, since no axis could show it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RunLog:
             reserved, at), and by part (such as memory/parameters, seconds/forward, and sent/all_gather in bytes per
             step).
         applied: 1 for a step that was applied, and 0 for a skipped step.
-        notes: sentences about skipped parts of the log.
+        notes: sentences about parts of the log that were left out.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class RunLog:
 
 
 def read_run(path: Path) -> RunLog:
-    """Read a log: a file of JSON lines, or the folder of a `steps.jsonl`.
+    """Read a log: a file of JSON lines, or a folder with `steps.jsonl`.
 
     Raises:
         UsageError: there is no log, or it holds no step.
@@ -136,7 +136,7 @@ def _read_file(path: Path) -> RunLog:
 
 
 def _object(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line, or an empty one if it has none."""
+    """Return the JSON object of a line, or an empty one if the line holds none."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -146,7 +146,7 @@ def _object(line: str) -> dict[str, Any]:
 
 def _add_step(run: RunLog, entry: Mapping[str, Any], at: float, steps: float) -> None:
     """Add a step's figures. `steps` is the number of steps over which the logged bytes were sent."""
-    if run.applied.at and run.applied.at[-1] >= at:  # also for series that this step lacks
+    if run.applied.at and run.applied.at[-1] >= at:  # roll back also the series that this step lacks
         if run.applied.at[0] >= at:
             run.notes.append(
                 f"{run.path.name}: more than one run from the start; the page shows only the last. Use one folder per run."

@@ -1,6 +1,6 @@
 """Owns the report of underflow: the gradients that vanish in fp16, at the present loss scale and at others.
 
-A backward runs at every scale. An element underflows at a scale if it is zero there, but not at the largest scale whose
+Each scale has a backward of its own. An element underflows at a scale if it is zero there, but not at the largest scale whose
 gradients are all finite. An element that is zero at that scale too counts as truly zero, so the shares are lower
 bounds.
 """
@@ -27,10 +27,10 @@ class GradientCount:
     """The counts of one backward at one scale.
 
     Attributes:
-        zeros, numels: by parameter, the gradient elements that are zero, and all of them.
+        zeros, numels: by parameter, the number of gradient elements that are zero, and the number of all elements.
         not_finite: the number of elements that are infinite or NaN.
-        histogram: the number of finite elements other than zero, by exponent of two without the scale, from `_LOWEST`
-            on, [n], int64.
+        histogram: the number of finite nonzero elements by their exponent of two, without the scale: `_LOWEST` or less first,
+            `_HIGHEST - 1` or more last; [_HIGHEST - _LOWEST], int64.
     """
 
     def __init__(self, scale: float) -> None:
@@ -88,7 +88,7 @@ class UnderflowReport:
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Draw the histogram with fp16's limit at the present scale, and the share that vanishes by scale (PNG or SVG).
+        """Write a PNG or SVG file of the histogram, with fp16's limit at the present scale, and of the vanishing share by scale.
 
         Raises:
             UsageError: matplotlib is not installed.

@@ -1,7 +1,7 @@
 """Owns activation checkpointing of functions and of a model's units: the backward recomputes their activations.
 
 It uses torch's non-reentrant checkpointing. `Checkpointing` adds measurements, and options for the place of saved
-inputs. Gradients are bit-identical to those without checkpointing, even with dropout.
+inputs. Gradients are bit-identical with and without checkpointing, even with dropout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Version = tuple[weakref.ref[Tensor], int]
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """Options beyond torch's checkpointing, with the names of the config's block.
+    """The options that zeroshard adds to torch's checkpointing, named as in the config's block.
 
     Attributes:
         partition_activations: shard saved inputs over `model_parallel_group`, whose ranks have the same inputs.
@@ -103,7 +103,7 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
-        """Checkpoint the units that a config names, and return the checkpointer; None if it names none."""
+        """Checkpoint the units that a config names, and return the checkpointer; None if the config names none."""
         block = config.schema.activation_checkpointing
         if block.checkpoint_units is None:
             return None
@@ -185,7 +185,7 @@ class Checkpointer:
         return _Clock(cost, "forward"), _Clock(cost, "recompute")
 
     def table(self) -> Table:
-        """Return rich's table of the time and bytes of each checkpoint. Without `profile` it is empty."""
+        """Return rich's table with the mean time and bytes per call of each checkpoint. Without `profile`, it is empty."""
         table = Table("checkpoint", "calls", "forward ms", "recompute ms", "saved inputs MiB")
         for name, cost in self.costs.items():
             calls = max(cost.calls, 1)
@@ -248,7 +248,7 @@ class _Clock(AbstractContextManager[None]):
 
 
 def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
-    """Return the input, or raise if it was changed in place since the forward, as torch does without hooks."""
+    """Return the input. Raise RuntimeError if it was changed in place since the forward, as torch does without hooks."""
     alive = reference()
     if alive is not None and version_of(alive) != version:
         raise RuntimeError(

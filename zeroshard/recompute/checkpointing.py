@@ -49,7 +49,7 @@ def configure(
 
     Raises:
         ConfigError: the config cannot be used.
-        UsageError: options exclude each other, or `mpu_` has no model-parallel ranks.
+        UsageError: `contiguous_checkpointing` lacks `num_checkpoints`, or `mpu_` gives no process group.
     """
     options = Checkpointing()
     if deepspeed_config is not None:

@@ -59,13 +59,13 @@ class Partition:
 
 
 KEPT_COUNT = 2
-"""The number of inputs that stay on the device during their copies. Further inputs wait for the oldest copy."""
+"""The number of inputs that stay on the device during their copies. With more, the device waits for the oldest copy."""
 
 
 class HostCopies:
     """A keeper of inputs in pinned CPU memory, with copies that overlap with computation.
 
-    The copy back to the device starts one checkpoint ahead of its use.
+    Each copy back to the device starts one input ahead of its use, except the first.
 
     Args:
         slots: the memory for the copies; default: torch's allocator of pinned memory, which reuses memory.
@@ -107,13 +107,13 @@ class HostCopies:
         return torch.empty_like(memory, device=device)
 
     def bring(self, copy: _HostInput) -> tuple[Transfer, Tensor]:
-        """Start the copy back to the device."""
+        """Start the copy back to the device. Return the transfer and its destination."""
         assert self._copies is not None
         back = self._device_memory(copy.memory, copy.device)
         return self._copies.copy(back, copy.memory, copy.left), back
 
     def recalled(self, copy: _HostInput) -> None:
-        """Start to copy back the input before this one, which the backward needs next."""
+        """Start to copy back the last unused input before this one, since the backward needs it next."""
         for transfer, _tensor in self._leaving:
             # no test needs this wait: without it the copies keep the inputs' memory until the host sees that they ended.
             transfer.wait(copy.device)
@@ -145,7 +145,7 @@ class _HostInput:
         self._back: tuple[Transfer, Tensor] | None = None
 
     def start(self) -> None:
-        """Start the copy back to the device, beside the computation."""
+        """Start the copy back to the device, which overlaps with computation."""
         if self._back is None:
             self._back = self._owner.bring(self)
 
@@ -168,8 +168,8 @@ def _host_memory(shape: torch.Size, like: Tensor) -> Tensor:
 class Slots:
     """Memory for saved inputs that is allocated once.
 
-    There are `count` slots for each size and position among the inputs of a checkpoint. They are reused once no input
-    is kept, which is after the backward.
+    Each shape, dtype and position among the inputs of a checkpoint has `count` slots. A new checkpoint reuses them once no
+    graph keeps an input, usually after the backward.
     """
 
     def __init__(self, count: int, on_host: bool = False) -> None:
@@ -181,7 +181,7 @@ class Slots:
         self._ordinal = 0
 
     def begin(self) -> None:
-        """Begin a new checkpoint, and free all slots if no input is kept."""
+        """Begin a new checkpoint. If no input is kept, free all slots, and drop buffers that had no slot in use."""
         self._ordinal = 0
         if not self._kept:
             self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}
@@ -195,7 +195,7 @@ class Slots:
         return recall
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a slot for a copy of `tensor`."""
+        """Return a slot for a copy of `tensor`. Raise UsageError if none is free."""
         key = (self._ordinal, tensor.shape, tensor.dtype)
         self._ordinal += 1
         number = self._next.get(key, 0)
@@ -214,7 +214,7 @@ class Slots:
         return self._buffers[key][number]
 
     def hold(self, owner: object) -> None:
-        """Mark the slots as in use for as long as `owner` lives."""
+        """Mark all slots as in use for as long as `owner` lives."""
         self._kept.add(id(owner))
         weakref.finalize(owner, self._kept.discard, id(owner))
 

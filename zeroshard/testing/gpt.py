@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of channels by an angle that grows with the position (rotary position embedding)."""
+    """Rotate the channel pairs of x, [..., length, channels], by an angle that grows with the position (rotary embedding)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
@@ -62,7 +62,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT. `model(tokens)` returns logits, and `model(tokens, targets)` the mean cross-entropy in nats.
 
-    tokens and targets are integers, [batch, length]. The length is at most `config.context`.
+    tokens and targets are integers, [batch, length]; logits, [batch, length, vocabulary]. length <= `config.context`.
     """
 
     cos: Tensor
@@ -88,7 +88,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.down.weight, std=0.02 / (2 * config.layers) ** 0.5)
 
     def rotations(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (cosines, sines) for the positions of `x`, in its dtype. The tables stay in fp32."""
+        """Return the (cosines, sines) for the positions of `x`, in the dtype of `x`. The tables keep their own dtype."""
         length = x.shape[1]
         return self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
 

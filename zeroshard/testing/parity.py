@@ -1,6 +1,6 @@
 """Owns comparisons of policies: one workload, trained in the same way under each policy.
 
-Tests and `zeroshard compare` use it. You can compare policies for a model of your own:
+You can compare policies for a model of your own:
 
     workload = Workload(make_model=MyModel, make_batch=lambda rank, step: (inputs(rank, step),))
     runs = run_ranks(lambda rank: [train(rank, workload, Policy.stage(s)).as_dict() for s in range(4)], 2)
@@ -28,7 +28,7 @@ def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def output(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
-    """Return the default loss of workloads, the module's output."""
+    """Return the module's output for a batch, the default loss of workloads."""
     loss: Tensor = model(*batch)
     return loss
 
@@ -75,8 +75,8 @@ class Run:
         parameters: the whole parameters by fqn.
         buffers: the buffers by fqn.
         norms: the gradient norm of each step, if gradients are clipped or scaled.
-        memory: the bytes of each model state after the last step, with its gradients.
-        formula: the bytes of each model state by the formula.
+        memory: the bytes by category after the last step, before `zero_grad` (see `Sharded.memory_report`).
+        formula: the bytes of each model state by the ZeRO paper's formula.
         sent: the bytes that this rank sent, by collective.
         times: the seconds of each step.
         states: this rank's parts of master weights and optimizer states, by fqn and range of elements.
@@ -97,7 +97,7 @@ class Run:
         return asdict(self)
 
     def equals(self, other: Run) -> bool:
-        """Return whether losses, norms, parameters, buffers and states are bit-identical.
+        """Return whether losses, norms, parameters, buffers and states are equal without tolerance. NaN equals nothing.
 
         Norms are compared if both runs have them, and states if both runs keep them on this rank.
         """
@@ -113,7 +113,7 @@ class Run:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether both have the same names, and bit-identical values."""
+    """Return whether both have the same names, and values that are equal without tolerance."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -162,7 +162,7 @@ def train(
     Args:
         rank: this rank, for `workload.make_batch`.
         workload: the description of the run.
-        policy: as for `shard`, like `precision`, `bucket_numel`, `overlap` and `elementwise`.
+        policy, precision, bucket_numel, overlap, elementwise: as for `shard`.
         inspect: a function that is called after each step with the result of `shard`.
     """
     model, optimizer = workload.build()

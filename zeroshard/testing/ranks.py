@@ -1,7 +1,7 @@
 """Owns `run_ranks`, which runs a function in several processes of one gloo process group.
 
-Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs, the run fails with the
-stack of every rank. If a rank raises, the run fails with its traceback.
+Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs or
+raises, the run fails with the rank's stack or traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRACE_SECONDS = 10.0
 
 
 class RankError(ZeroshardError):
-    """An error about ranks that raised, died or hung. The message has the traceback or stack of each."""
+    """An error about ranks that raised, died or hung. The message has the traceback, stack or exit status of each."""
 
 
 @dataclass
@@ -69,12 +69,13 @@ def run_ranks(
     Args:
         function: a callable whose result consists of tensors and plain containers (torch.save, `weights_only`).
         world_size: the number of ranks.
-        timeout: the number of seconds after which ranks that are still running count as hung.
+        timeout: the number of seconds after which ranks that are still running count as hung. After a rank fails, the
+            others have at most 10 more seconds.
         collective_timeout: the process group's timeout in seconds.
         initialise: whether to join the ranks in a gloo process group on the loopback.
 
     Raises:
-        RankError: a rank failed. The message has the traceback or stack of each failed rank.
+        RankError: a rank raised, died or hung.
     """
     # Rank 0 serves the store at a socket that is already open: a free port might be taken in the meantime.
     with socket.create_server(("127.0.0.1", 0)) as door, tempfile.TemporaryDirectory(prefix="ranks") as name:
@@ -127,7 +128,7 @@ def _child(
 
 
 def join_store(door: socket.socket, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Connect to the store of all ranks, which rank 0 serves at `door`."""
+    """Connect to the store of all ranks, which rank 0 serves at `door`. Set MASTER_ADDR and MASTER_PORT."""
     port = door.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     own = door.detach()
@@ -139,7 +140,7 @@ def join_store(door: socket.socket, rank: int, world_size: int, timeout: timedel
 
 
 def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
-    """Wait until all ranks have ended. Kill hung ranks, after their stacks are on disk, and return these ranks."""
+    """Wait until all ranks have ended, or time is up. Then kill hung ranks, after their stacks are on disk, and return them."""
     deadline = time.monotonic() + timeout
     while [rank for rank in ranks if not rank.poll()]:
         if any(rank.status for rank in ranks):  # one failed: the others notice it by their connections, or never

@@ -1,4 +1,4 @@
-"""Owns the optimizer and the loss scaler that a config names."""
+"""Owns the creation of the optimizer and the loss scaler that a config names."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Create the optimizer that a config block names.
 
-    "Adam" is AdamW unless `adam_w_mode` is false, as in DeepSpeed. Defaults are those of the classes in DeepSpeed
-    0.19.8: without `torch_adam`, Adam and AdamW have no weight decay. Fused kernels are the default.
+    "Adam" is AdamW unless `adam_w_mode` is false, as in DeepSpeed. The defaults match the classes in
+    DeepSpeed 0.19.8: without `torch_adam`, Adam and AdamW have no weight decay. Fused kernels are the default.
 
     Args:
         block: the optimizer's type and arguments.
         parameters: tensors or param groups.
-        model: the model, whose blocks Muon looks for. Matrices outside of them (embeddings, heads) get AdamW.
+        model: for Muon: the model. Matrices outside its blocks (embeddings, heads) get AdamW.
 
     Raises:
         ConfigError: there is no such optimizer, or it does not accept these arguments.
@@ -113,7 +113,7 @@ def create_loss_scaler(config: Config) -> LossScaler:
 
 
 def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torch.optim.Optimizer]:
-    """Translate DeepSpeed's arguments of Adam, in place, to those of torch. Return the class to use."""
+    """Translate DeepSpeed's arguments of Adam to torch's arguments, in place. Return the class to use."""
     if not params.pop("bias_correction", True):
         raise ConfigError(
             "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects the bias. Leave it out."
@@ -140,7 +140,7 @@ def _muon(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Split each param group into matrices inside the model's blocks and all other parameters."""
+    """Split param groups without `use_muon` into matrices inside the model's blocks and all other parameters."""
     inside = {id(p) for _, block in find_units(model) for p in block.parameters()}
     given = list(parameters)
     if not inside:

@@ -19,7 +19,7 @@ class Lion(torch.optim.Optimizer):
         p = p - lr * (sign(c) + weight_decay * p)
         m = b2 * m + (1 - b2) * g
 
-    It keeps one state tensor for each parameter, where Adam keeps two. Use an lr 3 to 10 times smaller than AdamW's.
+    It keeps one state tensor for each parameter, where Adam keeps two. Use an lr 3 to 10 times smaller than for AdamW.
 
     Args:
         params: parameters or param groups.

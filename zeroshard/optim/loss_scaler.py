@@ -1,7 +1,7 @@
 """Owns the loss scale of fp16 training, and the rules by which it changes.
 
 fp16 has no values between 0 and 6e-8, so small gradients would become 0. The training loop multiplies the loss by a
-scale before the backward, and divides the gradients by it afterwards. The scale grows while all gradients are finite
+scale before the backward, and divides the gradients by the scale afterwards. The scale grows while all gradients are finite
 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
     scaler = zeroshard.DynamicLossScaler()
@@ -67,8 +67,8 @@ class DynamicLossScaler(LossScaler):
 
     Attributes:
         scale: the present scale.
-        window: the scale doubles in the next step without overflow after this many, and after each further window.
-        hysteresis: the number of overflows from which each one halves the scale. Earlier overflows do not change it.
+        window: after each `window` steps in a row without overflow, the next such step doubles the scale.
+        hysteresis: the number, from 1, of the first overflow that halves the scale. Later overflows halve it too.
         consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
             window does.
         min_scale: the smallest scale. An overflow that would halve it raises LossScaleError.
@@ -115,7 +115,7 @@ class DynamicLossScaler(LossScaler):
         self._step += 1
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the scale and counts of another dynamic scaler, but keep this one's settings."""
+        """Restore the scale and counts of another dynamic scaler, but keep this scaler's settings. Ignore a static scaler."""
         if "_step" in saved:
             self.scale = float(saved["scale"])
             self._left = int(saved["_left"])

@@ -1,7 +1,7 @@
 """Owns the learning-rate schedules that DeepSpeed configs name, and the lookup of torch's schedules.
 
 A schedule counts optimizer steps from i = -1. Its constructor sets the rate for i = -1, and the n-th call of `step()` sets
-the rate for i = n - 1. The formulas are those of DeepSpeed 0.19.
+the rate for i = n - 1. The formulas match DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class _WarmsUp(LRSchedule):
 class WarmupLR(_WarmsUp):
     """A schedule that rises from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, and then stays constant.
 
-    With N = max(2, warmup_num_steps): lr = min + (max - min) * gamma. For i < N, gamma is ln(i + 1) / ln(N) ("log") or
+    With N = max(2, warmup_num_steps): lr = min + (max - min) * gamma. For 0 <= i < N, gamma is ln(i + 1) / ln(N) ("log") or
     i / N ("linear"). It is 1 afterwards. The first two steps run at min, since gamma is 0 at i = -1 and i = 0.
 
     Args:
         optimizer: the optimizer whose param groups get the `lr`.
         warmup_min_lr: the rate at the start.
-        warmup_max_lr: the rate after the warm-up; None is each group's own lr.
+        warmup_max_lr: the rate after the warm-up; None means each group's own lr.
         warmup_num_steps: the number of steps of the warm-up.
         warmup_type: "log" or "linear".
         last_batch_iteration: the i to start from.
@@ -214,7 +214,7 @@ class WarmupCosineLR(_WarmsUp):
 
 
 class LRRangeTest(LRSchedule):
-    """A rising rate, to find the rate at which training diverges (Smith, arXiv:1803.09820).
+    """A schedule with a rising rate, to find the rate at which training diverges (Smith, arXiv:1803.09820).
 
     lr = min * (1 + rate * (i + 1) / size)
 
@@ -246,7 +246,7 @@ class OneCycle(LRSchedule):
     1 + decay_lr_rate * n / decay_step_size in step n after the cycle. With a decay_step_size of 0, nothing decays.
 
     Args:
-        cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 is a ramp.
+        cycle_first_stair_count, cycle_second_stair_count: the number of stairs in each half; 0 means a ramp.
         cycle_momentum: whether Adam's first beta falls from `cycle_max_mom` to `cycle_min_mom` and rises again. In the
             first step it is the minimum, as in DeepSpeed. After the cycle it is the maximum, multiplied by
             1 + decay_mom_rate * n / decay_step_size. The second beta is 0.99.
@@ -333,7 +333,7 @@ class OneCycle(LRSchedule):
 
 
 class Floor:
-    """A wrapper of a scheduler whose rates never fall below `min_lr`."""
+    """A wrapper that keeps a scheduler's rates at `min_lr` or above."""
 
     def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> None:
         self.schedule = schedule
@@ -342,7 +342,7 @@ class Floor:
         self._hold()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule. First restore its own rates, since some of torch's schedules compute the next from them."""
+        """Step the schedule. First restore its own rates, from which some of torch's schedules compute the next."""
         _set_rates(self.optimizer, self._unfloored)
         self.schedule.step(*args, **kwargs)
         self._hold()
@@ -364,7 +364,7 @@ class Floor:
 
 
 def refuse_without_metrics(scheduler: Any) -> None:
-    """Raise if a scheduler's step needs a metric that `engine.step()` did not get."""
+    """Raise UsageError for ReduceLROnPlateau, which needs a metric that `engine.step()` did not get."""
     inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
     if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
@@ -384,7 +384,7 @@ SCHEDULES: dict[str, type[LRSchedule]] = {
 
 
 def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> Any:
-    """Return the scheduler, wrapped in a `Floor` if there is a minimum of its rates."""
+    """Return the scheduler, wrapped in a `Floor` unless `min_lr` is 0."""
     if not min_lr:
         return scheduler
     return Floor(scheduler, optimizer, min_lr)

@@ -1,4 +1,4 @@
-"""Owns Muon for a whole model, with AdamW for parameters that are not matrices."""
+"""Owns Muon for a whole model, with AdamW for the other parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             Otherwise Muon updates parameters with 2 dimensions. Put embeddings and output heads into a group with
             `"use_muon": False`, since AdamW trains them better.
         lr, weight_decay: the learning rate and the weight decay of both updates.
-        muon_lr, adam_lr: the lr of one update, in place of `lr`.
+        muon_lr, adam_lr: the lr of one update, instead of `lr`.
         momentum, nesterov, ns_steps, adjust_lr_fn: as in torch.optim.Muon. `adjust_lr_fn` defaults to
             "match_rms_adamw", so that one lr suits both updates (Liu et al., arXiv:2502.16982, section 2.2).
-        betas, eps, fused: as in torch.optim.AdamW, with other defaults for betas, (0.9, 0.95), and fused, True.
+        betas, eps, fused: as in torch.optim.AdamW, but betas defaults to (0.9, 0.95), and fused to True.
 
     Raises:
         ValueError: a group with `"use_muon": True` has a parameter without 2 dimensions.
@@ -72,7 +72,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._connect()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: all groups must be passed to the constructor, which calls this for each."""
+        """Raise UsageError, except in the constructor, which takes all groups and calls this for each."""
         if "_inner" in vars(self):
             raise UsageError(
                 "MuonWithAdamW takes no param groups after it is made: they would not be updated. Pass all groups to its "

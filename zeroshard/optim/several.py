@@ -11,7 +11,7 @@ from zeroshard.errors import UsageError
 
 
 class Several(torch.optim.Optimizer):
-    """An optimizer that combines optimizers of different parameters, with the param groups of all.
+    """An optimizer that combines optimizers of different parameters, with all their param groups.
 
     Raises:
         UsageError: two optimizers have the same parameter, or one optimizer contains others.
@@ -54,7 +54,7 @@ class Several(torch.optim.Optimizer):
             start = end
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step all members."""
+        """Step all members. Raise UsageError if a closure is passed."""
         if closure is not None:
             raise UsageError("several optimizers together take no closure: run forward and backward before step().")
         for member in self.members:

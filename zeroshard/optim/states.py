@@ -92,11 +92,11 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
     """Return whether optimizers of this class need whole parameters; None if that is unknown.
 
-    A class that extends one in `KNOWN` is like it, unless it has a `step` of its own.
+    A subclass of a class in `KNOWN` counts as that class, unless its `step` is different.
     """
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in KNOWN:
-            # torch wraps the step of a class when it makes its first instance.
+            # torch wraps a class's step when the first instance is made.
             has_own_step = inspect.unwrap(cls.step) is not inspect.unwrap(base.step)  # type: ignore[attr-defined]
             return None if has_own_step else not KNOWN[base.__name__].elementwise
     return None
@@ -110,7 +110,8 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         elementwise: the user's argument, which overrides the list of classes.
 
     Raises:
-        UsageError: the class is refused, or unknown without `elementwise`, or `elementwise` contradicts what is known.
+        UsageError: the class is refused, or unknown without `elementwise`, or `elementwise` is True for a class of
+            `KNOWN` that uses whole parameters.
     """
     if isinstance(optimizer, Several):
         whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each call may raise

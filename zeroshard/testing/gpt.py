@@ -62,7 +62,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT. `model(tokens)` returns logits, and `model(tokens, targets)` the mean cross-entropy in nats.
 
-    tokens and targets are integers, [batch, length]; logits, [batch, length, vocabulary]. length <= `config.context`.
+    tokens and targets are integers, [batch, length]. Logits are [batch, length, vocabulary]. The length is at most
+    `config.context`.
     """
 
     cos: Tensor

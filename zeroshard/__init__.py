@@ -29,7 +29,7 @@ _NAMES = {
     "zero_redundancy.ddp_hooks": "hook_with_zero_step hook_with_zero_step_interleaved",
     "zero_redundancy.optimizer": "ZeroRedundancyOptimizer",
 }
-"""The public names of each module. No module has the name of a function here: an import of the module would hide the function."""
+"""The public names of each module. No function has a top-level module's name: an import of the module would hide the function."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Owns `import zeroshard.as_deepspeed`, after which `import deepspeed` imports zeroshard. A script imports it first.
+"""Owns `import zeroshard.as_deepspeed`, after which `import deepspeed` imports zeroshard's shim. Import it first.
 
 The import puts zeroshard's package named `deepspeed` first on the path, for this process and its child processes, and
 prints a line on rank 0.

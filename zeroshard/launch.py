@@ -1,6 +1,6 @@
 """Owns the calls that join this process to the other ranks of its launcher, and leave them at exit.
 
-They look for launchers in this order:
+The calls look for launchers in this order:
 
 - torchrun and similar (RANK, WORLD_SIZE, MASTER_ADDR);
 - the mpirun of Open MPI, MPICH and Intel MPI (before srun, since inside a Slurm job Slurm's variables describe the
@@ -45,7 +45,7 @@ _MARK = "ZEROSHARD_RUN_MARK"
 class Launch:
     """The settings in a launcher's environment.
 
-    `address` and `port` are rank 0's. A field is None if the environment lacks it.
+    `address` and `port` belong to rank 0. `local_rank` and `address` are None if the environment lacks them.
     """
 
     launcher: str
@@ -60,7 +60,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Read the launcher's environment. Return None if it names at most one rank.
 
     Raises:
-        UsageError: the environment has a number of ranks but not this rank's own number, or the reverse.
+        UsageError: the variables are incomplete, invalid or contradictory, or this process is a Slurm batch script.
     """
     env = environment
     if env is None:
@@ -164,7 +164,7 @@ def _port(env: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first machine of a Slurm node list: `gpu003-ib` for `gpu[003-005,9]-ib,login`."""
+    """Return the first machine of a Slurm node list: `gpu003-ib` for `gpu[003-005,9]-ib,login`. Raise UsageError if it has none."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     host = ""
     if first is not None and nodes[first.end() :][:1] in ("", ","):
@@ -233,13 +233,13 @@ def init_distributed(
 def join_ranks(
     device: torch.device, required: bool | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> None:
-    """Join the launcher's ranks in torch.distributed, unless they are joined already; the process leaves them at exit.
+    """Join the launcher's ranks in torch.distributed, unless they are joined already. The process leaves them at exit.
 
-    It does nothing if torch.distributed is initialised, or if the environment names one rank.
+    It does nothing if torch.distributed is initialised or unavailable, or if there is at most one rank (see `required`).
 
     Args:
         device: the device of the model, now or later. Its type decides the default backend.
-        required: True: join even if the environment names one rank. False: the caller has already joined the ranks.
+        required: True: join even if the environment names at most one rank. False: the caller has already joined the ranks.
 
     Raises:
         UsageError: the environment names several ranks, and this process cannot join them.
@@ -288,8 +288,8 @@ def join_ranks(
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
     """Return a warning if torchrun may restart the ranks, and they share its own store.
 
-    In that store, restarted ranks would find the addresses of the ranks that ended, and would wait for those (torch
-    2.13, over gloo).
+    In that store, restarted ranks would find the addresses of the ranks that ended, and would wait for these ranks
+    (torch 2.13, over gloo).
     """
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
@@ -329,7 +329,7 @@ def _meeting_point(launch: Launch) -> str:
 
 
 def unknown_address(launch: Launch) -> str | None:
-    """Return a warning if the name of rank 0's machine has no address; a cluster may add one a few seconds later."""
+    """Return a warning if the name of rank 0's machine has no address. A cluster may add one a few seconds later."""
     if launch.address is None:
         return None
     try:
@@ -347,7 +347,7 @@ def leave_ranks() -> None:
     """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
 
     Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
-    While the backend waits for collectives that have begun, it holds Python's lock.
+    While the backend waits for collectives that have begun, it holds Python's lock: only faulthandler can enforce the limit.
     """
     if not dist.is_initialized():
         return

@@ -28,7 +28,7 @@ class Place(enum.StrEnum):
 
 
 def place_of(name: Place | str) -> Place:
-    """Return the place of a name. Raise PolicyError if there is none."""
+    """Return the place with this name. Raise PolicyError if there is none."""
     if name not in list(Place):
         names = ", ".join(f'"{place}"' for place in Place)
         raise PolicyError(f"a model state cannot have the place {name!r}. Pass a Place, or one of {names}.")
@@ -68,12 +68,12 @@ class Offload:
             `buffer_numel` elements of CPU memory. For the optimizer, elements of master weights, gradients and states
             are counted together.
         max_in_cpu_numel: for parameters on disk: up to this many elements of each rank's shards stay in CPU memory.
-        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator, in
-            whole units: a unit that would exceed the share stays. The accelerator updates the other parameters.
+        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. A unit
+            that would exceed the share stays as a whole. The accelerator updates the other parameters.
         sub_group_numel: for an offloaded optimizer: the most elements that one call of the torch optimizer updates
             (never more than 4,194,304), unless a single shard has more.
         read_ahead, write_behind: for the optimizer on disk: whether a sub-group is read while the one before it is
-            updated, and written while the next one is.
+            updated, and written while the next one is updated.
         block_nbytes, requests: for the disk: the size of a request in bytes, and the number of concurrent requests.
 
     Raises:
@@ -109,7 +109,7 @@ def largest_shard_numel(offload: Offload) -> int:
     """Return the most elements that a shard of an optimizer on disk may have, so that the buffers hold enough shards.
 
     At one time, one shard is being read, one updated and one written. So the buffers must hold four sub-groups (one to
-    spare), each of master weights, gradients and, as for Adam, two states. Half of the buffers stays free for other
+    spare), each with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other
     shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
@@ -154,7 +154,7 @@ class Policy:
     """The residencies of the three model states.
 
     Attributes:
-        parameters, gradients, optimizer: their residencies. Sharded parameters require sharded gradients, which require
+        parameters, gradients, optimizer: the residency of each. Sharded parameters require sharded gradients, which require
             a sharded optimizer.
         reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
             more all-gather) or kept for the backward.
@@ -165,11 +165,10 @@ class Policy:
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
             before its backward. With 0, only the last unit of the forward is kept.
         offload_parameters, offload_optimizer: the settings for transfers of parameters and of optimizer states that are
-            on cpu or disk. Those for the optimizer also apply to gradients.
+            on cpu or disk. `offload_optimizer` also applies to gradients.
         within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
-            Gradients are then summed inside each host first, and then over hosts. Results differ in rounding from
-            those without `within`. With one microbatch per step, they are bit-identical for all policies with the same
-            `within`.
+            Gradients are then summed inside each host first, and then over hosts. Rounding differs from runs without
+            `within`. With one microbatch per step, results are bit-identical for all policies with the same `within`.
         wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
             results.
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
@@ -286,7 +285,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: there is no such stage, or `within` or `wire` cannot be used at it.
+            PolicyError: there is no such stage, or the stage excludes `within` or `wire`.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -310,11 +309,11 @@ class Policy:
                 or its name.
             parameters: the place of the shards of parameters (stage 3), or of whole parameters between steps (stages 1
                 and 2).
-            offload: the settings for the transfers of these states; default: those of `Offload()`.
+            offload: the settings for the transfers of these states; default: `Offload()`.
             path: the folder for states on disk. It replaces `offload.path`.
 
         Raises:
-            PolicyError: this stage cannot store states there, or there is no such place.
+            PolicyError: this policy cannot store states there, there is no such place, or a disk has no path.
         """
         how = offload or Offload()
         if path is not None:
@@ -374,8 +373,8 @@ class Precision:
             has 16 bits and the backend rounds after each addition, as NCCL does.
         accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches. None means
             the dtype of the master weights, since 16-bit sums over microbatches lose precision.
-        master_dtype: dtype of the weights that the optimizer updates. One that is narrower than the parameters' dtype
-            is widened to it.
+        master_dtype: dtype of the weights that the optimizer updates. It is widened if it cannot represent all
+            values of the parameters' dtype.
         buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
             divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.
@@ -392,8 +391,8 @@ class Precision:
     def over_microbatches(self, count: int) -> Precision:
         """Return the dtypes for steps of `count` microbatches.
 
-        A single microbatch's gradients are not summed, so they may be kept in 16 bits. `accumulate_dtype` then becomes
-        `reduce_dtype` or `param_dtype`, unless it is set, or `param_dtype` is not.
+        The gradients of a single microbatch are not summed, so 16 bits suffice. If `param_dtype` is set and
+        `accumulate_dtype` is not, `accumulate_dtype` becomes `reduce_dtype` or, without one, `param_dtype`.
         """
         if count > 1 or self.param_dtype is None or self.accumulate_dtype is not None:
             return self
@@ -407,7 +406,7 @@ class Precision:
         Args:
             sum_dtype: a function that returns the dtype in which a transport sends gradients, see `reduce_dtype`.
         """
-        # zeroshard never computes in 8 bits: such parameters keep their dtype.
+        # Integers and 8-bit floats keep their dtype: zeroshard never computes in 8 bits.
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype

@@ -36,9 +36,9 @@ from zeroshard.observe.readings import Readings
 from zeroshard.sharding.sharded import Sharded
 
 READ_SECONDS = 0.5
-"""The time between two reads of steps' figures."""
+"""The shortest time between two reads of steps' figures during training."""
 MEMORY_SECONDS = 5.0
-"""The time between two counts of live bytes, which visit every tensor."""
+"""The shortest time between two counts of live bytes for the line. A count visits every tensor."""
 _MIB = 2**20
 
 
@@ -47,24 +47,24 @@ def progress(
     tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
     log: str | os.PathLike[str] | None = None,
 ) -> TrainingProgress:  # fmt: skip
-    """Show the progress of the loop inside on rank 0's terminal, and log its steps. Every rank must call it.
+    """Show the progress of the loop in a `with` block on rank 0's terminal, and log its steps. Every rank must call it.
 
     The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
     time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No
-    step waits for an accelerator: figures are shown once they have arrived. The loss is rank 0's; in an engine's log, it
-    is the mean over ranks.
+    step waits for an accelerator: figures are shown once they have arrived. The loss is rank 0's own loss,
+    but an engine's log has the mean over ranks.
 
     Args:
         trained: an engine, which reports its own steps, or the result of `shard`. In the second case, call `step` after
             each step.
         steps: the number of steps in all, including those before `begin`, for the time left.
         begin: the number of steps before this run, if it continues another one. An engine has its own count.
-        samples: the samples of one step, over all ranks. An engine has its own count.
-        tokens: the tokens of one sample.
+        samples: the number of samples in one step, over all ranks. An engine has its own count.
+        tokens: the number of tokens in one sample.
         flops: the operations of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
-        peak_flops: the peak of one accelerator in operations per second, for MFU; default: the one that
-            zeroshard knows for this accelerator and dtype; without one, no MFU is shown.
+        peak_flops: the peak of one accelerator in operations per second, for MFU; default: zeroshard's entry for
+            this accelerator and dtype. Without a peak, no MFU is shown.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -155,12 +155,12 @@ class TrainingProgress:
         if error is None:
             self.stop()
             return
-        with self._exits, suppress(RuntimeError):  # the device failed: the first error is the important one
+        with self._exits, suppress(RuntimeError):  # a failed device may raise here too: the first error matters
             if self._is_heard:
                 self._read()
 
     def stop(self) -> None:
-        """Show the last figures, and leave the line as it is. The end of the `with` block calls this."""
+        """Show the last figures, and leave the line as it is. The `with` block calls this, unless an exception ends it."""
         with self._exits:
             if self._is_heard:
                 self._is_heard = False
@@ -175,8 +175,8 @@ class TrainingProgress:
         Args:
             loss: the step's loss on this rank. If it is a tensor, do not write to it afterwards.
             norm: the result of `clip_grad_norm_`.
-            samples: the samples of this step over all ranks, if the number differs from step to step.
-            loss_scale: the factor of the loss.
+            samples: the number of samples in this step over all ranks, if it differs from step to step.
+            loss_scale: the factor by which the loss was multiplied before the backward.
             applied: whether the step updated the parameters.
 
         Raises:
@@ -250,7 +250,7 @@ class TrainingProgress:
     def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
         """Return the figures of the step that the row shows.
 
-        Counts since the last read belong to the last step that arrived.
+        Only the last step that arrived gets memory figures, and the bytes sent since the last read.
         """
         counted: dict[str, Any] = {}
         if is_last:
@@ -285,7 +285,7 @@ class TrainingRow(Row):
     """The progress line of a training run.
 
     Attributes:
-        loss, norm, lr: figures of the last step that arrived.
+        loss, norm, lr: the latest figures that have arrived.
         samples: the samples since the start of the run.
     """
 

@@ -1,3 +1,3 @@
-"""Owns the version, which checkpoints name too."""
+"""Owns zeroshard's version, which checkpoints record."""
 
 __version__ = "0.1.0"

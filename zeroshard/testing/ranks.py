@@ -1,7 +1,7 @@
 """Owns `run_ranks`, which runs a function in several processes of one gloo process group.
 
-Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs or
-raises, the run fails with the rank's stack or traceback.
+Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs or raises,
+the run fails with the rank's stack or traceback.
 """
 
 from __future__ import annotations

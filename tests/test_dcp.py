@@ -81,13 +81,19 @@ def test_a_value_of_another_type_is_refused_and_nothing_is_taken(value: Any) -> 
     on_ranks(body, 1)
 
 
-def test_asking_for_states_before_the_first_step_changes_nothing() -> None:
-    model, sharded = build(0)
-    zeroshard.DistributedState(sharded).state_dict()
-    other, plain = build(0)
-    for one, trained in ((model, sharded), (other, plain)):
-        step(one, trained, 0, 0)
-    assert torch.equal(model.head.weight, other.head.weight)
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon])
+def test_asking_for_states_before_the_first_step_changes_nothing(optimizer: Any) -> None:
+    weights = []
+    for asks in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4, bias=False)
+        sharded = zeroshard.shard(model, optimizer(model.parameters(), lr=0.1), 0)
+        if asks:
+            zeroshard.DistributedState(sharded).state_dict()
+        model(torch.arange(8.0).view(2, 4)).sum().backward()
+        sharded.optimizer.step()
+        weights.append(model.weight)
+    assert torch.equal(*weights)
 
 
 def test_after_an_error_while_states_are_made_the_next_call_makes_them() -> None:

@@ -37,7 +37,7 @@ KNOWN = {
     "AdamW": Known(2),
     "Adamax": Known(2),
     "Lion": Known(1),
-    "Muon": Known(1, elementwise=False, starts_at_zero=False),
+    "Muon": Known(1, elementwise=False),
     "MuonWithAdamW": Known(2, elementwise=False),
     "NAdam": Known(2),
     "RAdam": Known(2),

@@ -112,7 +112,7 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
             states[name] = states.get(name, 0) + numel * dtype_of(state.dtype).itemsize
     damages = [damage_of(reader.folder, one, verify=verify, advance=reader.advance) for one in manifest.files]
     shared = manifest.values.get("shared", {})
-    step = shared.get("step")  # of your own loop
+    step = shared.get("step")  # saved by the user's own loop
     if isinstance(shared.get("engine"), dict):
         step = shared["engine"].get("global_steps", step)
     return {
@@ -163,7 +163,7 @@ def _sharding(policy: dict[str, Any]) -> str:
 
 
 def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Combine parameters of different blocks that have the same name, shape and states. Tied ones stay single.
+    """Combine parameters of different blocks that have the same name, shape and states. Tied parameters stay separate.
 
     Returns:
         For each group: its name (`blocks.*.weight`), the number of its parameters, and the record of the first.

@@ -69,7 +69,7 @@ def compare(
             f"--within {within} does not divide --ranks {ranks}: all hosts have the same number of ranks. Choose a divisor."
         )
     factory = load_factory(model)
-    # In a separate process: threads and devices do not survive a fork.
+    # In a separate process, since later forks would not inherit the threads and devices that the model starts.
     problem = run_ranks(lambda _: _problem(model, factory), 1, timeout=3600, initialise=False)[0]
     if problem is not None:
         raise UsageError(problem)
@@ -107,7 +107,7 @@ def _problem(name: str, factory: Callable[[], Any]) -> str | None:
 
 
 def _train(factory: Callable[[], Any], ranks: int, steps: int, bf16: bool, within: int | None) -> list[dict[str, Any]]:
-    """Return rank 0's result at each stage. "same" is whether, on every rank, it is bit-equal to that of stage 0."""
+    """Return rank 0's result at each stage. "same": whether every rank's result is bit-equal to its result at stage 0."""
     import torch
 
     from zeroshard.policy import Policy, Precision
@@ -188,7 +188,7 @@ def _milliseconds(result: dict[str, Any]) -> float:
 
 
 def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> None:
-    """Draw the measured memory as bars, with marks for the formulas, and beside it the bytes sent and the step time."""
+    """Draw the measured memory as bars, with marks for the formulas, then the bytes sent and the step time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")

@@ -26,10 +26,10 @@ def check(
         help='module:function or file.py:function; supplies the hidden size and dtype for "auto" keys.')] = None,
     all_keys: Annotated[bool, typer.Option("--all", help="Print all keys, with the whole text of their effects.")] = False,
 ) -> None:  # fmt: skip
-    """Print the resolved config: for each key its value, its origin and its effect.
+    """Print the resolved config: the value, origin and effect of each key that is set or computed.
 
     The command also builds the optimizer and the scheduler for a small model, so it finds values that these refuse. It
-    does not check what depends on your model or machine, such as folders and module names.
+    does not check values that depend on your model or machine, such as folders and module names.
     """
     from rich.console import Console
 

@@ -31,7 +31,7 @@ def doctor(
 ) -> None:  # fmt: skip
     """Print this machine's hardware and software, and measure its speed.
 
-    With --profile, `zeroshard plan --machine` can estimate the time of a step on it.
+    With --profile, the command writes a file, from which `zeroshard plan --machine` estimates the time of a step.
     """
     from rich.console import Console
 

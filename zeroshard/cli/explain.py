@@ -1,4 +1,4 @@
-"""Owns `zeroshard explain`, which prints what the documentation says about an error: its meaning and remedy."""
+"""Owns `zeroshard explain`, which prints the documentation of an error: its meaning and remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page() -> str:
     """Return the sections of all pages of errors as one text, from the installed package or the docs of a checkout.
 
     Raises:
-        UsageError: a page is in neither.
+        UsageError: a page is in neither place.
     """
     return "\n".join(_sections_of(name) for name in PAGES)
 
@@ -78,7 +78,7 @@ def found(what: str | None, text: str) -> str:
 
 
 def _nearest(words: str, headings: list[str]) -> list[str]:
-    """Return the headings that share the most words with the given ones, and among equals the most letters."""
+    """Return the headings that share the most words with `words`; among equals, the most similar in spelling."""
 
     def likeness(heading: str) -> tuple[int, float]:
         plain = _plain(heading)

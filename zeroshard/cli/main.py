@@ -1,6 +1,6 @@
 """Owns the command-line program: its commands, and the output of errors.
 
-Commands import what they need when they run, so that `zeroshard --help` and completion do not wait for torch.
+Commands import their modules when they run, so that `zeroshard --help` and completion do not wait for torch.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
     """Measure the fields of `Machine` on this machine.
 
-    Fields that are not measured, such as links to other hosts, are those of the known machine with the same
-    accelerators, or otherwise of the one with H100s.
+    Fields that are not measured, such as links to other hosts, come from the known machine with the same accelerators:
+    `h100` if these are unknown, `cpu` if there are none.
 
     Args:
         folder, nbytes: see `measure`.
@@ -116,7 +116,7 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
 
 
 def known_machine(device: str) -> Machine:
-    """Return the known machine with this accelerator, or otherwise the one of H100s, with this name for them."""
+    """Return the known machine with this accelerator, otherwise the machine `h100` with this accelerator's name."""
     for machine in machines().values():
         if device in machine.devices:
             return machine
@@ -200,7 +200,7 @@ def problem_of(name: str, address: str | None) -> str | None:
 
 
 def own_name() -> tuple[str, str | None]:
-    """Return this host's name, and the address that the name resolves to here (None if it does not resolve)."""
+    """Return this host's name, and the address to which this host resolves the name (None if it cannot)."""
     name = socket.gethostname()
     try:
         return name, socket.gethostbyname(name)
@@ -212,8 +212,8 @@ def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
     """Measure the links between ranks, from CPU memory over gloo. Every rank of the launcher must call it.
 
     Returns:
-        This process's rank, the hosts, and the links: one between two ranks of each host, and one between the first
-        ranks of each pair of hosts.
+        This process's rank, the hosts, and the links: one inside each host that has several ranks, and one between the
+        first ranks of each pair of hosts.
 
     Raises:
         UsageError: the ranks cannot be joined.

@@ -95,7 +95,7 @@ def _load_module(name: str) -> Any:
 
 
 def call_factory(name: str, factory: Callable[[], Any]) -> Any:
-    """Call the user's code. Raise its exceptions, except zeroshard's own, as a `UsageError` that names the line of that code."""
+    """Call the user's code. Raise exceptions other than `ZeroshardError` as a `UsageError` that names the line of that code."""
     try:
         return factory()
     except ZeroshardError:
@@ -151,7 +151,7 @@ def output_file(path: Path, option: str) -> Path:
 
 
 def picture_file(path: Path, option: str) -> Path:
-    """Return the path of a plot to write. Raises `UsageError` also for other formats, and if matplotlib is missing."""
+    """Return the path of a plot to write. Raises `UsageError` like `output_file`, for other formats, and without matplotlib."""
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(

@@ -80,7 +80,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Estimate the memory, communication and step time of a training run before you queue it.
 
-    The engine itself runs two steps on tensors without values, so it needs no weights, accelerator or network. With
+    The engine itself runs two steps on tensors without values, so a plan needs no weights, accelerator or network. With
     --config, the command plans that config. Otherwise it searches for the fastest config that fits. A function that
     MODEL names returns (module, batch), where `batch(rank, step)` returns the arguments of one call.
     """
@@ -286,7 +286,7 @@ def subject_of(name: str, sequence: int) -> Subject:
 
 
 def _with_samples(arguments: Any, samples: int) -> Any:
-    """Return the arguments of a call with another number of samples: the first dimension of their first tensor."""
+    """Return a call's arguments with `samples` samples, in each tensor that has as many samples as the first one."""
     from torch import Tensor
 
     from zeroshard.torch_private import tree_leaves, tree_map_only
@@ -344,7 +344,7 @@ def estimate(
 
 
 def _count(model: str) -> float:
-    """Count the parameters in a safetensors file's header, or those of a module built without memory."""
+    """Count the parameters in a safetensors file's header, or the trained parameters of a module built without memory."""
     from zeroshard.checkpoint.safetensors_file import SafetensorsReader
 
     if model.endswith(".safetensors"):

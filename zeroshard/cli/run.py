@@ -45,7 +45,7 @@ def run(context: typer.Context) -> None:
 
     zeroshard run [--nproc-per-node 2] -m package.module ARGUMENTS...
 
-    Options before the script are torchrun's, such as --nnodes, --node-rank or --master-addr; `torchrun --help` lists
+    Options before the script go to torchrun, such as --nnodes, --node-rank or --master-addr; `torchrun --help` lists
     them. Without --nproc-per-node, one process starts for each accelerator of this machine, or one process if it has
     none.
     """

@@ -46,7 +46,7 @@ class Facts:
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Find the hidden size as transformers does: `hidden_size`, the largest of `hidden_sizes`, or the text model's."""
+    """Find the hidden size as transformers does: `hidden_size` or the largest of `hidden_sizes`, also of the text model."""
     for candidate in (config, getattr(config, "text_config", None)):
         size = getattr(candidate, "hidden_size", None) or max(getattr(candidate, "hidden_sizes", None) or [0])
         if isinstance(size, int) and size:
@@ -136,7 +136,7 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size, "10 x hidden size"),
 }
-"""The rules for "auto", by key path. Bucket sizes and optimizer arguments are those of transformers' Trainer."""
+"""The rules for "auto", by key path. Bucket sizes and optimizer arguments are the same as in transformers' Trainer."""
 
 
 def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
@@ -178,7 +178,7 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
 
 
 def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config with the user's values in place of "auto". Any other "auto" stays.
+    """Return a copy of the config with the user's values instead of "auto". Any other "auto" stays.
 
     Raises:
         ConfigError: a name in `supplied` is not the name of a key.
@@ -210,7 +210,7 @@ def _find(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[s
 
 
 def _is_argument(path: str) -> bool:
-    """Return whether a path is an argument of an optimizer or scheduler, which the class checks and not the schema."""
+    """Return whether a path is an argument of an optimizer or scheduler, which its class checks, not the schema."""
     return path.startswith(("optimizer.params.", "scheduler.params."))
 
 

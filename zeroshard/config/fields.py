@@ -1,6 +1,6 @@
 """Owns the descriptions of config keys: their types, and their effects in zeroshard.
 
-Every key has an `Effect`: it works, has no meaning here, or is not offered. zeroshard accepts a key without meaning,
+Every key has an `Effect`: it works, has no meaning in zeroshard, or is not offered. zeroshard accepts a key without meaning,
 and lists it in the resolved config. A key that is not offered would change the result, so switching it on raises an
 error. No key is ignored silently.
 """
@@ -57,7 +57,7 @@ refused = partial(Effect, Kind.REFUSED)
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value enables nothing: false, null, 0, or a block of such values or with `enabled` off."""
+    """Return whether a value enables nothing: false, null, 0, "", "none", or a block of such values or with `enabled` off."""
     if isinstance(value, dict):
         if "enabled" in value:
             return not value["enabled"]

@@ -26,7 +26,7 @@ from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, lar
 
 _DTYPES: dict[str | None, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
 _MOST_PROBLEMS = 10
-"""The maximum number of problems in one message: each unknown key is compared with all known keys."""
+"""The maximum number of problems in one message, since each unknown key is compared with all known keys."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
 
 
@@ -107,7 +107,7 @@ class Config:
         )
 
     def _offload(self, block: OffloadParamBlock | OffloadOptimizerBlock, **own: Any) -> Offload:
-        """Return the settings for transfers: those that both offload blocks have, those of `aio`, and `own`."""
+        """Return the settings for transfers: keys of both offload blocks, `sub_group_size`, keys of `aio`, and `own`."""
         aio = self.schema.aio
         return Offload(
             path=block.nvme_path,
@@ -349,8 +349,8 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
     DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
-    at the top level: `zero_optimization.reduce_bucket_size`, where fractions of an element are dropped. A path counts only
-    if its block does not have the key.
+    at the top level: `zero_optimization.reduce_bucket_size`. Fractions of an element are dropped. A path counts only if
+    its block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -412,7 +412,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON, or else JSON5, whose parser is pure Python and takes minutes for a megabyte."""
+    """Parse JSON, otherwise JSON5, whose parser is pure Python and takes minutes for a megabyte."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except ValueError:

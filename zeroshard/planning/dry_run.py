@@ -100,7 +100,7 @@ class Figures:
     """The figures of one rank in a dry run, in bytes and seconds.
 
     Attributes:
-        peak, host_peak: the peaks of live bytes in training, on the device and in CPU memory beside it.
+        peak, host_peak: the peaks of live bytes in training, on the device and in the host's CPU memory.
         peak_together: the peak of the sum of both, for a machine on which they are one memory.
         reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
         peaks: the peaks on the device, by phase.
@@ -111,7 +111,7 @@ class Figures:
         sent, calls: bytes and calls of one step, by collective.
         seconds: the time of one step.
         spent: this time by cause: "computing", "CPU step", and waits for lines.
-        numel, trained: the numbers of the model's parameters, and of those that the optimizer updates.
+        numel, trained: the number of the model's parameters, and of its trained parameters.
         timeline: live bytes after each operation of the last step.
     """
 
@@ -152,7 +152,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         draws: whether to keep the timeline.
 
     Raises:
-        ConfigError, UsageError: as the real run would.
+        ConfigError, UsageError: as in the real run, or if the model cannot be run without values.
     """
     clock = Clock(job.machine)
     ledger = Ledger(clock, draws=draws)
@@ -170,7 +170,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
-    """The mode of a dry run. The copy of a tensor is in the same mode (nn.TransformerEncoder copies its first layer)."""
+    """The mode of a dry run. A deep copy of a tensor stays in this mode (nn.TransformerEncoder copies its first layer)."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
         return self
@@ -218,7 +218,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
     with ExitStack() as stack:
-        # The building of the model has imported its library, which `_untraced` changes.
+        # `_untraced` changes the model's library, which the factory has imported by now.
         for around in (_untraced(), _located(model, ledger), _random_states(stateful), job.sequences.shortened(clock)):
             stack.enter_context(around)
         for _ in range(STEPS):
@@ -324,7 +324,7 @@ def _born(job: Job) -> nn.Module:
 
 
 def _born_on_meta(job: Job) -> nn.Module:
-    """Build the model on the meta device, where it may be moved. Replace its tensors by CPU tensors without values."""
+    """Build the model on the meta device, where it can be moved, and replace its tensors with CPU tensors without values."""
     with outside_of_modes(), torch.device("meta"):
         model = job.factory()
     made: dict[Tensor, Tensor] = {}
@@ -362,7 +362,7 @@ def _spent(clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> _Spent:
 
 
 def _cost(spent: list[_Spent], left_out: int) -> dict[str, dict[str, Any]]:
-    """Return the cost of a whole step, of which `left_out` microbatches, all like the second, were not run."""
+    """Return the cost of a whole step. Its `left_out` microbatches that were not run each cost as much as the second."""
     first, second, *_ = [*spent, spent[-1]]
     return {
         kind: {name: total + left_out * (second[kind][name] - first[kind][name]) for name, total in counts.items()}
@@ -474,8 +474,8 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside the block as in a real run.
 
-    It treats tensors without values as torch.compile's, whose values it must not read, and so makes a full mask of
-    [batch, 1, length, length]. A dry run can answer such reads.
+    Otherwise transformers treats tensors without values as if torch.compile traced them: it reads no values, and makes a
+    full mask, [batch, 1, length, length]. A dry run can answer such reads.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -491,7 +491,7 @@ def _untraced() -> Iterator[None]:
 
 @contextmanager
 def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Record the running module in the ledger; in a backward, the module whose output's gradient was computed last."""
+    """Record the running module in the ledger. A backward records the module whose output gradient was computed last."""
 
     def enter(name: str, *_: Any) -> None:
         ledger.module = name

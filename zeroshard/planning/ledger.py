@@ -79,14 +79,14 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """A mode that counts live bytes, and advances the clock with each operation.
+    """A mode that counts live bytes, and advances the clock with each operation that is not a view.
 
-    Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, in a step, 0.5.
+    Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, for floats in a step, 0.5.
 
     Attributes:
         phase, module: the present phase and module of the model, which a peak records.
         born: the category of new memory outside `purpose`.
-        peak, host_peak: the peaks on the device, and in CPU memory beside it.
+        peak, host_peak: the peaks on the device, and in the host's CPU memory.
         peak_together: the peak of the sum of both memories.
         timeline: the live bytes after each operation, if `draws` is set.
     """
@@ -102,7 +102,7 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.born = TEMPORARIES
         self._live: dict[int, _Live] = {}
-        # By memory: False is the device's, True the CPU memory beside it.
+        # By `on_host`: False is the device's memory, True is the host's CPU memory.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
@@ -214,14 +214,14 @@ class Ledger(TorchDispatchMode):
             self.peak_by_phase[self.phase] = total
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in CPU memory beside the device."""
+        """Return whether a tensor is in the host's CPU memory, and not on the device."""
         live = self._live.get(storage_id(tensor))
         return live is not None and live.on_host
 
     def _is_on_host(self, tensors: Iterable[Any]) -> bool:
-        """Return whether an operation on these tensors runs in CPU memory beside the device.
+        """Return whether an operation on these tensors runs on the host's CPU.
 
-        It runs where its first tensor with more than one element is.
+        The place of the first tensor with more than one element decides.
         """
         if not self._now[True].total():
             return False

@@ -1,4 +1,4 @@
-"""Owns the cut sequences of a dry run, and its tiled losses, MLPs and norms, by `zeroshard.sequence` as in a real run."""
+"""Owns a dry run's cut sequences, and its tiled losses, MLPs and norms. `zeroshard.sequence` makes them as in a real run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
 """Names of the modules that run in tiles, if a model has them."""
 
 MOST_TILES = 4
-"""The maximum number of a tensor's tiles that are run: the first two, between which gradients are summed, one for all
-later ones, and the last, which may be shorter."""
+"""The maximum number of a tensor's tiles that are run. The first two show the sum of gradients, the third stands for all
+that are left out, and the last may be shorter."""
 
 
 @dataclass(frozen=True)

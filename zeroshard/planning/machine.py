@@ -1,8 +1,8 @@
 """Owns the model of a machine for dry runs: its speeds, its hidden costs, and the time of operations and transfers.
 
-The numbers are in machines.json. Speeds are those that training reaches, not those of a data sheet. One processor
-computes. Each line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after another. A
-wait advances the clock, so transfers overlap if the schedule allows it.
+The numbers are in machines.json. They give the speeds that training reaches, which are below a data sheet's peaks. One
+processor computes. Each line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after
+another. Only waits for transfers advance the clock, so transfers overlap with computation if the schedule allows it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Link(_Part):
 
     Attributes:
         bandwidth: bytes per second in one direction.
-        latency: seconds of an empty transfer.
+        latency: the duration of an empty transfer, in seconds.
     """
 
     bandwidth: float = Field(gt=0)
@@ -162,7 +162,7 @@ class Clock:
         self.waited: defaultdict[str, float] = defaultdict(float)
 
     def operate(self, flops: float, nbytes: int, dtype: str, *, on_host: bool) -> None:
-        """Advance by the time of an operation: that of its arithmetic or of its bytes, whichever is longer."""
+        """Advance by the time of an operation: its launch, and the longer of its arithmetic and its memory traffic."""
         where = self.machine.device
         name = "computing"
         if on_host:
@@ -174,7 +174,7 @@ class Clock:
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Count each operation in the block `number` times: a dry run leaves out blocks of the same cost."""
+        """Count each operation in the context `number` times, for a dry run that leaves out repetitions of the same cost."""
         before = dict(self.computed)
         yield
         for name, seconds in self.computed.items():
@@ -201,7 +201,7 @@ class Line:
         clock: the clock of the dry run.
         name: the name under which waits are counted.
         bandwidth: bytes per second.
-        latency: seconds of an empty transfer.
+        latency: the duration of an empty transfer, in seconds.
         is_apart: whether transfers overlap with computation. If not, the processor copies, as between ranks that share
             memory.
     """

@@ -69,7 +69,7 @@ class Plan:
 
     @cached_property
     def unseen(self) -> dict[str, int]:
-        """The machine's constants on top of live bytes, which a dry run does not allocate."""
+        """The bytes that an accelerator needs on top of live bytes, by cause. A dry run does not allocate them."""
         unseen = self.machine.unseen
         return {
             "driver's context": unseen.context,
@@ -187,7 +187,7 @@ class Plan:
 
 
 def limits(machine: Machine, memory: int | None, host_memory: int | None) -> Mapping[str, int]:
-    """Return the memory of an accelerator and of a host: the caller's values, or the machine's."""
+    """Return the memory of an accelerator and of a host: the caller's values, otherwise the machine's values."""
     return {"limit": memory or machine.memory, "host_limit": host_memory or machine.host_memory}
 
 
@@ -208,18 +208,18 @@ def plan(
         config: a config, as for `initialize`.
         world_size: the number of ranks, each with one accelerator. All are data-parallel unless `sequence_parallel` or
             `tensor_parallel` is above 1.
-        batch: a function that returns the arguments of one call of the model for n samples: a tuple, a mapping of
-            keywords, or a tensor; or such arguments themselves. Only their shapes and dtypes matter.
+        batch: the arguments of one call of the model (a tuple, a mapping of keywords, or a tensor), or a function that
+            returns them for n samples. Only their shapes and dtypes matter.
         machine: the name of a known machine (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or a
             `Machine`.
-        memory, host_memory: bytes of an accelerator and of a host, if they differ from the machine's.
+        memory, host_memory: bytes of memory of an accelerator and of a host; default: the machine's values.
         hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
-        optimizer: a function that makes an optimizer from parameters, in place of the config's; default: the config's,
-            or AdamW if it names none.
-        micro_batch: the samples of one call, if the config names no batch size; default: those of `batch`, unless it is
-            a function.
+        optimizer: a function that makes an optimizer from parameters; default: the config's optimizer, or AdamW if the
+            config names none.
+        micro_batch: the samples of one call, if the config names no batch size; default: the samples in `batch`, unless
+            `batch` is a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
@@ -256,11 +256,11 @@ def job_of(
     sequences: LongSequences | None = None, tensor_parallel: int = 1,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Job:  # fmt: skip
-    """Make the job of a plan; see `plan` for the arguments. Of the config, only the tensor-parallel ranks are used.
+    """Make the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
 
     Raises:
-        UsageError: there are no ranks, fewer ranks than hosts, or no such machine; or `tensor_parallel` differs from
-            the config's number, or does not fit the ranks or the other arguments.
+        UsageError: there is no such machine; `world_size` does not fit `hosts`, `sequences` or `tensor_parallel`; or
+            `tensor_parallel` contradicts the config or another argument.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     if world_size < 1:

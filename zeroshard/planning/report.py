@@ -137,7 +137,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     Args:
         plan: a plan with its timeline.
-        path: the file to write: PNG or SVG, by its name.
+        path: the file to write. Its suffix names the format, such as .png or .svg.
     """
     from matplotlib.figure import Figure
 

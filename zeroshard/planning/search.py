@@ -1,13 +1,13 @@
 """Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
 
-Every result is a dry run. A deep model is first run at two small depths, which show a block's time and memory. Promising
+Results come from dry runs. A deep model is first run at two small depths, which show a block's time and memory. Promising
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
-A larger micro-batch is not slower, so each setting is tried from the largest down, and its first that fits is its best.
-The memory that grows with the micro-batch shows which smaller ones cannot fit. Checkpointing, and states on the CPU,
-save memory and cost time. They are not tried if the same setting without them fits as large a micro-batch. If that
-setting then does not fit at full depth, the settings that were left out because of it are tried.
+A larger micro-batch is not slower. So each setting is tried from the largest micro-batch down, until one fits. The
+memory that grows with the micro-batch shows which smaller ones cannot fit. Checkpointing, and states on the CPU, save
+memory and cost time. They are not tried if the same setting without them fits as large a micro-batch. If that setting
+then does not fit at full depth, the settings that were left out because of it are tried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Told = Callable[[int, int], None]
 """A function that gets the progress: the number of dry runs that have ended, and their total number."""
 
 _MOST_SAMPLES = 1 << 16
-"""The number of samples from which `largest_micro_batch` stops if they fit."""
+"""The number of samples at which `largest_micro_batch` stops, if they fit."""
 
 _SHALLOW = (3, 5)
 """The depths at which a deep model is run first."""
@@ -52,7 +52,7 @@ _OTHERS = 3
 """The maximum number of choices that are shown besides the best."""
 
 _ALIKE = 0.02
-"""The share by which a step may be slower than the fastest and count as equal. The lowest stage of these is chosen."""
+"""A step that is slower than the fastest by at most this share counts as equal. Of equals, the lowest stage is chosen."""
 
 _DOUBT = 0.03
 """The largest error of an estimate, as a share of the memory. Estimates are made for the full depth from two shallow
@@ -129,7 +129,7 @@ def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
 
 
 def _forks_run_backwards() -> bool:
-    """Return whether a forked process can run a backward. If torch was built for accelerators, one tries it."""
+    """Return whether a forked process can run a backward. If torch was built for accelerators, a process tries it."""
     if torch.accelerator.current_accelerator() is None:
         return True
     process = _FORK.Process(target=_run_backward)
@@ -307,14 +307,14 @@ class Choice:
     def on_cpu(self) -> tuple[bool, bool]:
         """Whether the optimizer and the parameters are on the CPU.
 
-        With both there, a step is not always slower than with only the optimizer: an update copies less back.
+        With both on the CPU, a step may be faster than with only the optimizer there: an update copies less back.
         """
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
     def is_dearer_than(self, other: Choice) -> bool:
         """Return whether this choice differs from another only by settings that cost time and save memory.
 
-        Its micro-batch is not larger than the other's.
+        Its micro-batch is not larger than the micro-batch of `other`.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
@@ -331,7 +331,7 @@ def micros(per_rank: int) -> list[int]:
 
 
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
-    """Yield all settings at one micro-batch, in groups. Groups whose settings cost no time come first."""
+    """Yield all settings at one micro-batch, in groups. The first has neither checkpointing nor offloads."""
     offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
     per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
@@ -355,7 +355,7 @@ class Estimate:
     """The figures of a choice at full depth.
 
     Attributes:
-        needed, host, seconds: as in a plan.
+        needed, host, seconds: `needed_nbytes`, `host_nbytes` and `seconds`, as in a plan.
         growing: the part of the needed bytes that grows with the micro-batch.
     """
 
@@ -367,7 +367,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the fastest plan that fits, or, if none does, the one that lacks least.
+    """The result of a search: the fastest plan that fits, or, if none fits, the plan that lacks the least memory.
 
     Attributes:
         others: the next best choices that fit, with their figures, the fastest first.
@@ -453,7 +453,7 @@ class Search:
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
         """Run the choices that miss the least memory, with the smallest micro-batch or the largest.
 
-        With the largest, a step has one microbatch, so no gradients are kept between microbatches.
+        With the largest, a step may have only one microbatch, and then keeps no gradients between microbatches.
         """
         extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
         found = self._known | self._estimates(extremes)
@@ -470,7 +470,7 @@ class Search:
         return any(choice.is_dearer_than(one) and self._fits_for_sure(each) for one, each in self._known.items())
 
     def _smaller(self, choice: Choice, sizes: Sequence[int]) -> Choice | None:
-        """Return the same choice with the next micro-batch that may fit; None if this one surely fits, or none will."""
+        """Return the same choice with the next micro-batch that may fit; None if this one surely fits, or no smaller one can."""
         estimate = self._known[choice]
         if self._fits_for_sure(estimate):
             return None
@@ -488,7 +488,7 @@ class Search:
         return _DOUBT if self._is_shallow else 0.0
 
     def _over(self, estimate: Estimate) -> float:
-        """Return the share of an accelerator's memory, or the host's, that is missing; negative if there is room."""
+        """Return the missing share of the accelerator's or the host's memory, the larger of both; negative if there is room."""
         return max(estimate.needed / max(self.limit, 1), estimate.host / max(self.host_limit, 1)) - 1
 
     def _missing(self, estimate: Estimate) -> float:
@@ -526,7 +526,7 @@ class Search:
     def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
         job = self.job
         if layers is not None and self.shallow is not None:
-            # The engine takes optional buffers if memory is free, and a shallow model would leave more than the full one.
+            # The engine takes optional buffers if memory is free, and a shallow model leaves more free than the full one.
             full = job.machine.model_copy(update={"memory": 1})
             job = replace(job, factory=self.shallow(layers), machine=full)
         return partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro))
@@ -587,7 +587,7 @@ def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
 
 
 def _exact(plan: Plan) -> Estimate:
-    """Return the figures of a plan at the model's own depth."""
+    """Return the figures of a plan as an estimate."""
     growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
     with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
     return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, with_gaps)

@@ -1,6 +1,6 @@
 """Owns the blocks and segments that an accelerator's allocator takes for the tensors of a dry run.
 
-The rules are those of torch's caching allocator with default settings, on one stream (torch 2.11 to 2.13: constants in
+The rules follow torch's caching allocator with default settings, on one stream (torch 2.11 to 2.13: constants in
 c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never returned to the driver:
 torch does that only when memory runs out, and then tries again.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most this size are small, and share small segments. Of larger ones, only a rest above this size is split off."""
+"""Blocks of at most this size are small, and share small segments. A larger block is split only if the rest is above this size."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20
@@ -23,7 +23,7 @@ ROUND_NBYTES = 2 << 20
 
 
 class Block(NamedTuple):
-    """A range of memory from `start` on: of one tensor, or free."""
+    """A range of memory, `nbytes` bytes from `start`: one tensor's memory, or free."""
 
     start: int
     nbytes: int
@@ -63,7 +63,7 @@ class Segments:
         return whole
 
     def give_back(self, block: Block) -> None:
-        """Free a block, and merge it with the free blocks beside it."""
+        """Free a block, and merge it with adjacent free blocks."""
         for other in (self._by_end.get(block.start), self._by_start.get(block.start + block.nbytes)):
             if other is not None:
                 self._remove(other)
@@ -77,7 +77,7 @@ class Segments:
         elif size < LARGE_NBYTES:
             nbytes = LARGE_SEGMENT_NBYTES
         start = self._top
-        self._top += nbytes + BLOCK_NBYTES  # a gap, so that no block of one segment is beside a block of another
+        self._top += nbytes + BLOCK_NBYTES  # a gap, so that blocks of different segments are never adjacent
         self.reserved += nbytes
         return Block(start, nbytes, is_small)
 

@@ -2,7 +2,7 @@
 
 [Note: ranks and shards]
 If every rank updates all parameters (an unsharded optimizer), the engine makes a view for each rank's shard of each
-parameter. A plan for 1,024 ranks would make 1,024 times as many, although each rank holds everything. So the engine
+parameter. A plan for 1,024 ranks would make 1,024 times as many views, although each rank holds everything. So the engine
 gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with their
 padding.)
 """
@@ -65,7 +65,7 @@ class _Sum(NativeMean):
 
 
 _ROWS_SUMMED = 3
-"""The maximum number of rows whose sum is run. The first two make a new tensor, and every further one costs the same."""
+"""The maximum number of rows whose sum is run. The first two make a new tensor, and every further row costs the same."""
 
 
 @dataclass(eq=False)
@@ -187,7 +187,7 @@ class SimulatedRanks(Collectives):
 
 
 class SimulatedTwoLevel(TwoLevel):
-    """`TwoLevel` over simulated ranks: rows, scratch and crossings are those of a real run.
+    """`TwoLevel` over simulated ranks: rows, scratch and crossings are as in a real run.
 
     Attributes:
         calls: the number of calls of each collective.
@@ -265,7 +265,7 @@ class Hosts:
         """Return the link for one rank's part of a collective over all ranks of several hosts.
 
         A ring of NCCL passes each byte across a host's border once. There is a ring for each of the host's ranks, with
-        its own network link. Over gloo each rank sends to every other separately.
+        its own network link. Over gloo, each rank sends to every other rank separately.
         """
         inside = self.machine.inside.bandwidth
         between = self.machine.between
@@ -375,7 +375,7 @@ class _Device(_Counted, DeviceStorage):
 
 @final
 class _Host(_Counted):
-    """CPU memory beside an accelerator."""
+    """The CPU memory of an accelerator's host."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._ledger.purpose("frames", on_host=True):

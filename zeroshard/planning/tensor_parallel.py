@@ -1,8 +1,7 @@
 """Owns the tensor parallelism of a dry run: each divided module has its local matrix, and its messages are counted.
 
-A real run uses DTensors (`zeroshard.construction.tensor_parallel`). Here a module keeps one rank's part as an ordinary
-parameter, and makes the same activations as torch's styles. A sum over ranks is a new tensor, and so is the result of a
-gather.
+A real run uses DTensors (`zeroshard.construction.tensor_parallel`). In a dry run, a module keeps one rank's part as an
+ordinary parameter, and makes the same activations as torch's styles. Sums over ranks and gathers return new tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Send = Callable[[str, int], None]
 
 
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
-    """Replace the parameters of each module in the model's plan by the part of the first of `ranks` ranks, in place.
+    """Replace the parameters that the model's plan divides with the parts of the first of `ranks` ranks, in place.
 
     Raises:
         UsageError: the model has no plan, or one that this number of ranks cannot use.
@@ -80,7 +79,7 @@ def _sum(partial_sum: Tensor, ranks: int, send: Send) -> Tensor:
 
 
 Change = Callable[[Tensor], Tensor]
-"""A function from the activation or the gradient on one side of a message to that on the other."""
+"""A function that turns the activation or gradient before a message into the one after it."""
 
 
 def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:

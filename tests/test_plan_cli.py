@@ -157,6 +157,33 @@ def test_hosts_within_which_parameters_rest(folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_the_engine_sees_the_memory_that_is_named(folder: Path) -> None:
+    """With little of it, sums of microbatches are not kept on the accelerator."""
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = CONFIG | {"optimizer": {"type": "AdamW"}, "zero_optimization": offloaded, "gradient_accumulation_steps": 4}
+    (folder / "offloaded.json").write_text(json.dumps(config))
+
+    def peak(memory: str) -> int:
+        command = [
+            "plan",
+            ".",
+            "--gpus",
+            "2",
+            "--sequence",
+            "16",
+            "--sharded-init",
+            "--memory",
+            memory,
+            "--json",
+            "--quick",
+        ]
+        done = CliRunner().invoke(app, [*command, "--config", "offloaded.json"])
+        return int(json.loads(done.stdout)["peak"]["bytes"])
+
+    assert peak("1MB") < peak("80GB")
+
+
+@pytest.mark.full
 def test_a_search_over_hosts_tries_what_stays_inside(folder: Path) -> None:
     slow = {"bandwidth": 1e7, "latency": 1e-6}
     table = json.loads(TABLE.read_text())["h100"]

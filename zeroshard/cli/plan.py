@@ -100,8 +100,9 @@ def plan(
     job = job_of(
         subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init,
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
+        memory=memory, host_memory=host_memory,
     )  # fmt: skip
-    bounds = limits(job.machine, memory, host_memory)
+    bounds = limits(job.machine)
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
     else:

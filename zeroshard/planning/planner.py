@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -186,9 +186,9 @@ class Plan:
         }  # fmt: skip
 
 
-def limits(machine: Machine, memory: int | None, host_memory: int | None) -> Mapping[str, int]:
-    """Return the memory of an accelerator and of a host: the caller's values, otherwise the machine's values."""
-    return {"limit": memory or machine.memory, "host_limit": host_memory or machine.host_memory}
+def limits(machine: Machine) -> Mapping[str, int]:
+    """Return the memory of an accelerator and of a host, as a plan's arguments."""
+    return {"limit": machine.memory, "host_limit": machine.host_memory}
 
 
 def plan(
@@ -242,11 +242,10 @@ def plan(
     job = job_of(
         model_factory, make_batch, world_size, machine, hosts, loss, optimizer, sharded_init=sharded_init,
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
+        memory=memory, host_memory=host_memory,
     )  # fmt: skip
-    if memory is not None:  # the engine reads the free memory
-        job = replace(job, machine=job.machine.model_copy(update={"memory": memory}))
     figures = dry_run(job, config, micro_batch, draws=timeline)
-    return Plan(job, figures, **limits(job.machine, memory, host_memory), told=parted(config)[1])
+    return Plan(job, figures, **limits(job.machine), told=parted(config)[1])
 
 
 def job_of(
@@ -254,7 +253,7 @@ def job_of(
     hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None, *, sharded_init: bool = False,
     sequences: LongSequences | None = None, tensor_parallel: int = 1,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None, memory: int | None = None, host_memory: int | None = None,
 ) -> Job:  # fmt: skip
     """Make the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
 
@@ -263,6 +262,8 @@ def job_of(
             `tensor_parallel` contradicts the config or another argument.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
+    # The machine has the caller's memory, since the engine uses free memory.
+    known = known.model_copy(update={"memory": memory or known.memory, "host_memory": host_memory or known.host_memory})
     if world_size < 1:
         raise UsageError(f"world_size is at least 1, not {world_size}. Pass the number of ranks.")
     if hosts is not None and not 1 <= hosts <= world_size:

@@ -27,7 +27,7 @@ from zeroshard import ConfigError
 from zeroshard.cli.main import app
 from zeroshard.config.document import listing, summary
 from zeroshard.config.fields import Kind
-from zeroshard.config.load import load_config
+from zeroshard.config.load import Birth, load_birth, load_config, tensor_parallel_ranks
 from zeroshard.config.schema import KEYS
 from zeroshard.policy import Place
 
@@ -382,3 +382,16 @@ def test_paths_at_the_top_level_are_the_keys_of_their_blocks() -> None:
     assert config.schema.fp16.loss_scale == 0.5
     with pytest.raises(ConfigError, match="zero_optimization: Input should be a valid dictionary"):
         load_config({**size, **paths, "zero_optimization": True}, 1)
+    assert tensor_parallel_ranks({"tensor_parallel.autotp_size": 2}) == 2
+    assert load_birth({"bf16.enabled": True}).dtype == torch.bfloat16
+
+
+def test_a_model_is_built_as_the_config_resolves() -> None:
+    """Old and loose values count as in `load_config`."""
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": 1},
+        "zero_optimization": {"stage": 3, "cpu_offload_param": True},
+    }
+    assert load_birth(config) == Birth(torch.bfloat16, "cpu")
+    assert load_birth({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}) == Birth()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Untied
 from ranks import on_ranks
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from twin import build, every_state, same, step
 
 import zeroshard
@@ -115,6 +116,17 @@ def test_after_an_error_while_states_are_made_the_next_call_makes_them() -> None
         assert same(every_state(sharded), every_state(plain))
 
     on_ranks(body, 1)
+
+
+def test_torchs_functions_for_whole_states_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(3)
+        step(model, sharded, rank, 0)
+        with pytest.raises(zeroshard.UsageError, match=r"takes a rank's shards.*DistributedState"):
+            get_optimizer_state_dict(model, sharded.optimizer)
+        step(model, sharded, rank, 1)
+
+    on_ranks(body, 2)
 
 
 def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:

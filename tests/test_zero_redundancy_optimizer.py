@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -526,3 +527,67 @@ def test_an_optimizer_that_does_not_call_its_closure_steps_with_the_gradients_th
         assert torch.equal(parameter.detach(), torch.full((4,), 0.5))
 
     on_ranks(body, 2)
+
+
+def adamw(model: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def steps(rank: int, take: Callable[[Callable[[], None]], Callable[[], None]], *, asks: bool = False) -> Tensor:
+    """The weights after three steps under DDP. `take` wraps the step."""
+    torch.manual_seed(0)
+    model = DDP(nn.Linear(4, 4))
+    optimizer = adamw(model)
+
+    def step() -> None:
+        model(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    taken = take(step)
+    for number in range(3):
+        taken()
+        if asks and number == 1:
+            with pytest.raises(UsageError, match=r"takes a rank's shards.*consolidate_state_dict"):
+                get_optimizer_state_dict(model, optimizer)
+    return model.module.weight.detach()
+
+
+def test_torchs_functions_for_state_dicts_are_refused_and_change_nothing() -> None:
+    """They step an optimizer whose `state` is empty, and take each piece's states for a whole parameter's."""
+
+    def body(rank: int) -> None:
+        assert torch.equal(steps(rank, lambda step: step, asks=True), steps(rank, lambda step: step))
+        optimizer = adamw(nn.Linear(4, 4))
+        optimizer.consolidate_state_dict()
+        assert optimizer.state_dict()["param_groups"]
+
+    on_ranks(body, 2)
+
+
+def test_a_compiled_step_has_the_bits_of_one_that_is_not() -> None:
+    def body(rank: int) -> None:
+        compiled = steps(rank, lambda step: torch.compile(step, backend="eager"))
+        assert torch.equal(compiled, steps(rank, lambda step: step))
+
+    on_ranks(body, 2)
+
+
+def test_hooks_of_load_state_dict_run_and_may_change_what_is_loaded() -> None:
+    calls = []
+    optimizer = adamw(nn.Linear(4, 4))
+    saved = optimizer.state_dict()
+
+    def change(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "param_groups": [{**state_dict["param_groups"][0], "lr": 0.5}]}
+
+    optimizer.register_load_state_dict_pre_hook(change)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after"))
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and saved["param_groups"][0]["lr"] == 0.01 and calls == ["after"]
+
+
+def test_an_optimizer_in_the_place_of_its_class_is_named() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(TypeError, match="is an object of class Adam"):
+        ZeroRedundancyOptimizer(parameters, torch.optim.Adam(parameters))  # type: ignore[arg-type]

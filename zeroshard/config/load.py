@@ -14,7 +14,7 @@ from typing import Any
 
 import json5
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import nn
 
 from zeroshard.config.auto import Facts, resolve_auto
@@ -284,7 +284,7 @@ def refuse_tensor_parallel(config: Config, what: str) -> None:
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
     """Read only the block `activation_checkpointing` of a DeepSpeed config, and check it."""
-    block = read(config).get("activation_checkpointing", {})
+    block = _in_full(read(config)).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
     except ValidationError as error:
@@ -293,7 +293,7 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
 
 def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
     """Read only `tensor_parallel.autotp_size` of a DeepSpeed config; 1 if it is missing or not a number."""
-    size = _block(read(config), "tensor_parallel").get("autotp_size")
+    size = _block(_in_full(read(config)), "tensor_parallel").get("autotp_size")
     try:
         return max(int(size or 1), 1)
     except (TypeError, ValueError):
@@ -496,19 +496,30 @@ def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
     Raises:
         ConfigError: fp16 and bf16 are both enabled.
     """
-    raw = read(config)
+    raw = _in_full(read(config))
     dtype = None
-    if any(_block(raw, name).get("enabled") is True for name in ("bf16", "bfloat16")):
+    if any(_is_true(_block(raw, name).get("enabled")) for name in ("bf16", "bfloat16")):
         dtype = torch.bfloat16
-    if _block(raw, "fp16").get("enabled") is True:
+    if _is_true(_block(raw, "fp16").get("enabled")):
         if dtype is not None:
             raise ConfigError("fp16 and bf16 are both enabled: a model trains in one precision. Enable one of them.")
         dtype = torch.float16
-    offload = _block(_block(raw, "zero_optimization"), "offload_param")
+    zero = _block(raw, "zero_optimization")
+    offload = _block(zero, "offload_param")
+    if zero.get("offload_param") is None and _is_true(zero.get("cpu_offload_param")):
+        offload = {"device": "cpu"}
     device, folder = offload.get("device"), offload.get("nvme_path")
     if device != "nvme" or folder in (None, AUTO):
         return Birth(dtype, device)
     return Birth(dtype, device, Path(folder))
+
+
+def _is_true(value: Any) -> bool:
+    """Return whether the schema reads a value as true: it is no "auto", and no value that `load_config` refuses."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
 
 
 def _block(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -79,8 +79,46 @@ REFUSED = {
 """Class names of optimizers that sharding cannot support, with the reasons."""
 
 
+_NEAREST = 10
+"""The callers that are looked at: torch's wrappers of `step` and `state_dict` lie between."""
+
+
+def wants_whole_states() -> bool:
+    """Return whether torch.distributed.checkpoint.state_dict is calling. Looking at the stack takes a microsecond.
+
+    It takes each state for a whole parameter's. Before `state_dict()`, it makes missing states by a step, with learning rates
+    of 0, which it does not restore after an error.
+    """
+    frame = inspect.currentframe()
+    for _ in range(_NEAREST):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def refuse_whole_states(remedy: str) -> None:
+    """Raise `UsageError` if the caller wants the states of whole parameters."""
+    if wants_whole_states():
+        raise UsageError(
+            "torch.distributed.checkpoint.state_dict takes a rank's shards for states of whole parameters, so it would save "
+            f"them under wrong names. {remedy}"
+        )
+
+
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise `UsageError` for an optimizer class that would compute different values on shards, or wait forever."""
+    """Raise for an optimizer class that would compute different values on shards, or wait forever.
+
+    Raises:
+        UsageError: the class is one of `REFUSED`.
+        TypeError: it is not a class.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(
+            f"optimizer_class is an object of class {type(cls).__name__}. Pass a class, such as torch.optim.Adam."
+        )
     for base in cls.__mro__:
         if base.__name__ in REFUSED:
             raise UsageError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.optim.states import refuse_whole_states
 from zeroshard.step.resident import runs_along
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.travelling import Travelling
@@ -37,6 +38,7 @@ class OptimizerStates:
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
         if not self._groups.are_on_shards:
             self._step.schedule.refuse_parked("optimizer.state_dict()")
+            refuse_whole_states("Save with sharded.save, or pass zeroshard.DistributedState(sharded) to dcp.save.")
             self._groups.refuse_changes()
             self._groups.enter_shards()
             self._is_asked_by_user = True

@@ -293,6 +293,21 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
+) -> None:
+    """Call `load` on a state dict, with the optimizer's own hooks for `load_state_dict` before and after it.
+
+    torch runs them only in its own `load_state_dict`, which loads whole parameters' states.
+    """
+    state_dict = dict(state_dict)  # hooks may change it
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = before(optimizer, state_dict) or state_dict
+    load(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
 def compiled_call_of(module: nn.Module) -> Any:
     """Return the function that `module.compile()` runs instead of `forward`, or None. torch has no public reader."""
     return module._compiled_call_impl

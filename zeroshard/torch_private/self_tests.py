@@ -213,6 +213,16 @@ def _orders_step_hooks() -> bool:
     return next(reversed(pre)) == before.id and next(iter(post)) == after.id and not calls
 
 
+@_tests("torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks")
+def _loads_with_hooks() -> bool:
+    calls: list[str] = []
+    optimizer = _optimizer()
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after"))
+    own.load_with_hooks(optimizer, {}, lambda _: calls.append("load"))
+    return calls == ["before", "load", "after"]
+
+
 @_tests(f"{own.COMPILED_CALL} of {own.COMPILER_FILE}")
 def _has_compiler_frames() -> bool:
     """Check the source file, if there is one, since importing the compiler takes a second."""

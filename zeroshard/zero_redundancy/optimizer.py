@@ -6,6 +6,7 @@ its own shards, in the parameters' own storage. Then one all-gather for each buc
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,14 @@ from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import group_of
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
-from zeroshard.optim.states import looks_at_whole_parameters, refuse_what_cannot_be_sharded
+from zeroshard.optim.states import (
+    looks_at_whole_parameters,
+    refuse_what_cannot_be_sharded,
+    refuse_whole_states,
+    wants_whole_states,
+)
 from zeroshard.storage.buffers import BufferPool
+from zeroshard.torch_private import load_with_hooks
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load
 from zeroshard.zero_redundancy.parameter_bucket import (
     CACHE_NUMEL,
@@ -96,6 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.buckets: list[ParameterBucket] = []  # in the order of their all-gathers
         self._homes: list[Home] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
+        self._untraced_step = _untraced_step()
         own = self._own_views(self._all_parameters)
         self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
         self.defaults = dict(self._optim.defaults)
@@ -169,13 +177,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             closure: a function that computes the loss and the gradients again.
             kwargs: arguments of the local optimizer's step.
         """
+        if wants_whole_states():
+            return None  # `state_dict` is called next, and raises
         if self.overlap_with_ddp:
             warnings.warn("step() does nothing with overlap_with_ddp=True: DDP's backward steps.", stacklevel=2)
             return None
         Join.notify_join_context(self)
         if self._join_config.enable:
             self._share_gradients(joined=False)
-        return self._step_and_gather(closure, **kwargs)
+        return self._untraced_step(self, closure, **kwargs)
 
     def _step_and_gather(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         def reduced() -> Any:
@@ -331,6 +341,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index of its list `pieces`
         of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
         """
+        refuse_whole_states(_SAVE_WHOLE)
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
             state_dict["state"] = self._consolidated
@@ -369,6 +380,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             ValueError: its param groups have other numbers of parameters than this optimizer's groups.
             UsageError: it lacks shards that this rank needs, or holds whole parameters' states, which cannot be divided.
         """
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
@@ -376,6 +390,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _indices(self) -> dict[int, int]:
         """Return the parameters' numbers in a plain optimizer's state dict, by id."""
         return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
+
+
+@functools.cache
+def _untraced_step() -> Callable[..., Any]:
+    """Return `_step_and_gather`, which torch.compile does not trace: it communicates. This imports the compiler."""
+    step: Callable[..., Any] = torch.compiler.disable(
+        ZeroRedundancyOptimizer._step_and_gather, reason="zeroshard communicates"
+    )
+    return step
+
+
+_SAVE_WHOLE = "Call consolidate_state_dict(), and save optimizer.state_dict() on the rank that has it."
 
 
 class _StepAlong(JoinHook):

@@ -302,7 +302,9 @@ def load_with_hooks(
     """
     state_dict = dict(state_dict)  # hooks may change it
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = before(optimizer, state_dict) or state_dict
+        changed = before(optimizer, state_dict)
+        if changed is not None:
+            state_dict = changed
     load(state_dict)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)

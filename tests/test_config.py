@@ -352,6 +352,15 @@ def test_check_asks_for_missing_values_as_options(tmp_path: Path) -> None:
     assert "for 1 rank:" in result.output
 
 
+def test_tensor_parallel_ranks_that_do_not_divide_the_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "tensor_parallel": {"autotp_size": 2}}))
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--ranks", "3"])
+    assert "2 tensor-parallel ranks do not divide the 3 ranks" in str(result.exception)
+    for ranks, batch in (([], "batch 3 "), (["--ranks", "4"], "batch 6 ")):
+        assert batch in CliRunner().invoke(app, ["config", "check", str(path), *ranks]).output
+
+
 def test_spellings_that_deepspeed_takes(tmp_path: Path) -> None:
     blocks = {
         "train_batch_size": 1,

@@ -207,6 +207,34 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_for_evaluation_ends_when_its_model_gets_another(stage: int) -> None:
+    """DPO evaluates the model once as its own reference, in an engine without an optimizer, before it trains it."""
+
+    def body(rank: int, evaluates: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Stack()
+        if evaluates:
+            reference, *_ = zeroshard.initialize(model=model, config=config(stage))
+            with torch.no_grad():
+                before = reference(*tokens(rank, 0))
+        else:
+            before = model(*tokens(rank, 0)).detach()
+        engine, *_ = zeroshard.initialize(model=model, config=config(stage, **ADAMW))
+        for step in range(2):
+            engine.backward(engine(*tokens(rank, step)))
+            engine.step()
+        if evaluates:
+            with pytest.raises(UsageError, match="the engine was destroyed"):
+                reference(*tokens(rank, 0))
+            reference.destroy()  # it ended already
+        with torch.no_grad():
+            return [before, engine(*tokens(rank, 0))]
+
+    for one, other in zip(on_ranks(body, 2, True), on_ranks(body, 2, False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
     """Distillation: two engines, one of them without gradients or optimizer; the result is that of plain modules."""

@@ -15,11 +15,12 @@ import torch
 from insides import FORKS_RUN_BACKWARDS, last_that_fits
 from torch import Tensor, nn
 
+import zeroshard
 from zeroshard.errors import UsageError
 from zeroshard.planning.dry_run import Figures
 from zeroshard.planning.machine import Machine, Unseen, machines
 from zeroshard.planning.planner import Plan, job_of
-from zeroshard.planning.search import Choice, Search, in_processes, micros, settings
+from zeroshard.planning.search import Choice, Search, in_processes, largest_micro_batch, micros, settings
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -133,6 +134,16 @@ def test_the_largest_micro_batch_is_found_where_the_first_samples_add_nothing(fi
         expected = limit // per_sample if start <= limit else 0
         assert last_that_fits(need, limit, first) == expected
         assert len({*asked}) <= 20
+
+
+@pytest.mark.full
+def test_the_largest_micro_batch_fits_into_the_hosts_memory_too() -> None:
+    options = {"checkpoint_units": "auto", "cpu_checkpointing": True}
+    config = BASE | {"train_micro_batch_size_per_gpu": 8, "activation_checkpointing": options}
+    made = zeroshard.plan(Model(2, 16), config, world_size=16, batch=batch, machine=machine(), sharded_init=True)
+    of_sample = made.figures.host_peak.parts["activations"] // 8
+    limit = 5 * of_sample * made.job.ranks_per_host
+    assert largest_micro_batch(replace(made, limit=made.needed_nbytes, host_limit=limit)) == 5
 
 
 def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:

@@ -9,12 +9,16 @@ import pytest
 from test_trainer_contract import largest_difference, run
 
 SCRIPT = "preference.py"
-TRAINERS = ("sft", "dpo", "dpo-full")
+TRAINERS = ("sft", "dpo", "dpo-full", "dpo-before")
 OFFLINE = {"TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def case(trainer: str, stage: int | None, *, checkpointing: bool = False) -> dict[str, Any]:
-    """One training; its name is a folder. "dpo-full" trains every weight beside a model that is the reference."""
+    """Return one training; its name is a folder.
+
+    "dpo-full" trains every weight, with a second model as the reference. "dpo-before" computes the reference's figures with the
+    model itself, before it trains it.
+    """
     return {
         "name": f"{trainer}-{stage}-{checkpointing}",
         "trainer": trainer,
@@ -41,7 +45,13 @@ def check(cases: list[dict[str, Any]], ddp: dict[str, dict[str, Any]], folder: P
 
 
 def test_stock_preference_training(ddp: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    cases = [case("sft", 3), case("dpo", 2), case("dpo", 3, checkpointing=True), case("dpo-full", 3)]
+    cases = [
+        case("sft", 3),
+        case("dpo", 2),
+        case("dpo", 3, checkpointing=True),
+        case("dpo-full", 3),
+        case("dpo-before", 3),
+    ]
     check(cases, ddp, tmp_path)
 
 

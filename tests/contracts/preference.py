@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from cases import run_all
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -81,9 +81,16 @@ def make(case: dict[str, Any], folder: Path) -> Any:
     if case["trainer"] == "dpo":
         arguments = DPOConfig(**common, beta=0.5)
         return DPOTrainer(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora)
-    # Train every weight, with a second model as the reference.
-    arguments = DPOConfig(**common, beta=0.5)
-    return DPOTrainer(llama(), ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer())
+    # Train every weight. The reference is a second model, or the same one before it is trained.
+    before = case["trainer"] == "dpo-before"
+    arguments = DPOConfig(**common, beta=0.5, precompute_ref_log_probs=before)
+    if before:  # ranks find the figures in the folder of the data
+        with arguments.main_process_first():
+            if not (folder / "data").exists():
+                data.save_to_disk(folder / "data")
+        data = load_from_disk(folder / "data")
+    reference = None if before else llama()
+    return DPOTrainer(llama(), ref_model=reference, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -104,7 +111,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     read: Any = llama()
-    if case["trainer"] != "dpo-full":
+    if case["trainer"] in ("sft", "dpo"):
         read = PeftModel.from_pretrained(read, str(folder / "final"))
         trained = {name: value for name, value in read.named_parameters() if "lora_B" in name}
         assert len(trained) == 4 and all(value.abs().sum() > 0 for value in trained.values())

@@ -187,7 +187,7 @@ class Description(BaseModel):
 def describe(live: LiveModel) -> Description:
     """Describe the model as it is now. If that fails, saves still succeed, and only exports raise an error.
 
-    Every rank must call it: PEFT takes modules' state dicts, for which units are unsharded.
+    Every rank must call it: PEFT calls `state_dict()` on modules, which gathers units.
     """
     adapters = getattr(live.model, "peft_config", None)
     try:

@@ -318,7 +318,7 @@ def write_checkpoint(
 def write_part(
     part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str], advance: Advance = ignore
 ) -> dict[str, Any]:
-    """Write one rank's file, with some of its buffers. Return, as JSON, the rank's part of the manifest."""
+    """Write one rank's file, with the buffers named in `buffers`. Return the rank's part of the manifest, a dict of JSON values."""
     packer = Packer(f"rank_{rank:05d}/buffers/")
     own = {**part.own, "buffers": {name: packer.pack(part.buffers[name], f"buffers.{name}") for name in buffers}}
     packer.start_numbers()()

@@ -20,7 +20,8 @@ config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zero
 @config_app.command()
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON config.")],
-    ranks: Annotated[int, typer.Option(min=1, help="The number of ranks, for the batch sizes.")] = 1,
+    ranks: Annotated[int | None, typer.Option(
+        min=1, help="The number of ranks, for the batch sizes; default: those of one model.")] = None,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
     model: Annotated[str | None, typer.Option(
         help='module:function or file.py:function; supplies the hidden size and dtype for "auto" keys.')] = None,
@@ -35,12 +36,14 @@ def check(
 
     from zeroshard.config.document import listing, summary
     from zeroshard.config.load import load_config, refuse_without_batch_size, tensor_parallel_ranks
+    from zeroshard.construction.tensor_parallel import refuse_uneven
 
     module = None
     if model is not None:
         module = build_module(model)
-    data_ranks = max(ranks // tensor_parallel_ranks(file), 1)
-    config = load_config(file, data_ranks, module, supplied(auto or []))
+    of_model = tensor_parallel_ranks(file)
+    refuse_uneven(of_model, ranks or of_model)
+    config = load_config(file, (ranks or of_model) // of_model, module, supplied(auto or []))
     refuse_without_batch_size(config)
     _make_optimizer(config)
     console = Console()

@@ -294,7 +294,7 @@ class PointToPoint(Grouped):
         return self.gather_from(self.peers, rows, bucket, label)
 
     def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
-        """Receive the rows of some peers, and send this rank's row to them."""
+        """Start receiving some peers' rows, and sending this rank's row to them."""
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         receive = {peer: rows[peer] for peer in peers}

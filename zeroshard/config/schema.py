@@ -54,7 +54,7 @@ class OptimizerBlock(Block):
     type: Annotated[str, works(
         "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the "
         "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
-        "the optimizer needs whole parameters, zeroshard divides no parameter between ranks.")]
+        "the optimizer needs whole parameters, each parameter is whole on one rank for the step.")]
     params: Annotated[dict[str, Any], works(
         "the optimizer's arguments. Those that are left out have DeepSpeed's defaults: `weight_decay` is 0.0 for Adam and AdamW "
         "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
@@ -108,7 +108,7 @@ class AutocastBlock(Block):
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[HalfDType, works(
-        "the dtype of autocast. With fp16, the settings of the `fp16` block scale the loss.")] = "bfloat16"
+        "the dtype of autocast. With fp16, the `fp16` block sets the loss scale.")] = "bfloat16"
     lower_precision_safe_modules: Annotated[list[str] | None, no_meaning(
         "torch.autocast chooses the dtype by operation, not by module.")] = None
 
@@ -117,13 +117,13 @@ class DataTypesBlock(Block):
     """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. If a step has one microbatch, "
-        "and `bf16`, `fp16` or `param_dtype` sets the parameters' dtype: `communication_data_type`, or else that dtype.")] = None
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. With one microbatch "
+        "per step, if `bf16`, `fp16` or `param_dtype` sets the parameters' dtype, the default is `communication_data_type` or, if "
+        "that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "`fp16` and `bf16` convert every parameter. DeepSpeed's \"auto\" keeps the modules that the model names in fp32; here it "
-        "keeps none.")] = None
+        "`fp16` and `bf16` convert every parameter. In DeepSpeed, \"auto\" keeps in fp32 the modules that the model lists.")] = None
 
 
 class MonitorBlock(Block):
@@ -293,7 +293,7 @@ class Schema(BaseModel):
     zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()
     optimizer: Annotated[OptimizerBlock | None, works("the optimizer, unless you pass one to `initialize`.")] = None
     scheduler: Annotated[SchedulerBlock | None, works("the scheduler, unless you pass one to `initialize`.")] = None
-    min_lr: Annotated[NonNegative, works("the minimum of the learning rates that a scheduler sets. Not in DeepSpeed.")] = 0.0
+    min_lr: Annotated[NonNegative, works("a lower bound on the learning rates that a scheduler sets. Not in DeepSpeed.")] = 0.0
     bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works(
         "bfloat16 training.")] = BF16Block()
     fp16: Annotated[FP16Block, works("fp16 training.")] = FP16Block()
@@ -315,7 +315,7 @@ class Schema(BaseModel):
     graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
     sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
-        "rank 0 prints a line each time this many steps have passed, with step, loss, lr, loss scale, norm, samples/s and memory. "
+        "rank 0 prints a line every this many steps, with step, loss, lr, loss scale, norm, samples/s and memory. "
         "null: no line; but with `wall_clock_breakdown` or `memory_breakdown`, a line at every step.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
@@ -330,7 +330,7 @@ class Schema(BaseModel):
     comms_logger: Annotated[CommsLoggerBlock, works("the bytes that rank 0 sends.")] = CommsLoggerBlock()
     activation_checkpointing: Annotated[ActivationCheckpointingBlock, works(
         "recomputation of activations.")] = ActivationCheckpointingBlock()
-    aio: Annotated[AioBlock, works("reads and writes of disk offload.")] = AioBlock()
+    aio: Annotated[AioBlock, works("I/O settings of disk offload.")] = AioBlock()
     checkpoint: Annotated[CheckpointBlock, works("writing and reading of checkpoints.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
@@ -351,7 +351,7 @@ class Schema(BaseModel):
         "division of matrices over ranks.")] = TensorParallelBlock()
     expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None
     sequence_parallel_size: Annotated[Literal[1], BeforeValidator(_one_rank), works(
-        "must be 1. To cut sequences over ranks, use `zeroshard.sequence.Sequences`, or accelerate's "
+        "must be 1. To divide sequences over ranks, use `zeroshard.sequence.Sequences`, or accelerate's "
         "`ParallelismConfig(sp_size=...)`.")] = 1
     data_parallel_size: Annotated[Positive | None, no_meaning("the process group determines this size.")] = None
     hybrid_engine: Annotated[dict[str, Any] | None, refused("generate inside `zeroshard.unsharded` instead.")] = None

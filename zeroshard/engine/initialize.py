@@ -157,10 +157,13 @@ def make_engine(
     )  # fmt: skip
     try:
         lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
-        return Engine(sharded, config, lr_scheduler, device, checkpointing)
+        engine = Engine(sharded, config, lr_scheduler, device, checkpointing)
     except BaseException:
         sharded.remove_alone()  # the next call may get the same model
         raise
+    if optimizer is None:  # for evaluation only: it ends when the model gets an engine that trains
+        sharded.remove_before_next_sharding(engine.destroy)
+    return engine
 
 
 def _choose_optimizer(

@@ -187,7 +187,7 @@ class Plan:
 
 
 def limits(machine: Machine) -> Mapping[str, int]:
-    """Return the memory of an accelerator and of a host, as a plan's arguments."""
+    """Return the memory of an accelerator and of a host, as keyword arguments of `Plan`."""
     return {"limit": machine.memory, "host_limit": machine.host_memory}
 
 

@@ -223,21 +223,25 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch that fits, with the same accumulation; 0 if one sample does not fit.
+    """Return the largest micro-batch that accelerators and hosts hold, with the same accumulation; 0 if they hold none.
 
     Above `_MOST_SAMPLES`, the result may be smaller than the largest.
     """
-    needs = {plan.figures.config.batch.micro: plan.needed_nbytes}
+    first = plan.figures.config.batch.micro
+    made = {first: plan}
 
-    def need(micro: int) -> int:
-        if micro not in needs:
+    def planned(micro: int) -> Plan:
+        if micro not in made:
             config = plan.complete_config() | {"train_micro_batch_size_per_gpu": micro}
             del config["train_batch_size"]
             figures = in_process(partial(dry_run, plan.job, config))
-            needs[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit).needed_nbytes
-        return needs[micro]
+            made[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit)
+        return made[micro]
 
-    return _last_that_fits(need, plan.limit, plan.figures.config.batch.micro)
+    fits = _last_that_fits(lambda micro: planned(micro).needed_nbytes, plan.limit, first)
+    if fits and planned(fits).host_nbytes > plan.host_limit:
+        fits = _last_that_fits(lambda micro: planned(micro).host_nbytes, plan.host_limit, fits)
+    return fits
 
 
 def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:

@@ -92,7 +92,7 @@ class Hooks:
         self._on_leaves: list[RemovableHandle] = []
         """Hooks on tensors that outlive the graph."""
         self.before_next_sharding: Callable[[], object] | None = None
-        """Ends this sharding on every rank before the model is sharded again. It is set if only this rank has ended it."""
+        """Ends this sharding on every rank before the model is sharded again."""
         self._handles: list[RemovableHandle] = []
         self.attach()
 

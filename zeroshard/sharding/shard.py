@@ -420,7 +420,7 @@ def _refuse_different_models(model: nn.Module, context: Context) -> None:
 
 
 def free_for_sharding(model: nn.Module) -> None:
-    """Complete a removal that `remove_alone` began, on every rank. Raise if the model is still sharded."""
+    """End a sharding that only waits for the next one, on every rank. Raise if the model is still sharded."""
     for parameter in model.parameters():
         home = home_of(parameter)
         hooks = None if home is None else home.hooks()

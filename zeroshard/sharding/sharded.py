@@ -341,11 +341,13 @@ class Sharded:
     def remove(self) -> None:
         """End the sharding, and leave the parameters whole, ordinary and current. Every rank must call it.
 
-        The optimizer cannot step afterwards: make a new one.
+        The optimizer cannot step afterwards: make a new one. A second call has no effect.
 
         Raises:
             CheckpointError: the last asynchronous save failed.
         """
+        if self._hooks.is_removed:
+            return
         self._schedule.refuse_pinned("remove()")
         self.reload_states()
         self._schedule.forget_gradients()  # nothing is in flight any longer
@@ -364,7 +366,11 @@ class Sharded:
         if all(unit.state is UnitState.UNSHARDED for unit in self._schedule.units):
             self.remove()
         else:
-            self._hooks.before_next_sharding = self.remove
+            self.remove_before_next_sharding(self.remove)
+
+    def remove_before_next_sharding(self, remove: Callable[[], object]) -> None:
+        """Have the next sharding of the model, which every rank begins, call `remove` first."""
+        self._hooks.before_next_sharding = remove
 
     def abandon(self) -> None:
         """End the sharding on this rank only, after an error. Other ranks that wait for this one then raise an error.

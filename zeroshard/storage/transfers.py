@@ -22,7 +22,7 @@ STAGED_NBYTES, STAGED_COUNT = 4 << 20, 3
 
 
 class Transfer(ABC):
-    """A read or a write that was started."""
+    """A read or a write that has been started."""
 
     has_raised: bool = False
     """Whether `wait` has already raised the transfer's error."""

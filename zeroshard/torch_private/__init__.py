@@ -188,7 +188,7 @@ def distribution_of(tensor: Any) -> Any:
 
 
 def distributed_by(distribution: Any, local: Tensor) -> Tensor:
-    """Create a DTensor outside of graphs. The public `DTensor.from_local` takes ten times as long."""
+    """Make a DTensor with the given distribution, without autograd. The public `DTensor.from_local` takes ten times as long."""
     kind: Any = distributed_class()
     made: Tensor = kind(local, distribution, requires_grad=False)
     return made
@@ -261,7 +261,7 @@ def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHan
 
 
 def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Move a hook on a parameter's accumulated gradient after all others. torch has no public function for it."""
+    """Move a parameter's post-accumulate-grad hook after all others. torch has no public function for it."""
     _make_last(parameter._post_accumulate_grad_hooks, handle)
 
 

@@ -93,7 +93,7 @@ def import_from_deepspeed(
 
 
 def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
-    """Describe a checkpoint, as `inspect --json` prints it.
+    """Return the description of a checkpoint that `inspect --json` prints.
 
     Args:
         reader: the checkpoint.
@@ -163,7 +163,7 @@ def _sharding(policy: dict[str, Any]) -> str:
 
 
 def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Combine parameters of different blocks that have the same name, shape and states. Tied parameters stay separate.
+    """Combine parameters that differ only in the block numbers of their names. Tied parameters stay separate.
 
     Returns:
         For each group: its name (`blocks.*.weight`), the number of its parameters, and the record of the first.

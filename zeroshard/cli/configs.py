@@ -96,7 +96,7 @@ def _make_optimizer(config: Config) -> None:
 
 
 def _in_force(config: Config) -> str:
-    """Describe stage, clipping, optimizer, batch and lossy communication, even if the file leaves them out."""
+    """Describe stage, clipping, optimizer and batch, even if the file leaves them out, and any lossy communication."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"

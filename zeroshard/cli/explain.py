@@ -51,7 +51,7 @@ def _sections_of(name: str) -> str:
 
 
 def found(what: str | None, text: str) -> str:
-    """Return the part of the page about a class, or about each message that contains `what` or is contained in it.
+    """Return the part of `text` about the class `what`, or about each message that contains `what` or is contained in it.
 
     Without `what`, return the table of contents. If no message fits, return the nearest headings.
     """

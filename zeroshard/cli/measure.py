@@ -85,7 +85,7 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
 
 
 def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
-    """Measure the fields of `Machine` on this machine.
+    """Return the fields of `Machine` except `name`, measured on this machine.
 
     Fields that are not measured, such as links to other hosts, come from the known machine with the same accelerators:
     `h100` if these are unknown, `cpu` if there are none.
@@ -190,7 +190,7 @@ class Host:
 
 
 def problem_of(name: str, address: str | None) -> str | None:
-    """Return the reason why other hosts may not reach a host by its name, and the remedy."""
+    """Return the reason why other hosts may not reach a host by its name, and the remedy; None if there is no reason."""
     remedy = "set the network interface (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
     if address is None:
         return f"{name} cannot resolve its own name: {remedy}"

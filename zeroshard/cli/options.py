@@ -60,7 +60,7 @@ def dtype_name(text: str) -> str:
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """Return the function that `module:function` or `file.py:function` names. Raises `UsageError` if there is none."""
+    """Return the function that `module:function` or `file.py:function` names. Raises `UsageError` if none can be imported."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UsageError(f"--model takes module:function or file.py:function, not {name!r}. Name both.")
@@ -110,7 +110,7 @@ def call_factory(name: str, factory: Callable[[], Any]) -> Any:
 
 
 def build_module(name: str) -> nn.Module:
-    """Build the module that a factory makes, on the meta device, where it needs no memory."""
+    """Build a factory's module on the meta device, where it needs no memory. Raises `UsageError` if that fails."""
     import torch
     from torch import nn
 
@@ -125,7 +125,7 @@ def build_module(name: str) -> nn.Module:
 
 
 def input_file(path: Path, option: str) -> Path:
-    """Return the path of an existing file. Raises `UsageError` if there is none."""
+    """Return `path`. Raises `UsageError`, which names `option`, unless it is an existing file."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     if not path.is_file():
@@ -134,7 +134,7 @@ def input_file(path: Path, option: str) -> Path:
 
 
 def input_folder(path: Path, option: str) -> Path:
-    """Return the path of an existing folder. Raises `UsageError` if there is none."""
+    """Return `path`. Raises `UsageError`, which names `option`, unless it is an existing folder."""
     if not path.exists():
         raise UsageError(f"{option}: no folder at {path}. Check the path.")
     if not path.is_dir():

@@ -40,7 +40,7 @@ _LOG_SECONDS = 10.0
 
 
 def memory_of(text: str | int) -> int:
-    """Read a number of bytes with a unit: `80GB`, `40GiB`. Raises `typer.BadParameter` if the unit is missing."""
+    """Read a number of bytes: `80GB`, `40GiB`, `8e10`. Raises `typer.BadParameter` for a bare `80`, and for other text."""
     if str(text).strip().replace("_", "").replace(".", "", 1).isdigit():
         raise typer.BadParameter(f"{text!r} has no unit: write 80GB, or 40GiB.")
     return nbytes_of(text)

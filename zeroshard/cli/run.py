@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-_MARK = "ZEROSHARD_RUN_MARK"  # as in launch.py, which imports torch
+_MARK = "ZEROSHARD_RUN_MARK"  # a copy of the name in launch.py, whose import would load torch
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config", "--deepspeed-config")
 _TRUE = ("true", "1", "yes", "y", "on", "t")
 _CPU_ADVICE = 'leave it out. Without an accelerator, training uses the CPU; CUDA_VISIBLE_DEVICES="" hides accelerators.'
@@ -143,7 +143,7 @@ def _check_meeting_point(options: argparse.Namespace) -> None:
 
 
 def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None:
-    """Raise an error for a missing config, and for options that turn DeepSpeed off: the script might hide either."""
+    """Raise an error for a missing config, and for settings that ask for the CPU: the script might report neither."""
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:

@@ -29,7 +29,7 @@ class Facts:
     Attributes:
         supplied: the user's `auto={...}`, by key path, by its last part, or by block (`fp16` for `fp16.enabled`).
         hidden_size: the model's hidden size, if it has one.
-        dtype: the dtype of the model's parameters.
+        dtype: the dtype of the model's first parameter.
     """
 
     supplied: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Facts:
 
     @classmethod
     def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
-        """Collect the facts about a model."""
+        """Return the facts about a model, if there is one, with the user's values."""
         dtype = None
         if model is not None:
             dtype = getattr(next(model.parameters(), None), "dtype", None)
@@ -136,14 +136,14 @@ RULES: dict[str, Rule] = {
     ),
     "zero_optimization.stage3_param_persistence_threshold": _of_hidden_size(lambda size: 10 * size, "10 x hidden size"),
 }
-"""The rules for "auto", by key path. Bucket sizes and optimizer arguments are the same as in transformers' Trainer."""
+"""The rules for "auto", by key path. Sizes from `hidden_size`, and AdamW's arguments except `lr`, follow transformers' Trainer."""
 
 
 def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
     """Return a copy of the config with "auto" resolved, and the key paths that had it. Unknown keys keep "auto".
 
     Raises:
-        ConfigError: only the user can supply some values, or `auto` has unknown keys. The message lists them.
+        ConfigError: the user must supply some values, which the message lists, or has supplied an unknown key.
     """
     resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}
@@ -222,7 +222,7 @@ def _supplied(supplied: Mapping[str, Any], path: str) -> Any:
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:
-    """Raise for a name in `auto` that is not a config key. Names that this config itself sets are allowed."""
+    """Raise for a name in `auto` that is not a config key. Names of all keys that are "auto" in this config are allowed."""
     every = {*KEYS, *RULES, *paths}
     names = every | {path.rpartition(".")[2] for path in every} | {"fp16", "bf16", "bfloat16"}
     for name in supplied:

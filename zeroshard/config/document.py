@@ -12,11 +12,11 @@ from zeroshard.errors import counted
 
 _STYLES = {Kind.WORKS: "green", Kind.NO_MEANING: "yellow", Kind.REFUSED: "red"}
 _MOST_LINES = 35
-"""The maximum number of lines of `summary`: with the settings in force, `config check` prints at most 40."""
+"""The maximum number of lines of `summary` below its title: with the settings in force, `config check` prints at most 40."""
 
 
 def summary(config: Config, width: int) -> Text:
-    """List the keys that the file or "auto" sets, and computed keys, in lines of at most `width` characters."""
+    """Return a list of the keys that the file or "auto" sets, and of computed keys, in lines of about `width` characters."""
     idle = []
     blocks: dict[str, list[Entry]] = {}
     for entry in config.entries():
@@ -61,7 +61,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def listing(config: Config, width: int) -> Text:
-    """List all keys, with the full text of their effects."""
+    """Return a list of all keys, with the full text of their effects, wrapped to `width` characters."""
     found = Text(_title(config))
     for entry in config.entries():
         kind = entry.effect.kind

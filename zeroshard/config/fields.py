@@ -104,7 +104,7 @@ HalfDType = Annotated[Literal["bfloat16", "bf16", "float16", "fp16", "half"], Be
 
 
 class Block(BaseModel):
-    """A JSON object with known keys."""
+    """A JSON object that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -60,7 +60,7 @@ class Config:
     auto: frozenset[str] = frozenset()
     """Paths of the keys that were "auto"."""
     document: Mapping[str, Any] = field(default_factory=dict)
-    """The JSON as it was read, with values instead of "auto"."""
+    """The config with full key names, and values instead of "auto"."""
 
     @property
     def names_batch_size(self) -> bool:
@@ -158,7 +158,7 @@ class Config:
 
     @property
     def shard_arguments(self) -> dict[str, Any]:
-        """The arguments of `zeroshard.shard` other than model, optimizer, policy and precision."""
+        """The arguments of `zeroshard.shard` that the config sets, other than the policy and the precision."""
         return {"bucket_numel": self.bucket_numel, "overlap": self.overlap, "units": self.units}
 
     @property
@@ -181,7 +181,7 @@ class Config:
 
     @property
     def bucket_numel(self) -> int:
-        """The size of the largest bucket, in elements. If shards are on disk, each fits into one of the config's buffers."""
+        """The maximum size of a bucket, in elements. If shards are on disk, the config's buffers in CPU memory limit it."""
         zero = self.schema.zero_optimization
         numel = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
         if self.policy.optimizer.place is Place.DISK:
@@ -226,11 +226,11 @@ def load_config(
         config: a path to JSON (comments and trailing commas are fine), a dict, or any Mapping.
         world_size: the number of data-parallel ranks, from which batch sizes are computed.
         model: the model, whose hidden size and dtype replace "auto" in some keys.
-        auto: values for keys that are "auto", by key path or by its last part; also batch sizes if the config names
-            none.
+        auto: values for keys that are "auto", by key path, by its last part, or by block (`fp16`); also batch sizes if
+            the config names none.
 
     Raises:
-        ConfigError: a key or a value is wrong. The message names the key's path, and the expected and given values.
+        ConfigError: the config cannot be read, or its keys or values are wrong; the message names them.
     """
     raw = _in_full(read(config))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -273,7 +273,7 @@ def refuse_without_batch_size(config: Config) -> None:
 
 
 def refuse_tensor_parallel(config: Config, what: str) -> None:
-    """Raise if a config divides models over ranks, and `what` does not support that."""
+    """Raise ConfigError if a config divides models over ranks, since the caller (`what`) does not support that."""
     size = config.schema.tensor_parallel.autotp_size
     if size > 1:
         raise ConfigError(
@@ -283,7 +283,7 @@ def refuse_tensor_parallel(config: Config, what: str) -> None:
 
 
 def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> ActivationCheckpointingBlock:
-    """Read only the block `activation_checkpointing` of a DeepSpeed config, and check it."""
+    """Return only the block `activation_checkpointing` of a DeepSpeed config. Raise ConfigError if it is invalid."""
     block = _in_full(read(config)).get("activation_checkpointing", {})
     try:
         return ActivationCheckpointingBlock.model_validate(block)
@@ -292,7 +292,7 @@ def load_checkpointing(config: str | os.PathLike[str] | Mapping[str, Any]) -> Ac
 
 
 def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) -> int:
-    """Read only `tensor_parallel.autotp_size` of a DeepSpeed config; 1 if it is missing or not a number."""
+    """Return only `tensor_parallel.autotp_size` of a DeepSpeed config; 1 if it is missing, below 1 or not a number."""
     size = _block(_in_full(read(config)), "tensor_parallel").get("autotp_size")
     try:
         return max(int(size or 1), 1)
@@ -349,8 +349,8 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
     DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
-    at the top level: `zero_optimization.reduce_bucket_size`. Fractions of an element are dropped. A path counts only if
-    its block does not have the key.
+    at the top level: `zero_optimization.reduce_bucket_size`. Sizes under such paths lose fractions of an element. A path
+    counts only if its block does not have the key.
     """
     raw = dict(raw)
     zero = raw.get("zero_optimization")
@@ -391,7 +391,7 @@ def _listed(lines: list[str], count: int) -> str:
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config from a file or a mapping, without resolving anything."""
+    """Return a config from a file, or a copy of a mapping, unresolved. Raise ConfigError if the config cannot be read."""
     if isinstance(config, Mapping):
         return _plain(config)
     if not isinstance(config, str | os.PathLike):
@@ -491,10 +491,10 @@ class Birth:
 
 
 def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
-    """Read the settings of a `Birth`, except those that are "auto".
+    """Return a config's settings for a model that is being built. A dtype or folder that is "auto" is None.
 
     Raises:
-        ConfigError: fp16 and bf16 are both enabled.
+        ConfigError: the config cannot be read, or fp16 and bf16 are both enabled.
     """
     raw = _in_full(read(config))
     dtype = None
@@ -515,7 +515,7 @@ def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
 
 
 def _is_true(value: Any) -> bool:
-    """Return whether the schema reads a value as true: it is no "auto", and no value that `load_config` refuses."""
+    """Return whether the schema reads a value as true. For "auto", and for values that the schema refuses, return False."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:

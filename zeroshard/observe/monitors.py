@@ -62,7 +62,7 @@ class StepFigures:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures that are known. Outside of `_ALWAYS`, 0 or an empty value means unknown."""
+        """Return a dict of the known figures. A figure that is 0, None or empty is unknown, unless `_ALWAYS` lists it."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
         if not entry.pop("has_loss"):
@@ -217,7 +217,7 @@ class CsvMonitor(FileMonitor):
 
 
 class TensorBoardMonitor:
-    """A monitor that writes TensorBoard event files to `output_path/job_name`."""
+    """A monitor that writes TensorBoard event files to `output_path/job_name`. Raises ConfigError if tensorboard is missing."""
 
     def __init__(self, block: MonitorBlock) -> None:
         writer = _import("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter
@@ -232,7 +232,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """A monitor that logs to a run of Weights & Biases."""
+    """A monitor that logs to a run of Weights & Biases. Raises ConfigError if the package wandb is missing."""
 
     def __init__(self, block: WandbBlock) -> None:
         wandb = _import("wandb", "wandb", "wandb")
@@ -246,7 +246,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """A monitor that logs to an experiment of Comet."""
+    """A monitor that logs to an experiment of Comet. Raises ConfigError if the package comet_ml is missing."""
 
     def __init__(self, block: CometBlock) -> None:
         comet = _import("comet_ml", "comet", "comet_ml")
@@ -269,7 +269,7 @@ class CometMonitor:
 
 
 def create_monitors(schema: Schema, about: Callable[[], Mapping[str, Any]]) -> list[Monitor]:
-    """Return the monitors that the config enables. Raise ConfigError if a package is missing, UsageError if a log fails."""
+    """Return the monitors that the config enables. Raise ConfigError without a needed package, UsageError for unwritable files."""
     made: list[Monitor] = []
     if schema.json_monitor.enabled:
         block = schema.json_monitor

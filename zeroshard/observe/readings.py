@@ -29,7 +29,7 @@ class Readings(Generic[Key]):
         self._copies: Copies | None = None
 
     def add(self, key: Key, numbers: Sequence[Number]) -> None:
-        """Add numbers to the next batch. Do not change an accelerator's tensors until that batch is copied."""
+        """Add numbers to the next batch. Do not change an accelerator's tensors before `take` starts the copies of that batch."""
         kept: list[Number] = []
         for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":
@@ -43,7 +43,7 @@ class Readings(Generic[Key]):
         self._waiting.clear()
 
     def take(self, *, wait: bool = False) -> list[tuple[Key, list[float]]]:
-        """Return the numbers that have arrived, and start the copies of the next batch.
+        """Return the numbers that have arrived. Start the copies of the next batch unless earlier copies are in flight.
 
         Args:
             wait: whether to block until all numbers have arrived.

@@ -48,7 +48,7 @@ figure { margin: 0; } figcaption { font-weight: 600; } figure svg { width: 100%;
 
 
 def page(run: RunLog) -> str:
-    """Return the HTML of a run's page."""
+    """Return the HTML page of a run. Drawing it needs matplotlib."""
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in summary(run).items()
     )
@@ -105,7 +105,7 @@ def _subtitle(about: dict[str, Any]) -> str:
 
 
 def summary(run: RunLog) -> dict[str, str]:
-    """Return the main figures of a run, by name."""
+    """Return the main figures of a run, formatted with their units, by name."""
     found = {"steps": f"{max(one.at[-1] for one in run.series.values()):,.0f}"}
     loss = run.get("loss")
     if loss.finite:
@@ -131,7 +131,7 @@ def summary(run: RunLog) -> dict[str, str]:
 
 
 def thinned(series: Series, limit: int = MAX_POINTS) -> Series:
-    """Return at most `limit` points: the lowest and the highest of each interval, so that no spike is lost."""
+    """Return at most `limit` points: the lowest and the highest finite one of each interval, so that no spike is lost."""
     if len(series.at) <= limit:
         return series
     found = Series()

@@ -1,8 +1,7 @@
 """Owns the report of underflow: the gradients that vanish in fp16, at the present loss scale and at others.
 
 Each scale has a backward of its own. An element underflows at a scale if it is zero there, but not at the largest scale whose
-gradients are all finite. An element that is zero at that scale too counts as truly zero, so the shares are lower
-bounds.
+gradients are all finite. An element that is zero at that scale too counts as truly zero, so the shares are lower bounds.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class UnderflowReport:
 def summarise(
     counts: Sequence[GradientCount], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> UnderflowReport:
-    """Sum the counts over all ranks into a report. Every rank must call it, with the same scales in the same order.
+    """Sum the counts over all ranks into a report. Every rank must call it, with the same parameters and order of scales.
 
     Args:
         sum_over_ranks: returns the sum of an int64 tensor of shape [n] over all ranks.

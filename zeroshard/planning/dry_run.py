@@ -49,8 +49,7 @@ from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes
 
 STEPS = 2
 """The number of steps. The first fixes the order of units, makes the optimizer's states and fills the pool of buffers.
-The second is like all later ones.
-"""
+The second is like all later ones."""
 MOST_MICROBATCHES = 3
 """The maximum number of a step's microbatches that are run: the first, the last, and one for all between them."""
 _SILENT = (
@@ -105,14 +104,15 @@ class Figures:
         reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
         peaks: the peaks on the device, by phase.
         start: the peak on the device before the first step.
-        rest: live bytes between steps, by category.
-        states: live bytes when the optimizer steps: model states with all gradients.
+        rest: live bytes on the device between steps, by category.
+        states: live bytes on the device when the optimizer begins its step, with all gradients, by category.
         disk: bytes on disk.
-        sent, calls: bytes and calls of one step, by collective.
+        sent, calls: bytes that this rank sends and calls that it makes in one step, by collective.
         seconds: the time of one step.
         spent: this time by cause: "computing", "CPU step", and waits for lines.
-        numel, trained: the number of the model's parameters, and of its trained parameters.
-        timeline: live bytes after each operation of the last step.
+        numel, trained: the number of elements of all parameters, and of trained ones, on this rank before sharding.
+        model_nbytes: bytes of all parameters as the factory made them, before tensor parallelism divides them.
+        timeline: live bytes after each operation of the last step, if the run `draws`.
     """
 
     config: Config
@@ -136,7 +136,7 @@ class Figures:
 
 
 def parted(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a config as a mapping without the keys for printed lines and logs, and those keys separately."""
+    """Return a config as a dict without the keys for printed lines and logs, and a dict of those keys."""
     raw = read(config)
     silent = {key: raw.pop(key) for key in _SILENT if key in raw}
     return raw, silent
@@ -148,11 +148,11 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
     Args:
         job: the training run.
         config: a config, as for `initialize`.
-        micro_batch: the samples of one call, if the config names no batch size.
+        micro_batch: the samples of one call, if the config names no batch size, or leaves it "auto".
         draws: whether to keep the timeline.
 
     Raises:
-        ConfigError, UsageError: as in the real run, or if the model cannot be run without values.
+        ConfigError, UsageError: as in the real run, or if the model or the config cannot be planned.
     """
     clock = Clock(job.machine)
     ledger = Ledger(clock, draws=draws)
@@ -162,7 +162,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         warnings.simplefilter("ignore")
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
-        stack.callback(gc.collect)  # the engine's reference cycles, so that one dry run leaves no memory to the next
+        stack.callback(gc.collect)  # frees the engine's reference cycles, which would take memory in the next dry run
         raw = parted(config)[0]
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
@@ -248,7 +248,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
 
 
 class _Members:
-    """A maker of the simulated collectives (`made`, after the call) and storages, for a `Backend`."""
+    """The functions of a `Backend` that make simulated collectives and storages. `made` is set when collectives are made."""
 
     made: SimulatedRanks | SimulatedTwoLevel
 
@@ -262,7 +262,7 @@ class _Members:
         )
 
     def send_parts(self, kind: str, nbytes: int) -> None:
-        """Send bytes to the neighbours that share a sequence or a model, and wait for the same number of bytes."""
+        """Send `nbytes` bytes to the neighbours that share a sequence or a model, and wait until as many have arrived."""
         self.made.sent[kind] += nbytes
         self.made.calls[kind] += 1
         self._line.send(nbytes).wait()
@@ -270,7 +270,7 @@ class _Members:
     def collectives(
         self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
     ) -> SimulatedRanks | SimulatedTwoLevel:
-        """Make simulated collectives, as `create_collectives` makes real ones."""
+        """Make simulated collectives, as `create_collectives` makes real ones. Raise UsageError for lossy communication."""
         if wire.is_lossy:
             raise UsageError(
                 "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
@@ -383,7 +383,7 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
 def _step(
     job: Job, engine: Engine, ledger: Ledger, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel
 ) -> list[_Spent]:
-    """Run one step, and return its cost after each microbatch."""
+    """Run one step, and return the cost from its start to the end of each microbatch."""
     spent = []
     ranks.sent.clear()
     ranks.calls.clear()
@@ -475,7 +475,7 @@ def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside the block as in a real run.
 
     Otherwise transformers treats tensors without values as if torch.compile traced them: it reads no values, and makes a
-    full mask, [batch, 1, length, length]. A dry run can answer such reads.
+    full mask, [batch, 1, length, length]. In a dry run, `Ledger` answers reads of values.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):

@@ -2,9 +2,9 @@
 
 On an accelerator, a storage takes a block of the allocator (see segments.py). In CPU memory it takes its own bytes.
 
-The ledger intercepts each operation below autograd. An unknown storage is new, and lives until torch drops it. Code
-that resizes a storage calls `resized`. The category of a tensor comes from `purpose` or `name`, otherwise from the
-phase that made it.
+The ledger intercepts each operation below autograd. It counts a storage from the operation that first returns it until
+torch drops it. Code that resizes a storage calls `resized`. The category of a tensor comes from `purpose` or `name`,
+otherwise from the phase that made it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 INPUTS = "model buffers and inputs"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARIES, INPUTS)
-"""The categories of memory. Temporaries are tensors that a backward or a step made and has not freed."""
+"""The categories of device memory. Temporaries are live tensors that start-up, a backward or a step made."""
 
 aten: Any = torch.ops.aten
 
@@ -65,10 +65,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """The live bytes after an operation.
+    """The live bytes on the device after an operation.
 
     Attributes:
-        at: the time, in seconds of the clock.
+        at: the time, in seconds since the dry run began.
         phase: the present phase.
         parts: the bytes by category.
     """
@@ -136,13 +136,13 @@ class Ledger(TorchDispatchMode):
     # ------------------------------------------------------------------ categories
 
     def enter(self, phase: str, born: str) -> None:
-        """Begin a phase, whose new memory is of the category `born`."""
+        """Begin a phase. Its new memory is of the category `born`, except inside `purpose`."""
         self.phase = phase
         self.born = born
 
     @contextmanager
     def purpose(self, category: str, *, on_host: bool = False) -> Iterator[None]:
-        """Assign memory that is allocated inside the context to a category."""
+        """Assign memory that is allocated inside the context to a category, and to the device or the host's CPU memory."""
         self._purpose.append((category, on_host))
         try:
             yield
@@ -150,7 +150,7 @@ class Ledger(TorchDispatchMode):
             self._purpose.pop()
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Assign existing memory to a category."""
+        """Assign existing memory to a category. Recorded peaks keep their categories."""
         for tensor in tensors:
             live = self._live.get(storage_id(tensor))
             if live is not None and live.category != category:

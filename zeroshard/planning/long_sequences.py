@@ -18,7 +18,7 @@ from zeroshard.sequence import Sequences, tile
 from zeroshard.sequence.tiles import chosen
 
 _TILED = ("*.mlp", "*.feed_forward", "*.ffn", "*norm")
-"""Names of the modules that run in tiles, if a model has them."""
+"""Patterns of the names of modules that run in tiles, if a model has them."""
 
 MOST_TILES = 4
 """The maximum number of a tensor's tiles that are run. The first two show the sum of gradients, the third stands for all
@@ -38,7 +38,7 @@ class LongSequences:
     tile_tokens: int = 0
 
     def refuse(self, world_size: int) -> None:
-        """Raise if the ranks cannot be divided into groups that hold sequences."""
+        """Raise UsageError if the ranks cannot be divided into groups that hold sequences."""
         if world_size % self.ranks:
             raise UsageError(
                 f"{world_size} ranks cannot be divided into groups of {self.ranks} that hold a sequence. Choose a number "
@@ -46,13 +46,13 @@ class LongSequences:
             )
 
     def wrap(self, model: nn.Module, send: Callable[[int], None]) -> nn.Module:
-        """Return a module whose call cuts a whole batch with `input_ids` and `labels`, and computes its loss.
+        """Return a module that takes a whole batch (`input_ids`, `labels`), runs the first rank's slice, and returns the loss.
 
         Args:
             send: called with the bytes that an exchange sends to other ranks.
 
         Raises:
-            UsageError: the model's sequences cannot be cut.
+            UsageError: the model's sequences cannot be cut, or its modules cannot run in tiles.
         """
         sequences = Sequences(_Simulated(self.ranks, send)).attach(model)
         if self.tile_tokens:
@@ -63,9 +63,9 @@ class LongSequences:
         return _Cut(model, sequences, self.tile_tokens)
 
     def shortened(self, clock: Clock) -> AbstractContextManager[None]:
-        """Run at most MOST_TILES tiles of a tensor, and count the time of all.
+        """Return a context in which at most MOST_TILES tiles of a tensor run, and the time of all is counted.
 
-        Memory is the same, since tiles run one by one.
+        The peak of memory is the same, since tiles run one by one.
         """
 
         def run(parts: Sequence[slice]) -> Iterator[slice]:

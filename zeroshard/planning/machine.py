@@ -1,8 +1,8 @@
 """Owns the model of a machine for dry runs: its speeds, its hidden costs, and the time of operations and transfers.
 
-The numbers are in machines.json. They give the speeds that training reaches, which are below a data sheet's peaks. One
-processor computes. Each line (links between ranks, copies to and from CPU memory, the disk) serves one transfer after
-another. Only waits for transfers advance the clock, so transfers overlap with computation if the schedule allows it.
+The numbers are in machines.json. They give the speeds that training reaches, which are below a data sheet's peaks. The
+device and the host's CPU compute in turn. Each line (links between ranks, copies to and from CPU memory, the disk) serves
+one transfer after another. Operations and waits advance the clock. A transfer does not, so operations may overlap with it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Processor(_Part):
         flops: floating-point operations per second, by dtype of the operands.
         memory_bandwidth: bytes per second, read and written together.
         launch_seconds: the fixed time of one operation.
-        peak_flops: the vendor's figure for dense matrices, by dtype, if it is known.
+        peak_flops: the vendor's floating-point operations per second for dense matrices, by dtype, if they are known.
     """
 
     flops: dict[str, float]
@@ -60,7 +60,7 @@ class Link(_Part):
 
 
 class Unseen(_Part):
-    """The memory of an accelerator that is not in this process's tensors.
+    """The memory of an accelerator that its tensors do not take.
 
     Attributes:
         context: bytes of the driver's context, kernels included.
@@ -89,7 +89,7 @@ class Machine(_Part):
         unseen: an accelerator's memory that a dry run does not allocate.
         transport: the transport between ranks: "native" (NCCL and similar) or "gloo".
         computes_on_cpu: whether ranks compute in CPU memory, without an accelerator.
-        devices: torch's names of such accelerators.
+        devices: the names that torch reports for accelerators of this kind.
     """
 
     name: str
@@ -116,7 +116,7 @@ def machines() -> dict[str, Machine]:
 
 
 def peak_flops_of(device: str, dtype: str) -> float | None:
-    """Return an accelerator's peak of floating-point operations per second; None if the table lacks it."""
+    """Return an accelerator's peak floating-point operations per second in a dtype; None if machines.json lacks it."""
     known = (machine.device.peak_flops.get(dtype) for machine in machines().values() if device in machine.devices)
     return next(known, None)
 
@@ -183,7 +183,7 @@ class Clock:
             self.now += more
 
     def wait_until(self, moment: float, line: str) -> None:
-        """Wait for a transfer that arrives at the time `moment`."""
+        """Advance to the time `moment` unless it has passed, and count the wait for `line`."""
         if moment > self.now:
             self.waited[line] += moment - self.now
             self.now = moment
@@ -215,7 +215,7 @@ class Line:
         self._free_at = 0.0
 
     def send(self, nbytes: float, after: float = 0.0) -> Arrival:
-        """Start a transfer of `nbytes` bytes, at the time `after` or later."""
+        """Start a transfer of `nbytes` bytes at the time `after` or later. Unless the line `is_apart`, wait for its end."""
         begin = max(self._free_at, self._clock.now, after)
         self._free_at = begin + nbytes / self._bandwidth + self._latency
         if not self._is_apart:

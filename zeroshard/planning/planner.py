@@ -28,14 +28,14 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory and time of one rank of a training run, in bytes and seconds. All ranks are alike.
+    """The memory of an accelerator, host and disk, and the time of a step, in bytes and seconds. All ranks are alike.
 
     Attributes:
         job: the training run and its machine.
         figures: the results of the dry run.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
-        told: the config's keys for printed lines and logs.
+        told: the config's keys for printed lines and logs, which a dry run ignores.
     """
 
     job: Job
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes of CPU memory that a host needs, for offloaded states or for the models that its ranks build."""
+        """The bytes of CPU memory that a host needs: the peak of its ranks in training, or their models at start-up if larger."""
         built = self.figures.model_nbytes
         if self.machine.computes_on_cpu:
             built = 0
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def collectives(self) -> int:
-        """The number of collectives in a step."""
+        """The number of collectives that a rank calls in a step."""
         return sum(self.figures.calls.values())
 
     @property
@@ -152,7 +152,7 @@ class Plan:
         return {**self.figures.config.document, **sizes, **self.told}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole plan, for JSON."""
+        """Return the plan as a dict for JSON, in bytes and seconds, without its timeline."""
         figures = self.figures
         batch = figures.config.batch
         return {
@@ -218,8 +218,8 @@ def plan(
             first element.
         optimizer: a function that makes an optimizer from parameters; default: the config's optimizer, or AdamW if the
             config names none.
-        micro_batch: the samples of one call, if the config names no batch size; default: the samples in `batch`, unless
-            `batch` is a function.
+        micro_batch: the samples of one call, if the config names no batch size, or leaves it "auto"; default: the samples
+            in `batch`, unless `batch` is a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
@@ -231,9 +231,9 @@ def plan(
             buckets of parameters that stay whole, or each step's message about the norm between these ranks.
 
     Raises:
-        ConfigError, UsageError: a real run would refuse the config or the model, the model cannot be built without
-            values, or a plan does not cover the config (quantised gradients; tensor parallelism with sequence
-            parallelism or `sharded_init`).
+        ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run
+            without values; no batch size is known; an argument is invalid (see `job_of`); or a plan does not cover the
+            config (quantised gradients; tensor parallelism with sequence parallelism or `sharded_init`).
     """
     make_batch = batch
     if not callable(batch):
@@ -258,8 +258,8 @@ def job_of(
     """Make the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
 
     Raises:
-        UsageError: there is no such machine; `world_size` does not fit `hosts`, `sequences` or `tensor_parallel`; or
-            `tensor_parallel` contradicts the config or another argument.
+        ConfigError, UsageError: the config cannot be read; there is no such machine; `world_size` does not fit `hosts`,
+            `sequences` or `tensor_parallel`; or `tensor_parallel` contradicts the config or another argument.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     # The machine has the caller's memory, since the engine uses free memory.

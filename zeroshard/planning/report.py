@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Return one sentence: whether the plan fits, and by how much."""
+    """Return one sentence: whether the plan fits, and the bytes that are left or missing."""
     share = f"{size(plan.needed_nbytes)} of {size(plan.limit)} of each accelerator"
     if plan.fits:
         return f"fits: {share}, {size(-plan.overshoot)} are left."
@@ -133,10 +133,10 @@ def others_table(found: Found) -> Table:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the memory of one step: a stacked area for each category, and the limit as a line.
+    """Draw the memory of one step: a stacked area for each category, and a line at the memory available to them.
 
     Args:
-        plan: a plan with its timeline.
+        plan: a plan with its timeline, which a dry run keeps only if it `draws`.
         path: the file to write. Its suffix names the format, such as .png or .svg.
     """
     from matplotlib.figure import Figure
@@ -170,7 +170,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _phases(plan: Plan, begin: float) -> list[tuple[float, str]]:
-    """Return the start of each phase of the plan, in milliseconds, with its name."""
+    """Return the start of each phase in the timeline, in milliseconds after `begin`, with its name."""
     found: list[tuple[float, str]] = []
     for moment in plan.figures.timeline:
         if not found or found[-1][1] != moment.phase:

@@ -77,10 +77,10 @@ def in_processes(
     Args:
         jobs: functions without arguments.
         first_here: whether to run the first job in this process, so that the others share its imports. It is ignored if
-            that would keep the others from running.
+            forked processes could then not run a backward.
 
     Raises:
-        UsageError: a process died.
+        UsageError: a separate process died, as on an error that is not a `ZeroshardError`.
     """
     waiting = list(enumerate(jobs))
     here = int(first_here and torch.accelerator.current_accelerator() is None)
@@ -121,7 +121,7 @@ def in_processes(
 
 
 def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
-    """Return the result of one job, run as `in_processes` does, or raise its error."""
+    """Return the result of one job, which `in_processes` runs. Raise the job's error, or UsageError if its process died."""
     [(_, result)] = in_processes([job], first_here=first_here)
     if isinstance(result, ZeroshardError):
         raise result
@@ -129,7 +129,7 @@ def in_process(job: Callable[[], T], *, first_here: bool = False) -> T:
 
 
 def _forks_run_backwards() -> bool:
-    """Return whether a forked process can run a backward. If torch was built for accelerators, a process tries it."""
+    """Return whether a forked process can run a backward. If torch was built for accelerators, a forked process tries one."""
     if torch.accelerator.current_accelerator() is None:
         return True
     process = _FORK.Process(target=_run_backward)
@@ -165,8 +165,8 @@ class Change:
 
     Attributes:
         plan: the plan of the changed config.
-        gain: bytes of an accelerator's memory that the change saves.
-        slowdown: seconds of a step that the change costs.
+        gain: bytes of an accelerator's memory that the change saves; negative if it needs more.
+        slowdown: seconds by which the change lengthens a step; negative if a step becomes shorter.
     """
 
     what: str
@@ -176,7 +176,7 @@ class Change:
 
 
 def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return single changes of a config that save memory, each with the changed config."""
+    """Return complete configs, each with one change that may save memory, by a description of the change."""
     config = plan.figures.config
     found: dict[str, dict[str, Any]] = {}
 
@@ -208,7 +208,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
-    """Run each single change, and return them, the largest gain first. Changes that the engine refuses are left out."""
+    """Run each single change, and return the changes, the largest gain first. Those that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
     for done, (number, figures) in enumerate(
@@ -311,14 +311,14 @@ class Choice:
     def on_cpu(self) -> tuple[bool, bool]:
         """Whether the optimizer and the parameters are on the CPU.
 
-        With both on the CPU, a step may be faster than with only the optimizer there: an update copies less back.
+        With both on the CPU, a step may be faster than with only the optimizer: an update copies less to the accelerator.
         """
         return self.optimizer_on_cpu, self.parameters_on_cpu
 
     def is_dearer_than(self, other: Choice) -> bool:
         """Return whether this choice differs from another only by settings that cost time and save memory.
 
-        Its micro-batch is not larger than the micro-batch of `other`.
+        A smaller micro-batch is such a setting too.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
@@ -326,7 +326,7 @@ class Choice:
 
 
 def micros(per_rank: int) -> list[int]:
-    """List the micro-batches to try, the largest first: powers of two that divide `per_rank`.
+    """Return the micro-batches to try, the largest first: powers of two up to 64 that divide `per_rank`.
 
     Args:
         per_rank: the samples of a step on each rank.
@@ -335,14 +335,14 @@ def micros(per_rank: int) -> list[int]:
 
 
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
-    """Yield all settings at one micro-batch, in groups. The first has neither checkpointing nor offloads."""
+    """Yield all settings at one micro-batch, in groups. The first group has neither checkpointing nor offloads."""
     offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
     per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
     if job.hosts > 1 and not rest and per_host > 1:
         hosts.append(per_host)
     for is_offloaded, places in offloads:
-        if is_offloaded and job.machine.computes_on_cpu:  # both are one memory
+        if is_offloaded and job.machine.computes_on_cpu:  # an offload would stay in the same memory
             return
         for checkpointing in (False, True):
             yield [
@@ -390,7 +390,7 @@ class Search:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
         limit, host_limit: the bytes of memory of an accelerator, and of a host.
-        depth, shallow: the model's depth, and a function that makes it with fewer blocks.
+        depth, shallow: the number of blocks, and a function from fewer blocks to a factory; None: all runs are at full depth.
         told: a function that is called with the progress.
     """
 
@@ -412,7 +412,7 @@ class Search:
         """Estimate choices with shallow models, run the promising ones at full depth, and return the best.
 
         Raises:
-            UsageError: the engine refuses the first choices.
+            UsageError: the engine refused all of the first group or all finalists, or a separate process died.
         """
         sizes = micros(self.per_rank)
         self._explore(sizes)
@@ -455,7 +455,7 @@ class Search:
         return bool(mistaken)
 
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
-        """Run the choices that miss the least memory, with the smallest micro-batch or the largest.
+        """Run the choices that lack the least memory, with the smallest micro-batch or the largest.
 
         With the largest, a step may have only one microbatch, and then keeps no gradients between microbatches.
         """
@@ -530,7 +530,7 @@ class Search:
     def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
         job = self.job
         if layers is not None and self.shallow is not None:
-            # The engine takes optional buffers if memory is free, and a shallow model leaves more free than the full one.
+            # The engine takes optional buffers if memory is free. A shallow model leaves too much free, so pretend there is none.
             full = job.machine.model_copy(update={"memory": 1})
             job = replace(job, factory=self.shallow(layers), machine=full)
         return partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro))
@@ -564,8 +564,8 @@ def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
 def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
     """Extrapolate the figures of two depths to a third.
 
-    Each figure is extrapolated separately, since a different one may be the largest at each depth. Communication buffers
-    do not grow: a bounded number of them is in flight at any depth.
+    Each peak is extrapolated separately, since a different one may be the largest at each depth. Communication buffers
+    do not grow: a bounded number of them exists at any depth.
     """
 
     def at_depth(one: float, other: float) -> float:

@@ -41,7 +41,7 @@ class Segments:
         self.reserved = 0
         self._top = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """Free blocks as (bytes, start), ascending: the first that is large enough is taken."""
+        """Free blocks as (bytes, start), ascending, by `is_small`. The first that is large enough is taken."""
         self._by_start: dict[int, Block] = {}
         self._by_end: dict[int, Block] = {}
 

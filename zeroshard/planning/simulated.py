@@ -58,7 +58,7 @@ class _Arriving(Work):
 
 
 class _Sum(NativeMean):
-    """The result of a backend that sums, such as NCCL: one row, which may be shorter than the shard of [Note: ranks and shards]."""
+    """One row that is summed already, as by NCCL. It may be shorter than the single shard of [Note: ranks and shards]."""
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         super().finish(out[: self._total.numel()], accumulate=accumulate)
@@ -106,10 +106,10 @@ class SimulatedRanks(Collectives):
         ranks: the number of ranks.
         shards: the number of ranks that the engine sees; see [Note: ranks and shards].
         ledger: the ledger that counts buffers.
-        link: the link to the other ranks.
+        link: the line to the other ranks.
         clock: the clock of the dry run.
         sums: whether the backend sums (native), or delivers every rank's row (gloo). A native backend rounds each sum,
-            and launches several collectives as one.
+            so it gets gradients in fp32 at least. It launches several collectives as one.
 
     Attributes:
         calls: the number of calls of each collective.
@@ -187,7 +187,7 @@ class SimulatedRanks(Collectives):
 
 
 class SimulatedTwoLevel(TwoLevel):
-    """`TwoLevel` over simulated ranks: rows, scratch and crossings are as in a real run.
+    """A `TwoLevel` over simulated ranks: rows, scratch, and messages inside and across hosts are as in a real run.
 
     Attributes:
         calls: the number of calls of each collective.
@@ -225,7 +225,7 @@ class Hosts:
         """Make simulated collectives, as `create_collectives` makes real ones.
 
         Raises:
-            UsageError: the hosts have different numbers of ranks.
+            UsageError: `within` does not divide the ranks, or is "host" and hosts have different numbers of ranks.
         """
         if within is None or self.ranks == 1:
             return self._flat()

@@ -21,7 +21,7 @@ Send = Callable[[str, int], None]
 
 
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
-    """Replace the parameters that the model's plan divides with the parts of the first of `ranks` ranks, in place.
+    """Divide a model in place by its plan: keep the first rank's parameters, and call `send` in forwards and backwards.
 
     Raises:
         UsageError: the model has no plan, or one that this number of ranks cannot use.

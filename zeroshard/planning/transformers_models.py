@@ -28,7 +28,7 @@ class Subject:
         batch: a function from a number of samples to the arguments of one call.
         depth: the number of the model's blocks, if it is known.
         shallow: a function from a number of blocks to a factory of the same model with that many blocks.
-        takes_sequences: whether the batches have the caller's number of tokens.
+        takes_sequences: whether a sample has as many tokens as the caller chose.
     """
 
     name: str
@@ -47,7 +47,7 @@ def from_config_file(path: Path, sequence: int) -> Subject:
         sequence: the number of tokens of a sample.
 
     Raises:
-        UsageError: there is no such file, it describes no model, or transformers has no such architecture.
+        UsageError: the file is missing or describes no model, or transformers is missing or has no such architecture.
     """
     file = path
     if path.is_dir():

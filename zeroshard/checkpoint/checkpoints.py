@@ -145,7 +145,6 @@ class Checkpoints:
         """Save parameters, optimizer states, buffers, modules' extra states, every rank's random state and `values`.
 
         Every rank must call it, after a step. Extra states other than JSON values and tensors are left out, with a warning.
-
         The checkpoint loads at any world size and under any policy. It is either complete or absent.
 
         Args:
@@ -166,11 +165,11 @@ class Checkpoints:
                 copied to the next host, so that losing one host loses no data.
 
         Raises:
-            CheckpointError: `tag` is not a folder name, a value cannot be packed, some rank could not write, or the last
-                asynchronous save failed. The message names the cause. Earlier checkpoints do not change.
+            CheckpointError: `tag` is not a folder name, a value cannot be packed, a step began during the save, some rank could
+                not write, or the last asynchronous save failed. The message names the cause. Earlier checkpoints do not change.
             UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `values` is not a
                 dict, `keep_last` is less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local`
-                differs between ranks, or `node_local` is set for a model with DTensors.
+                differs between ranks, `node_local` is set for a model with DTensors, or the states lack a change to the model.
         """
         if keep_last is not None and (
             isinstance(keep_last, bool) or not isinstance(keep_last, Integral) or keep_last < 1
@@ -286,14 +285,15 @@ class Checkpoints:
                 lacks.
 
         Returns:
-            The checkpoint's path, tag, world size and `values`.
+            A `Loaded`: the checkpoint's path, tag, values and world size, and the number of bytes that this rank read.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint is of a different model. Every rank raises
                 it; the message names the file and the cause. Some parameters may have been overwritten: load another
                 checkpoint, or restart.
             UsageError: a backward is waiting for its step, model states are parked, `tag` or `node_local` differs between ranks,
-                or the call is inside `torch.inference_mode()`.
+                `node_local` is set for a model with DTensors, a model that trains is loaded in `torch.inference_mode()`, or the
+                states lack a change to the model.
         """
         if torch.is_inference_mode_enabled() and self.live.inner is not None:
             raise UsageError(

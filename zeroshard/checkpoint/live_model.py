@@ -151,7 +151,7 @@ def _folder_of_an_export(name: str) -> str:
 
 
 class Description(BaseModel):
-    """A description of the model in JSON, in the manifest under the key `description`.
+    """A description of the model. The manifest stores it as JSON, in `values["description"]`.
 
     An export writes files with its names, so each name is verified: manifests are not trusted.
 
@@ -172,7 +172,7 @@ class Description(BaseModel):
         """Make a description from a manifest.
 
         Raises:
-            CheckpointError: it is not a description, or a name leads outside of the folder.
+            CheckpointError: `found` is not a description, or names a file or folder that no export writes.
         """
         try:
             return cls.model_validate(found)

@@ -234,7 +234,7 @@ class Loader:
                 yield state, saved
 
     def _refuse_another_model(self, strict: bool) -> None:
-        """Compare names and shapes of parameters and buffers."""
+        """Raise if a shape differs or, with `strict`, if the checkpoint or the model lacks a parameter or buffer."""
         own: dict[str, tuple[str, torch.Size]] = {}  # for each name: the first name, and the shape
         for unit in self._live.units:
             for entry in unit.named:

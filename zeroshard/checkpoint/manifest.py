@@ -179,7 +179,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and verify a checkpoint's manifest.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged or of an unknown version. The message has the path and the reason.
+        CheckpointError: the manifest is missing, unreadable, damaged or of an unknown version. The message has path and reason.
     """
     path = folder / MANIFEST
     try:
@@ -276,7 +276,7 @@ def is_folder_name(name: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag, or raise if it cannot be the name of a folder."""
+    """Return the tag. Raise a `CheckpointError` if it is `latest`, is no folder name, or has a leading dot or outer spaces."""
     if not isinstance(tag, str):
         raise CheckpointError(f"{tag!r} cannot be a tag, which is text: give {str(tag)!r}.")
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
@@ -309,7 +309,7 @@ def whole_path(folder: str | os.PathLike[str]) -> Path:
 
 
 def latest_tag(folder: Path) -> str:
-    """Return the tag in the file `latest`."""
+    """Return the tag in the file `latest`, or raise a `CheckpointError` if the file is missing, unreadable or without a tag."""
     try:
         return check_tag((folder / LATEST).read_text(encoding="utf-8").strip())
     except FileNotFoundError:

@@ -283,7 +283,7 @@ class Holdings:
 
 
 def _list(folder: Path) -> dict[str, Any]:
-    """Return this host's files as JSON: the tag in `latest`, and file sizes by name, from the manifests and from the folders."""
+    """Return a dict of JSON values: the tag in `latest` and, by folder, the manifest's time and sizes, and the files' sizes."""
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)

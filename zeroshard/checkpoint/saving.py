@@ -346,7 +346,7 @@ def file_name(rank: int, save: str) -> str:
 
 
 def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequence[dict[str, Any]]) -> Manifest:
-    """Make a manifest of rank 0's outline, and of each rank's report from `write_part`."""
+    """Make a manifest from rank 0's outline and each rank's report (the result of `write_part`)."""
     states: dict[str, dict[str, StateRecord]] = {}
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, TensorRecord] = {}

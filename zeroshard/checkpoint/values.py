@@ -40,14 +40,14 @@ class Packer:
         self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """Return the JSON of a value.
+        """Return a value as JSON values: None, booleans, numbers, strings, lists and dicts.
 
         Args:
-            value: the value.
+            value: the value. The numbers of 0-D tensors on an accelerator are None until the function of `start_numbers` has run.
             path: the value's name in errors, and in the names of its tensors.
 
         Raises:
-            CheckpointError: the value contains an object of a type that cannot be packed.
+            CheckpointError: the value contains an object of another type, a resharded parameter, or a tensor that no file can hold.
         """
         if type(value) in _PLAIN:
             return value
@@ -65,7 +65,7 @@ class Packer:
         return self._pack_object(value, path)
 
     def start_numbers(self) -> Callable[[], None]:
-        """Start copying numbers from an accelerator. Return a function that waits, and puts them into the JSON."""
+        """Start copying numbers from an accelerator. Return a function that waits, and puts them into the packed values."""
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], Tensor]]] = {}
         for scalar, value in self._late:
             alike.setdefault((value.device, value.dtype), []).append((scalar, value))

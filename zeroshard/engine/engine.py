@@ -49,7 +49,7 @@ class Engine(Saving, nn.Module):
     Attributes:
         module: the user's own model.
         optimizer, lr_scheduler: objects from the config or the caller. `optimizer.step()` does not advance the scheduler.
-        config: the JSON as it was read, with values instead of "auto".
+        config: the config as a dict, as it was read, with values instead of "auto".
         resolved: the resolved config: each key with its value, its origin and its effect.
         checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
         training_dataloader: an object whose `state_dict` is its position, by default the loader that `initialize` made.
@@ -100,7 +100,7 @@ class Engine(Saving, nn.Module):
     # ------------------------------------------------------------------ one microbatch
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model, with autocast or fp16 inputs if the config sets them. A destroyed engine runs only without gradients."""
         self._reshard_adapters()
         if self.fp16_auto_cast():
             args, kwargs = tree_map(_to_half, (args, kwargs))
@@ -132,6 +132,9 @@ class Engine(Saving, nn.Module):
             loss: a scalar that depends on the model. Under fp16, this method multiplies it by the loss scale.
             scale_wrt_gas: whether to divide by gradient_accumulation_steps, so that a step takes the mean over microbatches.
                 If false, the caller must divide. Either way, logs show the sum of a step's losses after the division.
+
+        Raises:
+            UsageError: the loss is not a scalar tensor or requires no gradient, or the engine is for evaluation only.
         """
         self._refuse_untrained("backward")
         _refuse_not_scalar(loss, "backward")
@@ -150,7 +153,7 @@ class Engine(Saving, nn.Module):
         return mean.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the loss scale under fp16, for `engine.scale(loss).backward()`."""
+        """Return the loss in fp32 times the loss scale, for `engine.scale(loss).backward()`; without fp16, the loss itself."""
         self._refuse_untrained("scale")
         _refuse_not_scalar(loss, "scale")
         if loss.grad_fn is None:
@@ -164,7 +167,7 @@ class Engine(Saving, nn.Module):
     def _scaled(self, loss: Tensor) -> Tensor:
         if not self.resolved.scales_loss:
             return loss
-        return loss.float() * self.loss_scaler.scale  # in fp32: a half-precision loss times 65536 would be infinite
+        return loss.float() * self.loss_scaler.scale  # in fp32: an fp16 loss of 1 times 65536 would be infinite
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> StepReport:
         """End the microbatch. After the last one of a step, clip, update the parameters and advance the scheduler.
@@ -267,10 +270,7 @@ class Engine(Saving, nn.Module):
         return batch.micro * batch.world_size * self._microbatches.backwards  # each counts as a microbatch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far, as after an exception: the next microbatch is the step's first.
-
-        `set_to_none` has no effect.
-        """
+        """Drop the step's gradients so far, as after an error: its next microbatch is the first. `set_to_none` has no effect."""
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()
@@ -288,7 +288,7 @@ class Engine(Saving, nn.Module):
         return self._microbatches.count + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Declare whether the current microbatch is the last of its step.
+        """Declare whether the current microbatch is the last of its step. `managed_gradient_accumulation` must be true.
 
         From then on, these calls replace the engine's own count. A call between forward and backward is allowed too.
         """
@@ -329,7 +329,7 @@ class Engine(Saving, nn.Module):
         """Measure the share of each parameter's gradient elements that vanish in fp16, at this loss scale and at others.
 
         This method recomputes the loss and its gradients at each scale, and does not change the training state. Every
-        rank must call it. Print `report.table()` with rich's console, or draw a figure with `report.plot(path)`.
+        rank must call it. Print `report.table()` with rich's console, or draw a chart with `report.plot(path)`.
 
         Args:
             compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
@@ -368,7 +368,7 @@ class Engine(Saving, nn.Module):
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
         """Update the training state after parameters were frozen or unfrozen. Every rank must call it.
 
-        See `Sharded.update_trainable`.
+        See `Sharded.update_trainable`. A `param_group` raises UsageError if the scheduler is one of zeroshard's.
         """
         if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
             raise UsageError(
@@ -413,7 +413,7 @@ class Engine(Saving, nn.Module):
         return self._sharded.offload_states(states, place, offload)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Reload the states that `offload_states` parked."""
+        """Reload the states that `offload_states` parked. `non_blocking` has no effect."""
         self._sharded.reload_states()
 
     def empty_partition_cache(self) -> None:
@@ -469,7 +469,7 @@ class Engine(Saving, nn.Module):
 
         Args:
             batch_size: default: the samples of a microbatch.
-            route, pin_memory, num_local_io_workers: no effect.
+            route, pin_memory, num_local_io_workers: no effect. (`data_sampler` must be None.)
         """
         if data_sampler is not None:
             raise UsageError("deepspeed_io(data_sampler=...) is not offered: use torch's DataLoader with your sampler.")

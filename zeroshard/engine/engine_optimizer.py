@@ -35,7 +35,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._step.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step."""
+        """Drop the gradients of the step. Only `Engine.zero_grad` also restarts the count of microbatches."""
         self._step.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

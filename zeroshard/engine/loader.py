@@ -93,7 +93,7 @@ class StatefulLoader(DataLoader[Any]):
         return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved position, at any world size."""
+        """Continue from a saved position, at any world size. Raise a UsageError if the dataset has a different length."""
         if state["length"] != self._shard.length:
             raise UsageError(
                 f"the position was saved over {state['length']} samples, but this dataset has "

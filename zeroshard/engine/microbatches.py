@@ -76,7 +76,7 @@ class Microbatches:
         )
 
     def end(self, *, ends_step: bool) -> None:
-        """End the microbatch."""
+        """End the microbatch. A rank whose backward reached no parameter contributes zeros."""
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:
             self._sharded.end_backward()  # the user's backward reached no parameter on this rank, or there was none

@@ -51,7 +51,7 @@ class Saving(Readers):
 
         These are model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
         position of `training_dataloader`, and `client_state`. If you save between the microbatches of a step, a load
-        restarts that step.
+        restarts that step. The result is always True.
 
         Args:
             save_dir: the folder of all checkpoints.
@@ -163,7 +163,7 @@ class Saving(Readers):
                 weights (fp32), and frozen parameters and buffers keep their dtypes.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError, UsageError: the folder cannot be written, the model cannot be exported, or a step was aborted.
         """
         self._sharded.export(out, dtype)
 
@@ -209,7 +209,7 @@ class Saving(Readers):
         return not self._sharded.policy.parameters.sharded or False not in keys or True in keys
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return the model's complete state dict on every rank. Every rank must call it."""
+        """Return a copy of the model's complete state dict on every rank. Every rank must call it."""
         copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters share one
         state: dict[str, Any] = self.module.state_dict()
         for name, value in state.items():

@@ -212,7 +212,7 @@ class DistributedState(Stateful):
             unit.load_masters()
 
     def _make_states(self) -> None:
-        """Make the optimizer's initial states by an uncounted step with zero gradients and a zero learning rate."""
+        """Make the optimizer's initial states by a step with zero gradients and a zero learning rate, and reset its step count."""
         step = self._live.step
         if step.inner.state or not step.views:
             return
@@ -235,7 +235,7 @@ class DistributedState(Stateful):
 
 @contextmanager
 def _updates_nothing(step: ShardedStep) -> Iterator[None]:
-    """Make the optimizer's first step in the block change no parameter. After an error there are no states: none is half made."""
+    """Make the optimizer's first step in the block change no parameter. After an error, remove the states: some may be partial."""
     rates = [group["lr"] for group in step.inner.param_groups]
     for group in step.inner.param_groups:
         group["lr"] = group["lr"] * 0.0

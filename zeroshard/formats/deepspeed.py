@@ -4,7 +4,7 @@ DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and 
 substitutes for the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
 flat partitions are mapped into memory, and their fragments become spans of new files.
 
-The place of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
+The position of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
 fragments. At stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
 `param_shapes`.
 """
@@ -89,7 +89,7 @@ def import_deepspeed(
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: a file is missing, or is not part of a DeepSpeed ZeRO checkpoint. The message names the file.
+        CheckpointError: a file is missing, is not part of a DeepSpeed ZeRO checkpoint, or cannot be written. The message names it.
     """
     source = files.folder_of(folder, tag)
     models, optimizers = _files(source)

@@ -143,7 +143,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and, if its file system has locks, lock it against another export to the same files."""
+    """Make a folder, and, if its file system has locks, lock it against other exports."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -249,7 +249,7 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does, with about 64 MiB of memory for a model of any size.
+    """Write the model of a checkpoint as transformers does, and return the paths. The memory is about 64 MiB for any model.
 
     Args:
         reader: the checkpoint.

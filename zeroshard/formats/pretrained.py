@@ -55,7 +55,7 @@ def load_pretrained(
         folder: see `sharded_init`.
 
     Returns:
-        The names that the files lack, and the names that the model lacks.
+        The model's names that the files lack, and the files' names that the model lacks.
 
     Raises:
         CheckpointError: a file is missing, damaged or of a different model. The message names the file and the

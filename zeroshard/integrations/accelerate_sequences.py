@@ -80,7 +80,7 @@ class SequenceAttention:
         cls, model_name_or_path: Any, core_attn_implementation: str | None = None, sequence_parallel_size: int = 1,
         *_: Any, **__: Any,
     ) -> SequenceGroups | None:  # fmt: skip
-        """Attach a model to `Sequences`, and return its groups. Arguments after the third have no effect."""
+        """Attach a model to `Sequences`, and return its groups; None for a size of 1. Arguments after the third have no effect."""
         if sequence_parallel_size == 1:
             return None
         if not isinstance(model_name_or_path, nn.Module):

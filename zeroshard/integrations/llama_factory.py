@@ -96,7 +96,7 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
 
 
 def register() -> None:
-    """Register "zeroshard" as a distributed plugin and as an optimizer plugin, for LLaMA-Factory 0.9.5 and for later versions."""
+    """Register "zeroshard" in LLaMA-Factory's two registries. Raise a UsageError if its v1 (0.9.5 or later) cannot be imported."""
     try:  # later than 0.9.5
         distributed = import_module(_PLUGINS + "distributed.interface").DistributedPlugin
     except ModuleNotFoundError as error:

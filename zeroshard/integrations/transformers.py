@@ -97,7 +97,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
 
     Raises:
         ConfigError: the config cannot be used, or contradicts the arguments.
-        UsageError: `zero` has a wrong type.
+        PolicyError, UsageError: there is no such stage, or `zero` has a wrong type.
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
         raise UsageError(
@@ -214,7 +214,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Raise if an optimizer changes parameters between steps, or shards them itself."""
+    """Raise if an optimizer shards its states itself, or writes to parameters outside its `step`."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise UsageError(
             "ZeroTrainer shards the optimizer itself. Pass it an optimizer of the inner class and zero=1, or pass the "
@@ -277,13 +277,13 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: float | Tensor | None = None
 
     def clip(self, max_norm: float | None) -> float | Tensor:
-        """Clip the gradients, and return their norm before clipping: a number, if steps may be skipped."""
+        """Clip the gradients, and return their norm before clipping; with `skips`, as a float, which waits for an accelerator."""
         norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
         self._norm = float(norm) if self._skips else norm
         return self._norm
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters, after the last microbatch of a step."""
+        """Update the parameters after the last microbatch of a step; with `skips`, only if the gradients are finite."""
         if closure is not None:
             raise UsageError("a sharded optimizer takes no closure. Run forward and backward before step().")
         if not self.gradient_state.sync_gradients:
@@ -308,7 +308,7 @@ class LossScale:
         self._scaler = scaler
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale the loss in fp32: a loss in half precision times 65536 is infinite."""
+        """Scale the loss in fp32: in fp16, a loss of 1 times 65536 would be infinite."""
         return loss.float() * self._scaler.scale
 
     def state_dict(self) -> dict[str, Any]:
@@ -455,7 +455,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ optimizer, scheduler, model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the config's optimizer, if it names one, otherwise the Trainer's."""
+        """Return the caller's optimizer, or make the config's or, if it names none, the Trainer's."""
         config = self._settings.config
         if self.optimizer is None and config is not None and config.schema.optimizer is not None:
             trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -464,7 +464,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Make the config's scheduler, if it names one, otherwise the Trainer's."""
+        """Return the caller's scheduler, or make the config's or, if it names none, the Trainer's."""
         config = read_settings(self._zero, self.args, self.model, num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schema.scheduler is not None:
             if optimizer is None:
@@ -480,7 +480,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Shard the model. The result is not the model itself, so neither the Trainer nor accelerate wraps it."""
+        """Wrap the model, and shard it for training. Neither the Trainer nor accelerate wraps the result again."""
         if isinstance(model, OuterModel):
             return model
         if self._outer is not None and self._outer.module is model:
@@ -531,7 +531,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return data
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate with rank 0's running statistics on every rank, since checkpoints hold rank 0's buffers."""
+        """Evaluate with rank 0's buffers (running statistics) on every rank, since `save_model` saves rank 0's buffers."""
         if self.sharded is not None:
             self.sharded.broadcast_buffers()
         return super().evaluation_loop(*args, **kwargs)
@@ -557,7 +557,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`. Every rank must call it.
 
-        This method gathers the values on all ranks: transformers before 5.23 calls `_save` only on the rank that writes.
+        All ranks gather the values here, since transformers before 5.23 calls `_save` only on the rank that writes.
         """
         try:
             with self._adapters_whole():
@@ -588,7 +588,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not is_ours(resume_from_checkpoint):  # otherwise it is loaded when the model is sharded
+        if not is_ours(resume_from_checkpoint):  # `_load_optimizer_and_scheduler` loads zeroshard's own
             with self._writable():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -620,7 +620,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         self.sharded.load(folder, strict=strict, optimizer_states=optimizer_states, random=False)
 
     def _writable(self) -> AbstractContextManager[None]:
-        """Unshard parameters in the block, so that every rank can write the same values."""
+        """Unshard parameters in the block. Every rank gets the values that rank 0 writes to them."""
         if self.sharded is None:
             return nullcontext()
         return unsharded(self.model, modifier_rank=0)
@@ -643,14 +643,14 @@ class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[mis
     """A callback for a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Consolidate the state if a checkpoint may follow."""
+        """Gather the whole optimizer state on rank 0 if a checkpoint follows."""
         if control.should_save:
             self._consolidate(kwargs["optimizer"])
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Consolidate the state, since the best model may be saved next."""
+        """Gather the whole optimizer state on rank 0, since the best model may be saved next."""
         if args.save_strategy == SaveStrategy.BEST:
             self._consolidate(kwargs["optimizer"])
 

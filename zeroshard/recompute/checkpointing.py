@@ -87,7 +87,7 @@ def configured() -> Checkpointer:
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called."""
+    """Return whether `configure` was called since the last `reset`."""
     return bool(_configured)
 
 

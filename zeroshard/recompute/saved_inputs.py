@@ -181,7 +181,7 @@ class Slots:
         self._ordinal = 0
 
     def begin(self) -> None:
-        """Begin a new checkpoint. If no input is kept, free all slots, and drop buffers that had no slot in use."""
+        """Begin a new checkpoint. If no input is kept, free all slots, and drop buffers that were unused since the last time."""
         self._ordinal = 0
         if not self._kept:
             self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}

@@ -176,7 +176,7 @@ class CutAttention:
     def _attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **options: Any,
     ) -> Any:  # fmt: skip
-        """Attend with this rank's heads: [B, heads, positions, D] in, [B, positions, heads, D] out."""
+        """Attend with this rank's heads. A cut query is [B, heads, S/P, D], and its result ([B, S/P, heads, D], None)."""
         core = _function_of(self._core, module)
         cut = options.pop(_KEYWORD, None)
         if cut is None:

@@ -150,7 +150,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
-    """Raise unless the mask covers only padding at the end of rows, which causal attention does not need.
+    """Raise unless the mask hides only padding at the end of rows: for that, causal attention needs no mask.
 
     Without the mask, padding attends to the tokens before it. So the labels of padding must be ignored.
     """

@@ -79,13 +79,13 @@ def head_loss(
     Every rank of the group must call it.
 
     Args:
-        hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`.
+        hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`, with the same errors.
         group: the ranks over which gradients are averaged, as passed to `shard`; default: all ranks.
         tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels
-            of this call.
+            of this call on all ranks.
 
     Returns:
-        The mean in nats, [], fp32, the same on every rank. `token_mean` describes its gradient.
+        The mean in nats, [], fp32, the same on every rank; 0 if no label counts. `token_mean` describes its gradient.
     """
     found = head_log_probabilities(
         hidden, weight, labels, bias=bias, tiles=tiles, ignore_index=ignore_index, transform=transform

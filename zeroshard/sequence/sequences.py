@@ -123,7 +123,7 @@ class Sequences:
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """Run an attention function over whole sequences, inside a model of your own. It takes two exchanges.
+        """Run an attention function over whole sequences, inside a model of your own. The call takes two exchanges.
 
         Every rank of the sequence must call it.
 
@@ -137,7 +137,7 @@ class Sequences:
             [B, H, S/P, D'].
 
         Raises:
-            UsageError: the heads cannot be divided over the ranks.
+            UsageError: the heads cannot be divided over the ranks, or query, key and value differ in positions or dtype.
         """
         if self.size == 1:
             return attention(query, key, value)
@@ -166,9 +166,9 @@ class Sequences:
                 of loading then yields one batch per rank.
 
         Raises:
-            UsageError: a batch has padding on the left, labels of padding that count, a mask of a different shape or
-                packed lengths (cu_seq_lens), or a loader's batches differ between ranks. (A single batch is not
-                compared.)
+            UsageError: a batch is not a dict with tokens, or has padding on the left, labels of padding that count, packed
+                lengths (cu_seq_lens), or a tensor of an unclear shape; or a loader's batches differ between ranks. (A single
+                batch is not compared.)
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)

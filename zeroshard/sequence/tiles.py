@@ -145,7 +145,7 @@ class _Tiled:
 
 
 def _writes(x: Tensor) -> int:
-    """Return how often a tensor was written to. Tensors of torch.inference_mode do not count it."""
+    """Return how often a tensor was written to; 0 for tensors of torch.inference_mode, which do not count writes."""
     return 0 if x.is_inference() else version_of(x)
 
 

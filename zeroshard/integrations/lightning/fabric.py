@@ -125,7 +125,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a folder into `state`, or the weights of another strategy's file. Every rank must call it."""
+        """Load a folder, or another strategy's file of weights, into `state`. Return the other values. Every rank must call it."""
         path = self.broadcast(path)
         if not folders.is_sharded(path):
             folders.refuse_what_is_none(path)

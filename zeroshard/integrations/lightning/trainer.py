@@ -1,7 +1,7 @@
 """Owns `ZeroStrategy`: zeroshard under `lightning.pytorch.Trainer`.
 
-The Trainer sets the precision. "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16. "-true"
-means 16-bit parameters, with fp32 master weights.
+The Trainer sets the precision. "-mixed" is its autocast over fp32 parameters, with torch's GradScaler for fp16.
+"bf16-true" and "16-true" mean 16-bit parameters, with fp32 master weights.
 """
 
 from __future__ import annotations

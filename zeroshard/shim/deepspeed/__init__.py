@@ -1,7 +1,7 @@
 """zeroshard under the name `deepspeed`, for scripts and trainers that import DeepSpeed.
 
-Only `zeroshard run` and `import zeroshard.as_deepspeed` put it on the path. Its names refer to functions and classes of
-zeroshard.
+Only `zeroshard run` and `import zeroshard.as_deepspeed` put it on the path. Most of its names refer to functions and
+classes of zeroshard or torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Call `zeroshard.initialize` with DeepSpeed's arguments.
 
-    A process without a launcher becomes a group of one rank, as trainers expect.
+    A process without a launcher becomes a group of one rank, as trainers expect. `mesh_param` must be None.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None).

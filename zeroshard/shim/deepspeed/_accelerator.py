@@ -90,7 +90,7 @@ class DeepSpeedAccelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
-    # ---- memory in bytes; 0 on a CPU, whose memory torch does not count
+    # ---- memory in bytes; torch does not count allocations on a CPU, so they are 0
 
     def _memory(self, name: str, device_index: int | None = None) -> int:
         return self._call(name, device_index) or 0
@@ -158,7 +158,7 @@ def empty_cache() -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the use of the accelerator's memory on rank 0, if `force` is set."""
+    """Print the use of the accelerator's memory on rank 0, and reset its peak. Do nothing unless `force` is set."""
     if not force or (dist.is_initialized() and dist.get_rank() != 0):
         return
     device = get_accelerator()

@@ -142,7 +142,7 @@ def _mark(
 
 
 def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
-    """Mark the modules that the config names, and return it with all marked modules in `leaf_module.names`."""
+    """Mark the modules that the config names, and return the config with all marked modules in `leaf_module.names`."""
     raw = read(config)
     zero = raw.get("zero_optimization")
     block = dict((zero.get("leaf_module") if isinstance(zero, Mapping) else None) or {})

@@ -142,14 +142,14 @@ logger.__class__ = _OfTrainings
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the given ranks. [-1] means all ranks."""
+    """Log on the given ranks: [-1] means all, None means none. Before the ranks are joined, always log."""
     line = _line(message, ranks)
     if line is not None:
         logger.log(level, line)
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
-    """Print on the given ranks. [-1] means all ranks."""
+    """Print on the given ranks: [-1] means all, None means none. Before the ranks are joined, always print."""
     line = _line(message, ranks)
     if line is not None:
         print(line)

@@ -38,7 +38,7 @@ def _status(parameter: Any) -> ZeroParamStatus:
 
 
 def _own_part(parameter: Any) -> Tensor:
-    """Return a copy of this rank's part of a parameter, 1-D."""
+    """Return a copy of this rank's part of a parameter, 1-D; empty if this rank has none."""
     part = _states(parameter).flat()
     return torch.empty(0) if part is None else part
 
@@ -228,7 +228,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's elements of a gradient. Every rank must call it."""
-    zeroshard.parameter_states(param).get("gradients")  # wait for gradients in flight
+    zeroshard.parameter_states(param).get("gradients")  # wait for reductions that still run
     return safe_get_local_optimizer_state(param, "gradients")
 
 

@@ -209,7 +209,7 @@ def init_distributed(
 ) -> None:  # fmt: skip
     """Join the ranks of a launcher, unless they are joined already.
 
-    A process without a launcher becomes a group of one rank.
+    A process without a launcher becomes a group of one rank, unless `required` is False.
 
     Args:
         backend, timeout: for torch.distributed; default: the accelerator's own backend (gloo on a CPU), and torch's

@@ -68,8 +68,8 @@ class Offload:
             `buffer_numel` elements of CPU memory. For the optimizer, elements of master weights, gradients and states
             are counted together.
         max_in_cpu_numel: for parameters on disk: up to this many elements of each rank's shards stay in CPU memory.
-        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. A unit
-            that would exceed the share stays as a whole. The accelerator updates the other parameters.
+        ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. The states of
+            the first unit that would exceed the share, and of all later units, stay. The accelerator updates their parameters.
         sub_group_numel: for an offloaded optimizer: the most elements that one call of the torch optimizer updates
             (never more than 4,194,304), unless a single shard has more.
         read_ahead, write_behind: for the optimizer on disk: whether a sub-group is read while the one before it is
@@ -176,7 +176,7 @@ class Policy:
             less each, and results are bit-identical. It has no effect with `per_host` parameters.
 
     Raises:
-        PolicyError: values exclude each other.
+        PolicyError: a value is invalid, a disk has no folder, or values exclude each other.
     """
 
     parameters: Residency

@@ -160,7 +160,7 @@ class TrainingProgress:
                 self._read()
 
     def stop(self) -> None:
-        """Show the last figures, and leave the line as it is. The `with` block calls this, unless an exception ends it."""
+        """Wait for the last figures, show them, and keep the line. The `with` block calls this, unless an exception ends it."""
         with self._exits:
             if self._is_heard:
                 self._is_heard = False

@@ -46,7 +46,7 @@ class Work(Sent, ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the data may be used on this stream. Raises `CollectiveError` if it cannot arrive."""
+        """Block, or let only this stream wait, until the data may be used. Raise `CollectiveError` if it cannot arrive."""
 
     def push(self) -> None:
         """Finish the operation now if it needs another call on this rank, since no wait may follow soon."""
@@ -90,19 +90,19 @@ class Collectives(ABC):
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
-        """Fill every row from its owner, in place; this rank's own row is the input.
+        """Start to fill every row from its owner, in place; this rank's own row is the input.
 
         Args:
             own: [shard_numel], this rank's stored values. They must not change before `wait_released(own)`.
-            prepare: gives `rows` memory, and puts this rank's values into its row. It is called once: now, or in `wait`.
+            prepare: gives `rows` memory, and puts this rank's values into its row. It is called at most once: now, or in `wait`.
         """
 
     @abstractmethod
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        """Start to sum every rank's part of this rank's row, and to divide the sum. `rows` and `workspace` are busy until `finish`.
+        """Start to sum this rank's row over ranks. `workspace` is busy until `finish`, and `rows` until a `wait_released` after it.
 
         Args:
-            divisor: `world_size` for the mean, if nothing has divided the rows before.
+            divisor: the number that divides the sum; `world_size` for the mean, if nothing has divided the rows before.
         """
 
     @abstractmethod
@@ -115,12 +115,12 @@ class Collectives(ABC):
 
     @abstractmethod
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        """Copy rank `source`'s contiguous `tensor` into rank `target`'s. Every rank must call it; others pass any tensor."""
+        """Start to copy rank `source`'s contiguous `tensor` to rank `target`'s. Every rank must call it, others with any tensor."""
 
     # ------------------------------------------------------------------ when operations start and end
 
     def together(self) -> AbstractContextManager[None]:
-        """Launch the operations that start inside the block together, at its end. None may be waited for inside.
+        """Launch the block's operations together at its end, if the backend can. None may be waited for inside.
 
         Every rank must enter it, including ranks that take part in no transfer.
         """
@@ -157,7 +157,7 @@ class Collectives(ABC):
         return None
 
     def sends_in_place(self, tensor: Tensor) -> bool:
-        """Return whether a reduction sends the tensor in place, without a copy."""
+        """Return whether a reduction sends the tensor without first copying it to memory that other ranks can read."""
         return True
 
     def is_lent_by_system(self, tensor: Tensor) -> bool:
@@ -165,7 +165,7 @@ class Collectives(ABC):
         return False
 
     def discard(self, memory: Tensor) -> None:
-        """Free the pages of a whole tensor from `buffer` that `is_lent_by_system`. Its content is undefined until it is written."""
+        """Free the pages of a whole tensor from `buffer`, if the system lends it. Its content is undefined until it is written."""
         raise NotImplementedError
 
     def workspace_numel(self, rows: Tensor) -> int:
@@ -237,7 +237,7 @@ class Collectives(ABC):
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
-        """Exchange `data` between ranks that must all give the same `answer`.
+        """Return every rank's `data`, as `exchange` does, if all ranks give the same `answer`.
 
         Raises:
             CollectiveError: their answers differ.

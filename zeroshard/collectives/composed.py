@@ -185,8 +185,8 @@ class TwoLevel(Composed):
         across   over the H ranks at the same place s, one on each host
 
     The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [W, n] are also blocks [S, H * n], and
-    `inside` reduces and gathers blocks. Hosts sum first, and their sums cross in fp32 at least, or as codes: (g0 + g1) + (g2 + g3)
-    for two hosts of two ranks. The order of a sum depends on the hosts, and is the same for every policy.
+    `inside` reduces and gathers blocks. Hosts sum first, and sums of several ranks cross in fp32 at least, or as codes:
+    (g0 + g1) + (g2 + g3) for two hosts of two ranks. The order of a sum depends on the hosts, and is the same for every policy.
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
@@ -195,7 +195,7 @@ class TwoLevel(Composed):
 
     Raises:
         OneHost: all members are on one host.
-        UsageError: the hosts have different numbers of ranks.
+        UsageError: the hosts have different numbers of ranks, or `within` does not divide the number of ranks.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class _Mean(Reduction):
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """Return the members of each host, if `within` neighbours count as one host.
+    """Return the members of each host, if `within` neighbours count as one host. With "host", all are on one host.
 
     Raises:
         UsageError: `within` does not divide the number of ranks.
@@ -390,9 +390,9 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 
 
 class Everyone(Collectives):
-    """All ranks of a mesh of two dimensions, in the order of torch's ranks.
+    """All ranks of a mesh of two dimensions, in the order of their global ranks.
 
-    They exchange small messages only. Each goes over `data` first. Then the messages of `data`'s ranks go over `others`, as one.
+    They send only small messages. Each goes over `data` first. Then the messages of `data`'s ranks go over `others`, as one.
 
     Args:
         data: the collectives of the data-parallel ranks.

@@ -120,7 +120,7 @@ def _grouped(host_of: list[str]) -> list[list[int]]:
 
 
 def refusal_here() -> str:
-    """Return the reason why this process cannot share memory with others of its host, or "". For `zeroshard doctor`."""
+    """Return why this process cannot share memory with others of its host, or "". `zeroshard doctor` prints the reason."""
     why_not = _refusal()
     if why_not:
         return why_not
@@ -154,7 +154,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 
 
 def host_id() -> str:
-    """Identify this boot of this kernel, and its network namespace, in which the addresses of sockets exist."""
+    """Return an id of this boot of the kernel and its network namespace, in which socket addresses exist; else the host's name."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()
@@ -225,7 +225,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
 
 
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
-    """Send every rank's descriptor to every other. Fill `windows`, by rank."""
+    """Send this rank's descriptor to every other rank, and receive theirs. Fill `windows`, by rank."""
     for one in sockets.values():
         with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, which the loop below detects
             socket.send_fds(one, [b"zeroshard"], [descriptor])

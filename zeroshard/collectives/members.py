@@ -75,7 +75,7 @@ class Members:
 
     @classmethod
     def of(cls, parent: dist.ProcessGroup, device: torch.device) -> Members:
-        """Find the members of a group."""
+        """Return the members of a group, with its backend and timeout for this type of device."""
         # torch has no public reader of a group's timeout.
         known = [one for one in parent._device_types if one.type == device.type] or parent._device_types
         timeout: timedelta = parent._get_backend(known[0]).options._timeout

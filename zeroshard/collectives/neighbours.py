@@ -25,7 +25,7 @@ READ = 1 << 63
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """The tags of messages of a rank about itself: it has finished; a wait failed; it is waiting for the receiver.
 
-A waiting rank adds the number of messages that it has received from the receiver.
+A waiting rank adds the number of messages that it has received from the receiver, and the label of its operation.
 """
 _STUCK_SECONDS = 1.0
 
@@ -50,7 +50,7 @@ class Neighbours:
         timeout: seconds.
 
     Attributes:
-        was_read: is called with the tag of an offer and the peer that has read it.
+        was_read: a function that is called with the tag of an offer and the peer that has read it.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:

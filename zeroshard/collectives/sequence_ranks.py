@@ -40,7 +40,7 @@ class SequenceRanks:
         self.messages = 0
         """The number of all-to-alls in which this rank has taken part."""
         self.sent_nbytes = 0
-        """The bytes that it sent to others in all-to-alls."""
+        """The bytes that this rank sent to others in all-to-alls."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceRanks:
         return self
@@ -66,7 +66,7 @@ class SequenceRanks:
         return nbytes
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks, in a new tensor."""
+        """Return the sum over ranks, in a new tensor. Every rank must call it, with one shape and dtype."""
         total = values.detach().clone()
         if self.size > 1:
             with self._named("a sum over tokens"):
@@ -74,7 +74,7 @@ class SequenceRanks:
         return total
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return every rank's `value`, in rank order. pickle must support the values."""
+        """Return every rank's `value`, in rank order. Every rank must call it, with a value that pickle supports."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

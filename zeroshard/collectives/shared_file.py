@@ -116,7 +116,7 @@ class SharedFile:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Stop handing out memory. Rows that others are still reading stay until those have read them."""
+        """Close the descriptor. Later, freed ranges keep their pages until the last mapping ends: others may still read them."""
         self.hand_over()
         self._is_closed = True
 
@@ -169,7 +169,7 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def _unmap_with(owner: object, address: int, size: int) -> weakref.finalize[..., object]:
-    """Unmap the file when its owner ends."""
+    """Unmap the file when its owner is deleted, or when the returned finalizer is called."""
     finalizer = weakref.finalize(owner, _unmap, os.getpid(), address, size)
     finalizer.atexit = False
     return finalizer

@@ -1,7 +1,7 @@
 """Owns the collectives of ranks that share a host: each rank reads the others' data in place, in memory that all of them map.
 
-An operation takes two messages between each pair of ranks: the place of the data, and the report that it was read. Data that a
-rank offers must be in its file (`buffer`); other data is copied there first. Offered data must not change before the others have
+An operation takes two messages for each reader of a rank's data: the place of the data, and the report that it was read. Data that
+a rank offers must be in its file (`buffer`); other data is copied there first. Offered data must not change before the others have
 read it. So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to:
 rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`,
 `wait_released`). Sums are computed in the order of ranks, so they are bit-identical to sums over gloo.
@@ -46,7 +46,7 @@ class Lent(NamedTuple):
     Attributes:
         readers: the ranks that have not read it.
         tensor: the memory, which stays until all have read it.
-        offset: the place of its first element in this rank's file.
+        offset: the offset of its first element in this rank's file, in bytes.
         room: the buffer with the copy, if the tensor is a copy; it will be reused.
     """
 
@@ -59,7 +59,7 @@ class Lent(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether a rank may still read the sender's own tensor, which must not change until then."""
+        """Whether a rank may still read the sender's own tensor, which must not change before that rank has read it."""
         return self.room is None and bool(self.readers)
 
     def was_read_by(self, reader: int) -> bool:
@@ -78,7 +78,7 @@ class Lending:
         """Free buffers for copies, as bytes."""
 
     def lend(self, tensor: Tensor, tag: int, readers: Iterable[int], label: str) -> Lent:
-        """Keep a contiguous tensor for these ranks."""
+        """Keep a contiguous tensor until these ranks have read it. If it is not in the file, keep a copy that is."""
         offset = self._file.offset_of(tensor) if tensor.numel() else 0
         room = None
         if offset is None:
@@ -95,7 +95,7 @@ class Lending:
         for number, room in enumerate(self._rooms):
             if room.numel() >= nbytes:
                 return self._rooms.pop(number)
-        if self._rooms:  # one that is too small makes room
+        if self._rooms:  # all are too small: free the largest
             self._rooms.pop()
         return self._file.empty(nbytes, torch.uint8)
 
@@ -410,7 +410,7 @@ class SharedGather(Work):
 
 @dataclass(eq=False)
 class SentRows(Sent):
-    """Rows from each rank to each other rank. The others read this rank's rows in place."""
+    """Rows from each rank to each other rank. The others read this rank's rows, or a copy, in its file."""
 
     _collectives: SharedMemory
     _lent: Lent

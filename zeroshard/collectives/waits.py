@@ -109,7 +109,7 @@ class Waits:
 
     @property
     def operation_code(self) -> int:
-        """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages of two kinds never pair."""
+        """A number from 0 to 15 for the kind of this thread's operation, 0 for none: messages with different numbers never pair."""
         name = self._of_thread.operation
         return 0 if name is None else code_of(name)
 

@@ -1,7 +1,7 @@
 """Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's present wait through the store.
 
-Each watch has its own thread. Only this thread uses the store, over its own connection, so a store that does not
-answer never blocks a rank.
+Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection. So a store that does
+not answer blocks no wait for other ranks.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Watch(Waits):
         return told, dict(question.found)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and wait at most `_CLOSE_SECONDS` for its end."""
         self._is_closed = True
         self._wake.set()
         if self._thread is not threading.current_thread():

@@ -176,7 +176,7 @@ class Shard:
             self.births.open.append(self)
 
     def closed(self) -> bool:
-        """Divide the parameter again unless a view of it exists. Return whether it is divided."""
+        """Divide the parameter again unless it is shown or a view of it exists. Return whether it is divided."""
         if self._whole is not None and (self.shows or is_seen(self._whole)):
             return False
         self.own = self.own
@@ -321,7 +321,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Replace a whole parameter by this rank's part, in place. Integer, meta and divided parameters stay as they are."""
+    """Replace a whole parameter by this rank's part, in place. Other classes, meta and integer parameters stay as they are."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
     shard_of[parameter] = shard = Shard(parameter.shape, births)

@@ -45,18 +45,17 @@ def sharded_init(
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: a folder for parts on the CPU, which are in unnamed files there until `shard` takes them. This
-            rank's part may then be larger than its memory.
+        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. They may then be larger than memory.
         dtype: torch's default dtype in the context.
         source: the rank of the group whose values all ranks get, also in later writes. Writes to a view of a parameter
-            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and none are
-            sent.
+            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and send none.
         attributes: a class whose properties these parameters get in addition to their own, see `shard`.
         detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their
             tensors then gathers it, so every rank must run it. Otherwise they are whole on every rank.
         enabled: whether to shard; False builds ordinary modules.
 
     Raises:
+        CollectiveError: some ranks did not enter it.
         StorageError: `folder` cannot hold the parts.
     """
     if not enabled:
@@ -119,6 +118,7 @@ def cut(
 
     Raises:
         UsageError: a parameter is on the meta device.
+        CollectiveError: some ranks did not call it.
         StorageError: `folder` cannot hold the parts.
     """
     births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)

@@ -59,7 +59,7 @@ def report_uncaught(kind: type[BaseException]) -> None:
 
 
 def restore() -> None:
-    """Restore the former hook."""
+    """Restore the former `sys.excepthook`, if `report_uncaught` replaced it."""
     if isinstance(sys.excepthook, Hook):
         sys.excepthook = sys.excepthook.before
 

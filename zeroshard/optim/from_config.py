@@ -125,7 +125,7 @@ def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torc
 
 
 def _muon(params: dict[str, Any]) -> dict[str, Any]:
-    """Translate DeepSpeed's arguments of Muon, with DeepSpeed's defaults and scale of updates."""
+    """Return MuonWithAdamW's arguments for DeepSpeed's arguments of Muon, with DeepSpeed's defaults and scale of updates."""
     given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
     if "ns_method" in given:
         raise ConfigError(

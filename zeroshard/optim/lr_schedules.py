@@ -391,7 +391,7 @@ def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> 
 
 
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
-    """Create the scheduler that a config block names, with a minimum of its rates.
+    """Create the scheduler that a config block names, with rates of at least `min_lr`.
 
     Raises:
         ConfigError: there is no such scheduler, or it does not accept these arguments.

@@ -86,8 +86,8 @@ _NEAREST = 10
 def wants_whole_states() -> bool:
     """Return whether torch.distributed.checkpoint.state_dict is calling. Looking at the stack takes a microsecond.
 
-    It takes each state for a whole parameter's. Before `state_dict()`, it makes missing states by a step, with learning rates
-    of 0, which it does not restore after an error.
+    That module takes each state for a whole parameter's. Before `state_dict()`, it makes missing states by a step with learning
+    rates of 0. After an error, it does not restore the learning rates.
     """
     frame = inspect.currentframe()
     for _ in range(_NEAREST):

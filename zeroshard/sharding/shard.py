@@ -108,9 +108,9 @@ def shard(
     Args:
         model: any module. It stays the user's own, and keeps its parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
-            from them. Its `step` becomes the sharded step, and its states cover this rank's shards. In a list of
-            several optimizers, each steps its own parameters. None: the model is for evaluation only, and needs no
-            memory for gradients and optimizer states.
+            from those that require a gradient. Its `step` becomes the sharded step, and its states cover this rank's
+            shards. In a list of several optimizers, each steps its own parameters. None: the model is for evaluation
+            only, and needs no memory for gradients and optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
         precision: the dtypes; by default, each parameter keeps its own dtype, and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
@@ -120,9 +120,8 @@ def shard(
             False: it reads whole parameters, so each parameter stays whole on one rank.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
-            torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be
-            DTensors over another dimension of the mesh (tensor parallelism): each rank then shards its own part of
-            them.
+            torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be DTensors
+            over another dimension of the mesh (tensor parallelism): each rank then shards its own part of them.
         attributes: a class whose properties the parameters gain while they are sharded, for code that reads attributes
             of parameters. It has an effect only if the policy shards parameters (stage 3). See `parameter_states` for
             the values that such properties may return.
@@ -239,6 +238,7 @@ def policy_of(policy: Policy | int | None) -> Policy:
 
     Raises:
         UsageError: the argument has a wrong type.
+        PolicyError: there is no such stage.
     """
     if policy is None:
         return Policy.stage(2)

@@ -143,10 +143,7 @@ class Sharded:
         return torch.stack(parts).sum(0).view(values.shape)
 
     def exchange_json(self, value: Any, what: str) -> list[Any]:
-        """Return a list of each rank's value, in rank order.
-
-        Every rank must call it, with a small value. Errors about missing ranks contain `what`.
-        """
+        """Return every rank's small `value`, converted by JSON, in rank order. Every rank must call it. Errors name `what`."""
         return self._context.everyone.exchange_json(value, what)
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Tensor] | None:
@@ -247,7 +244,7 @@ class Sharded:
         Raises:
             UsageError: a step has begun, states are parked already, a name is no model state, or a parameter is of a
                 class of your own.
-            PolicyError: the place is the disk, and `offload` names no folder.
+            PolicyError: there is no such place, or the place is the disk and `offload` names no folder.
             StorageError: there is no room; nothing has changed.
         """
         return self._parking.offload(states, place_of(place), offload or Offload())
@@ -257,7 +254,7 @@ class Sharded:
         self._parking.reload()
 
     def memory_formula(self) -> dict[str, float]:
-        """Return each rank's bytes at rest, by the ZeRO paper's formulas for this model under Adam."""
+        """Return each rank's bytes at rest, by model state: the ZeRO paper's formulas for the trained parameters under Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
         per_host = collectives.inside.world_size
@@ -344,6 +341,7 @@ class Sharded:
         The optimizer cannot step afterwards: make a new one. A second call has no effect.
 
         Raises:
+            UsageError: an `unsharded` block or a loop over `named_weights` is open.
             CheckpointError: the last asynchronous save failed.
         """
         if self._hooks.is_removed:

@@ -86,7 +86,7 @@ class Slot(ABC):
     # ------------------------------------------------------------------ content that is not always wanted
 
     is_empty = False
-    """Whether there is no content, and nothing is kept for it."""
+    """Whether the slot has no content, and no memory for it."""
     buffer: FlatBuffer | None = None
     """The memory under the slot, if it can be freed while the slot stays."""
 
@@ -256,7 +256,7 @@ class DeviceStorage(MemoryStorage):
     """The memory of the device that computes."""
 
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """Make a slot in memory that was allocated for it."""
+        """Make a slot in memory that was allocated for it. The slot calls `before_write` before each write."""
         self.nbytes += memory.nbytes
         return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 

@@ -5,7 +5,7 @@ Autograd saves views of parameters. When a sharded unit is resharded, the *memor
 backward, memory is allocated again under the same views, and filled. Until then nothing may read the views, because a read
 of freed memory is a segmentation fault, not an error. So a parameter at rest shows a placeholder instead of this memory, see
 `unit.py`. Memory is kept as long as other code uses it: a view that a module returned, an alias that the user
-keeps, a tensor that autograd saved outside of our hooks.
+keeps, a tensor that autograd saved without our hooks.
 
 The storage of a device's memory, or of small memory, shrinks to nothing and grows again. Larger CPU memory stays at its addresses
 and loses its pages (see pages.py): torch's own way would make the kernel map each page again.
@@ -71,7 +71,7 @@ class FlatBuffer(ABC):
         """Take memory again; its content is undefined.
 
         Raises:
-            StorageError: there is no memory.
+            StorageError: the kernel has no pages. (torch's allocator raises its own error.)
         """
         if not self.nbytes:
             self._take()

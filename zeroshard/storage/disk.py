@@ -36,7 +36,7 @@ BOUNCE_NBYTES = 1 << 20
 
 
 class Requests(Transfer):
-    """The reads or writes of blocks that are under way."""
+    """The reads or writes of the blocks of one transfer."""
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
@@ -191,7 +191,7 @@ class DirectFile:
             yield low, part, self._own.pages[: in_pages(len(part))]
 
     def _transfer(self, call: Any, start: int, pages: Any, wanted: int, label: str) -> None:
-        """Repeat the system call until all of `pages` is transferred; of the last page only the bytes up to `wanted` count."""
+        """Repeat the system call until `wanted` bytes of `pages` are transferred. The rest of the last page does not count."""
         done = 0
         while done < wanted:
             try:

@@ -157,7 +157,7 @@ class Pages:
         self._most_held = max(self._most_held, self._held)
 
     def trim(self) -> None:
-        """Give freed pages above the limit to the kernel. Odd sizes, which fit fewer units, go first."""
+        """Give freed pages above the limit to the kernel. The smallest ranges, which fit fewer units, go first."""
         over = -self._room
         if over <= 0:
             return

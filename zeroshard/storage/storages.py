@@ -61,7 +61,7 @@ class Storages:
         self._disks: dict[str, DiskStorage] = {}
         self._parameters_in_cpu = 0
 
-    # The members, which a dry run replaces.
+    # A dry run overrides these methods.
 
     def _make_copies(self, device: torch.device) -> Copies:
         return Copies(device, pin=self.pin)

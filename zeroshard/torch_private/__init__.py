@@ -236,7 +236,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Return whether a module's state dict has its own buffer of this name. torch has no public function for it."""
+    """Return whether the state dict has a module's own buffer of this name. torch has no public function for it."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -275,7 +275,7 @@ def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, af
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """Run the step of an optimizer's class without the optimizer's own hooks, even if it calls a base class's step.
+    """Run the step of an optimizer's class without the optimizer's own hooks, even if that step calls a base class's step.
 
     torch wraps each class's `step` so that it runs the optimizer's own hooks and the global hooks, and has no public
     way around them. `functools.wraps` stores the wrapped function in the wrapper. Global hooks still run if the step
@@ -317,7 +317,7 @@ def compiled_call_of(module: nn.Module) -> Any:
 
 COMPILER_FILE = "_dynamo/eval_frame.py"
 COMPILED_CALL = "compile_wrapper"
-"""The name, in this file, of torch.compile's wrapper around a compiled function. Its `self` has the options."""
+"""The name, in COMPILER_FILE, of torch.compile's wrapper around a compiled function. Its `self` has the options."""
 
 
 def is_of_compiler(code: CodeType) -> bool:
@@ -360,7 +360,7 @@ _top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
-    """Return the innermost hooks on saved tensors as `(pack, unpack)`, which a unit's own hooks call.
+    """Return the innermost hooks on saved tensors as `(pack, unpack)`, or None. A unit's own hooks call these hooks.
 
     torch has a public context that sets such hooks (`torch.autograd.graph.saved_tensors_hooks`), but no reader.
     """

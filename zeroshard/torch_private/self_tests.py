@@ -20,7 +20,7 @@ _TESTS: dict[str, Callable[[], bool]] = {}
 
 
 def _tests(name: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
-    """Register a function that returns whether a private name behaves as torch_private requires."""
+    """Return a decorator that registers a test, which returns whether a private name behaves as torch_private requires."""
 
     def register(test: Callable[[], bool]) -> Callable[[], bool]:
         _TESTS[name] = test

@@ -69,7 +69,7 @@ class _StepInBackward:
 
     # DDP requires that `bucket` is annotated with DDP's own class, or not at all.
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Run the user's hook, and return a future of the bucket's buffer, which is done after this bucket's step."""
+        """Run the user's hook, and return a future of the buffer. The last bucket's future is done once parameters are current."""
         reduced = self._hook(state, bucket)
         buffer = bucket.buffer()
         devices = None

@@ -1,7 +1,7 @@
 """Owns the replacement for torch.distributed.optim.ZeroRedundancyOptimizer, which shards any optimizer's state.
 
 The parameters are divided into buckets, and each bucket into one shard per rank. A rank's optimizer steps on views of
-its own shards, in the parameters' own storage. Then one all-gather for each bucket unshards the parameters.
+its own shards, in the parameters' own storage. Then the ranks gather each bucket, so all have the new values.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     Raises:
         TypeError, ValueError: as in torch's class.
-        UsageError: the optimizer class needs all parameters at once (LBFGS, Prodigy) or takes sparse gradients, or a
-            parameter is a DTensor.
+        UsageError: the class needs all parameters at once (LBFGS, Prodigy) or sparse gradients, or a parameter is a DTensor.
+        CollectiveError: some ranks did not make the optimizer.
     """
 
     def __init__(
@@ -174,8 +174,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Update this rank's shards, and gather the parameters. Every rank must call it, with reduced gradients.
 
         Args:
-            closure: a function that computes the loss and the gradients again.
+            closure: a function that computes the loss and the gradients again. Its loss is returned.
             kwargs: arguments of the local optimizer's step.
+
+        Raises:
+            UsageError: a gradient is sparse, or a parameter was moved or cast after the optimizer was made.
         """
         if wants_whole_states():
             return None  # `state_dict` is called next, and raises
@@ -203,11 +206,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def step_buckets(
         self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Callable[[], None]:
-        """Update this rank's shards of some buckets, and start to gather them, for DDP's hooks.
-
-        Returns:
-            A function that waits until the parameters are whole and current.
-        """
+        """Update this rank's shards of some buckets, and start to gather them. Return a function that waits for the gathers."""
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)
 
@@ -272,8 +271,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return a hook that steps along while other ranks still have inputs.
 
-        A rank without inputs receives the gradients of its shards from a rank that has some. (With torch's class, it
-        steps with the gradients of its own last backward, unless the user sets others.)
+        A rank without inputs receives its shards' gradients from a rank with inputs. (torch's class uses the rank's own last ones.)
         """
         return _StepAlong(self)
 
@@ -285,10 +283,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _share_gradients(self, *, joined: bool) -> None:
         """Send ranks that have run out of inputs the reduced gradients of their shards. Every rank must call it.
 
-        In DDP, such a rank takes part in all-reduces and drops the results, which every other rank has.
-
-        Args:
-            joined: whether this rank has no inputs left. Its gradients are then overwritten.
+        In DDP, such a rank takes part in all-reduces and drops the results, which every other rank has. If this rank has `joined`
+        (it has no inputs left), its gradients are overwritten.
         """
         collectives = self._collectives
         parameters = self._all_parameters
@@ -358,7 +354,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to`, in CPU memory, tensor by tensor. Every rank must call it."""
+        """Gather the whole state on rank `to`, in CPU memory. Every rank must call it.
+
+        Raises:
+            UsageError: there is no rank `to`, or a state is neither a tensor, a number nor a string.
+        """
         if not 0 <= to < self.world_size:
             raise UsageError(
                 f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}. "

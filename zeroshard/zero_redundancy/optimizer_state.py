@@ -14,7 +14,7 @@ from zeroshard.layout.layout import Span
 from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
 
 _AT_ONCE = 64
-"""The number of tensors that are gathered in one launch, if the backend supports that."""
+"""The maximum number of tensors that are sent in one launch, if the backend supports that."""
 
 State = dict[str, Any]
 

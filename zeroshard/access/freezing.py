@@ -90,7 +90,7 @@ class Freezing:
         register(self._schedule.units, self._hooks, self._step)
 
     def _freed(self, listed: set[int]) -> list[NamedParameter]:
-        """Find the parameters that will train from now on. `listed` has the `id`s of parameters in param groups."""
+        """Return the frozen parameters that will train from now on. Raise for an unfrozen one whose `id` is not `listed`."""
         freed = []
         for unit in self._schedule.units:
             for entry in unit.named:

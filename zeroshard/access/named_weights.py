@@ -66,7 +66,7 @@ class _Part:
 
 
 def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model, see `Sharded.named_weights`."""
+    """Return an iterator over the weights of a model, see `Sharded.named_weights`. Raise for wrong arguments at once."""
     refuse_distributed(live.model.named_parameters(), "named_weights()")
     world_size = live.collectives.world_size
     if to is not None and to not in range(world_size):

@@ -28,7 +28,7 @@ class ParameterStates:
 
     Attributes:
         fqn: the parameter's first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
-        number: its number in the order in which parameters were sharded, the same on every rank.
+        number: its number in the order in which parameters were sharded (under `sharded_init`: made), the same on every rank.
         is_trained: whether a step updates it.
         is_sharded: whether this rank stores only its part at rest.
     """
@@ -55,27 +55,27 @@ class ParameterStates:
 
     @property
     def is_here(self) -> bool:
-        """Whether the parameter's complete values are on this rank now."""
+        """Whether the parameter shows its complete and current values now. Values that rest in CPU memory do not count."""
         return self._unit.state is UnitState.UNSHARDED
 
     @property
     def is_arriving(self) -> bool:
-        """Whether an all-gather of the parameter is under way."""
+        """Whether an all-gather of the parameter, or its copy from CPU memory, is under way."""
         return self._unit.is_arriving
 
     def names(self) -> list[str]:
-        """Return the names of the states that this rank holds and `get` can return."""
+        """Return "parameters", "gradients" if the parameter is trained, and the names of the optimizer's states on this rank."""
         return self._states.names(self.fqn)
 
     def get(self, state: str = PARAMETERS) -> Tensor | None:
-        """Return a complete state on every rank, or None if there is none. Every rank must call it."""
+        """Return a complete state, in the parameter's shape or as one number; None if there is none. Every rank must call it."""
         return self._states.get(self.fqn, state)
 
     def set(self, value: Tensor, state: str = PARAMETERS) -> None:
         """Set a state from a complete tensor. Every rank must call it, with the same values.
 
         Raises:
-            UsageError: there is no such state, or `value` has a different shape.
+            UsageError: there is no such state, no gradient yet, or `value` has a different shape.
         """
         self._states.set(self.fqn, state, value)
 
@@ -87,14 +87,14 @@ class ParameterStates:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own values.
 
         Raises:
-            UsageError: this rank does not hold such a range.
+            UsageError: this rank does not hold such a range, or there is no such state.
         """
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:
         """Return a copy of this rank's sum of gradients, if it has not been reduced yet. It runs no collective.
 
-        The result is None if there is no sum, or if it has been reduced over ranks. `get("gradients")` then returns the mean.
+        It has the parameter's local shape. Without such a sum it is None: after the reduction, `get("gradients")` returns the mean.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]

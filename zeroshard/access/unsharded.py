@@ -90,8 +90,8 @@ def unsharded(
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target is something else; or parameters were changed without a modifier rank, and the block ends
-            or another one begins inside it. Changes to sharded parameters are lost.
+        UsageError: the target is something else; its parameters are parked; or they were changed without a modifier rank, and the
+            block ends or another one begins inside it. Changes to sharded parameters are lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:

@@ -258,7 +258,7 @@ class GradientBucket:
         self._sum: Tensor | None = None
         """The mean over ranks so far, on the accelerator until the last microbatch, if its place is elsewhere."""
         self._lent: Sent | None = None
-        """The last reduction of `_rows`, which other ranks may still read."""
+        """The last reduction that has landed here, if other ranks may still read what this rank sent."""
         self._gathering: Work | None = None
 
     def _move(self, event: str) -> None:
@@ -332,7 +332,7 @@ class GradientBucket:
 
     @property
     def _sums_before_reducing(self) -> bool:
-        """Whether gradients are summed over microbatches before one reduction. Gradients after it are reduced like sharded ones."""
+        """Whether microbatches are summed before a reduction. After that reduction, each is reduced like sharded gradients."""
         return not self._policy.gradients.sharded and self.holds in (Holds.NOTHING, Holds.LOCAL_SUM)
 
     # ------------------------------------------------------------------ over ranks
@@ -387,7 +387,7 @@ class GradientBucket:
         return True
 
     def finish_reduction(self) -> None:
-        """Block until the mean over ranks, if one is in flight, is in this rank's shard, and return scratch to the pool."""
+        """Block until the mean of the reduction in flight, if any, has arrived on this rank. Return its scratch to the pool."""
         if self.flight is None:
             return
         self.wait_gather()  # it still reads the shard that is about to change, and another gather will follow

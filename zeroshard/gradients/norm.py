@@ -89,7 +89,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
 
 
 def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
-    """Multiply in place, except by the number 1. A tensor coefficient has shape [], and is on the same device."""
+    """Multiply tensors in place, except by the number 1. A tensor coefficient has shape [], and is on the tensors' device."""
     if not isinstance(coefficient, Tensor) and coefficient == 1.0:
         return
     for alike in _by_kind(flats):

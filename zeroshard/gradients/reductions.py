@@ -44,8 +44,8 @@ class Reductions:
     """The reductions of one model.
 
     Args:
-        units: the buckets of each trainable unit, in the order of registration.
-        limit_numel: the maximum number of elements in flight while the next gradients are computed; one bucket is
+        units: the gradients' buckets of each unit (none for a frozen one), in the order of registration.
+        limit_numel: the maximum number of elements in flight while the next gradients are computed; one `Group` is
             always allowed. 0: wait for each reduction immediately.
         overlap: whether gathers run behind the computation. If not, each blocks immediately.
         in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
@@ -89,7 +89,7 @@ class Reductions:
     # ------------------------------------------------------------------ one microbatch
 
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
-        """Start reducing groups that are complete, in the agreed order."""
+        """Start to reduce complete groups, in the fixed order (see [Note: order])."""
         if not self._is_agreed:
             groups = [self._order[self._position[bucket]] for bucket in buckets]
             self._completed.update(dict.fromkeys(filter(self._may_start, groups)))
@@ -110,7 +110,7 @@ class Reductions:
             self.start_ready(buckets)
 
     def end_microbatch(self) -> None:
-        """Reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
+        """Start to reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         for group in self._order[self._next :]:
             self._reduce(group)
         for bucket in self._buckets():

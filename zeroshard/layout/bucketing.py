@@ -233,7 +233,7 @@ def _overlap(one: _Extent, other: _Extent) -> bool:
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
     if one.tensor.itemsize != other.tensor.itemsize:
-        return True
+        return True  # not compared element by element: refused, to be safe
     taken = torch.zeros((max(one.stop, other.stop) - one.start) // one.tensor.itemsize, dtype=torch.bool, device="cpu")
     offset = (other.start - one.start) // one.tensor.itemsize
     taken.as_strided(one.tensor.shape, one.tensor.stride()).fill_(True)

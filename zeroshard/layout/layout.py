@@ -25,7 +25,7 @@ ALIGNMENT = 16
 need an alignment of 16 bytes."""
 
 SOLO_NUMEL = 1 << 20
-"""A parameter that has at least this many elements, and divides evenly over the ranks, has separate buckets. If the transport and
+"""A parameter that has at least this many elements, and needs no padding in its shards, has separate buckets. If the transport and
 the dtype allow it, its gradient is sent from the tensor that autograd made, without a copy into a buffer."""
 
 

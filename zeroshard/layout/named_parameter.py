@@ -66,7 +66,7 @@ class NamedParameter:
         return distributed_by(distribution_of(self.parameter), local) if self.is_distributed else local
 
     def own_part(self, gradient: Tensor) -> Tensor:
-        """Return this rank's part of a gradient. All ranks of a DTensor must call it, since it may sum over them."""
+        """Return this rank's part of a gradient. All ranks of a DTensor's mesh must call it, since it may sum over them."""
         return part_as(self.parameter, gradient) if self.is_distributed else gradient
 
 

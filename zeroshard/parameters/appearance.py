@@ -35,7 +35,7 @@ class Appearance:
             must then keep its memory as long as parameters show it.
 
     Attributes:
-        placeholders: the data of parameters without values, one NaN for each; None if their values never leave.
+        placeholders: the data of parameters without values, one NaN for each; None for integers, whose values never leave.
         hides: the number of times that the values were freed. Version counters count these, too.
     """
 
@@ -219,7 +219,7 @@ class Appearance:
         return written
 
     def adopt_new_data(self) -> set[int]:
-        """Copy tensors that the user assigned as `.data` into the parameters' memory. Return the indices of these parameters."""
+        """Copy tensors assigned as `.data` into the parameters' memory. Return the indices. Raise for another shape or dtype."""
         found = set()
         for index, entry, view in self._given_data():
             data = entry.local
@@ -247,7 +247,7 @@ class Appearance:
         return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 
     def expect_present_grads(self) -> None:
-        """Record which parameters take a gradient now."""
+        """Record which parameters require a gradient now, for `refuse_unfrozen`."""
         self._expected_grad = [entry.parameter.requires_grad for entry in self._named]
 
     def refuse_unfrozen(self, optimized: set[int]) -> None:

@@ -28,7 +28,7 @@ VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
 """Operations that return the tensor itself if it already has the requested dtype and device."""
 DATA: Any = torch.Tensor.data
-"""The slot of `data`, past the properties of subclasses."""
+"""The descriptor of `tensor.data`, without properties of subclasses."""
 
 
 def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Parameter) -> type[nn.Parameter]:
@@ -51,7 +51,7 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
 
 
 def notes_data(live: Live) -> type:
-    """Make attributes for `whole_class` that note in `live` that the user read `data`: later writes through it leave no trace."""
+    """Return a class for `whole_class` that records reads of `data` in `live`: later writes through it leave no trace."""
 
     class NotesData:
         @property
@@ -74,7 +74,7 @@ def classes_of(
     """Return two classes of parameters: with values that are absent or arriving, and with a gradient that was taken.
 
     Args:
-        owner: their unit, which is called when the user touches them. (Its type is in a higher package.)
+        owner: their unit, which is called for reads of values and for uses of `grad`. (Its type is in a higher package.)
         whole: the class of parameters that have their values.
         ordinary: the class that the user gave them.
     """

@@ -26,7 +26,7 @@ class Live:
         numel: the number of elements of the units that are sharded at rest, and unsharded at present.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
-        before_later_gradients: called when a further backward begins, before its gradients are added to those of the step.
+        before_later_gradients: called before the first gradients of a further backward are added to those of the step.
         drop_gradients: called when the user has replaced each `grad` of a unit; drops all gradients if every `grad` is None.
         data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
@@ -61,7 +61,7 @@ class Context:
 
     @cached_property
     def everyone(self) -> Collectives:
-        """The ranks of `collectives` and of `others`, for small messages."""
+        """The collectives of all ranks, over both dimensions of the mesh, for small messages."""
         if self.others.world_size == 1:
             return self.collectives
         return Everyone(self.collectives, self.others)

@@ -156,7 +156,7 @@ class ParameterBucket:
                 self._spreading = spreading
 
     def settle(self) -> None:
-        """Block until updates of other hosts have arrived in the resting (sharded) block."""
+        """Block until updates of other hosts have arrived in the block at rest, if any are in flight."""
         if self._spreading is not None:
             self._spreading.wait()  # a wait that failed raises its error again
             self._spreading = None

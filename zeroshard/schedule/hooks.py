@@ -1,4 +1,4 @@
-"""Owns the hooks on the user's modules and parameters, and the phase they imply.
+"""Owns the hooks on the user's modules and parameters, which reveal whether a forward or a backward is running.
 
 [Note: when a unit is whole in the backward]
 A hook on a module's output runs when the module's backward begins. It unshards the module's unit, and starts to unshard the
@@ -78,12 +78,12 @@ class Hooks:
         self._ending: Callable[[], object] = lambda: None
         """Returns the callback for the end of this backward, or None after autograd has dropped it."""
         self._leaves_graph = False
-        # Calls whose inputs' gradients are still unknown, by module; see [Note: when a unit may be resharded].
+        # By module, the number of inputs whose gradients are unknown; see [Note: when a unit may be resharded in the backward].
         self._open_calls: Counter[nn.Module] = Counter()
         self._running: Counter[nn.Module] = Counter()
         """Forwards in progress, by module. A module that calls itself has several, and its units stay until the outermost ends."""
         self._root = model
-        # Calls whose backward is still to come, and modules whose backward has begun, in this order.
+        # By module, the number of calls whose backward is still to come. Then the modules whose backward has begun, oldest first.
         self._calls_to_come: Counter[nn.Module] = Counter()
         self._in_progress: dict[nn.Module, None] = {}
         self._hook_of = untraced(Hook)
@@ -237,7 +237,7 @@ class Hooks:
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """Hook the tensors that autograd saves from sharded parameters, until `pop` of the same caller."""
+        """Hook the tensors that autograd saves from sharded parameters, until `SavedParameters.pop` of the same caller."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: their saved tensors are read from a unit that stays whole.
@@ -248,7 +248,7 @@ class Hooks:
             self._saved.push(caller, unseen=self._in_compiled_code)
 
     def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> None:
-        """Call `method(*args, gradient)` when the gradient of one of the tensors is known."""
+        """Register a call of `method(*args, gradient)` for each tensor, when that tensor's gradient is known."""
         for tensor in tensors:
             handle = tensor.register_hook(self._hook_of(method, *args))
             if tensor.is_leaf:
@@ -287,7 +287,7 @@ class Hooks:
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep results of temporarily unsharded units, computed inside the block, differentiable."""
+        """Keep results differentiable that are computed inside the block, from units that are unsharded temporarily."""
         own = object()
         self._push(own, units)
         try:
@@ -299,7 +299,7 @@ class Hooks:
     # ------------------------------------------------------------------ backward
 
     def _begin_backward(self) -> None:
-        if self.is_removed:  # the graph is from before
+        if self.is_removed:  # the graph is from before `remove`
             return
         if self._ending() is None:  # autograd has dropped it without a call: that backward is no longer running
             self._forget_what_aborted()
@@ -355,7 +355,7 @@ class Hooks:
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root begins with its last child, at the same tensor
-            # Autograd runs later modules first, so modules whose calls have all begun have ended.
+            # Autograd runs later modules first: when this one begins, another whose calls have all begun has ended.
             over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
             for other in over:
                 del self._in_progress[other]
@@ -424,7 +424,7 @@ class Hooks:
         self._backward_is_open = False
         self._leaves_graph = False
         self._open_calls.clear()
-        self._calls_to_come = Counter()  # the remaining calls of the last backward do not count
+        self._calls_to_come = Counter()  # calls that never began count down in the old object
         self._in_progress.clear()
         for handle in self._on_leaves:
             handle.remove()

@@ -46,7 +46,7 @@ _NEAREST = 12
 
 
 class Hook:
-    """A method that a module keeps as a hook. A copied or pickled model gets no hook."""
+    """A method that a module keeps as a hook. In a deep copy or a pickle of the module, the hook does nothing."""
 
     def __init__(self, method: Callable[..., None], *args: Any) -> None:
         self._method = method
@@ -60,7 +60,7 @@ class Hook:
 
 
 def _ignore(*_: Any) -> None:
-    """Do nothing."""
+    """Do nothing: this replaces a hook in copies of a module."""
 
 
 class WeakHook:
@@ -87,7 +87,7 @@ _Kind = TypeVar("_Kind", Hook, WeakHook)
 def untraced(kind: type[_Kind], reason: str = BORDER) -> type[_Kind]:
     """Return a subclass of `kind` that torch.compile does not trace: its graph breaks there, by default at a unit's border.
 
-    Parameters need it too, since a backward may run inside a compiled function. The class is made at its first use:
+    Parameters' hooks need it too, since a backward may run inside a compiled function. The class is made at its first use:
     torch.compiler.disable imports the compiler, which takes a second.
     """
     call = torch.compiler.disable(kind.__call__, reason=reason)
@@ -124,8 +124,8 @@ def part_hooks() -> tuple[type[Hook], type[Hook]]:
 
     torch.compile skips them while they have nothing to do.
 
-    It also compiles a hook by itself, if the part's module runs outside of a graph. So hooks may read only values that
-    torch guards on: the classes of parameters, and a plain attribute.
+    torch.compile also compiles a hook by itself, if no graph contains the call of the part's module. So hooks may read only
+    values that torch guards on: the classes of parameters, and a plain attribute.
     """
     run = torch.compiler.disable(Hook.__call__, reason=BORDER)
 

@@ -76,7 +76,7 @@ class SavedParameters:
         self._base = 0
         """The number of callers, counted from the first, whose hooks `pop` does not remove."""
         self._read_as_nan: str | None = None
-        """A parameter with which torch computed while its values were elsewhere."""
+        """The fqn of a parameter with which torch computed while its values were elsewhere."""
 
     def push(self, caller: object, *, unseen: bool = False) -> None:
         """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
@@ -250,7 +250,7 @@ class _Unpacked(Tensor):
 
 
 class _Copy(Tensor):
-    """A copy of a parameter's values and attributes. Operations on it return ordinary tensors."""
+    """A detached view of a parameter's values, with the parameter's attributes. Operations on it return ordinary tensors."""
 
     parameter: Tensor
     __torch_function__ = disabled_torch_function

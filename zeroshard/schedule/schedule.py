@@ -27,7 +27,7 @@ USED_AT_ONCE = 3
 """The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
 
 PREFETCHED = 4
-"""The maximum number of modules whose shards are read ahead from disk to CPU memory. There may be buffers for fewer."""
+"""The maximum number of modules (after a step: of units) that are read ahead from disk. There may be buffers for fewer."""
 
 Run = tuple[Unit, ...]
 """The units of one module: they are used together."""
@@ -122,7 +122,7 @@ class _Order:
             self._numels.append(self._numels[-1] + sum(unit.layout.numel for unit in run))
 
     def after(self, run: Run, *, reverse: bool = False) -> Iterator[Run]:
-        """Return the runs after this one; none if the order is unknown."""
+        """Return the runs after this one, or with `reverse` those before it, nearest first; none if its position is unknown."""
         position = self._position.get(run)
         if position is None:
             return iter(())
@@ -176,8 +176,8 @@ class Schedule:
     """The driver of one model's units.
 
     Args:
-        units: in the order of registration.
-        tree: the model's modules when it was sharded.
+        units: the model's units, in the order of registration.
+        tree: the modules that the model had when it was sharded.
         overlap: whether collectives run behind the computation. If not, each blocks immediately; results are bit-identical.
     """
 
@@ -186,7 +186,7 @@ class Schedule:
         self.tree = tree
         self.state = StepState.CLEAN
         self.arrivals = 0
-        """The number of `Move.GRADIENT` since the model was sharded. If it has not changed, no gradient has arrived."""
+        """The number of `Move.GRADIENT` since the model was sharded. While it stays the same, no new backward makes a gradient."""
         self.gradients_taken = 0
         """The number of times that a unit's waiting gradients were taken since the model was sharded."""
         self.optimized: set[int] = set()
@@ -213,7 +213,7 @@ class Schedule:
         self._backward_ended = False
         self.backwards_ended = 0
         self.steps_ended = 0
-        """Both are counted since the model was sharded."""
+        """`backwards_ended` and `steps_ended` are counted since the model was sharded."""
         self._last = _Order()
         self._present = _Order()
         self._keep_freed_memory()
@@ -231,7 +231,7 @@ class Schedule:
         self._accelerator.keep_freed_at_most(int(min(sum(numels), limit)) * itemsize)
 
     def replace(self, unit: Unit, by: Sequence[Unit]) -> None:
-        """Replace `unit` with other units that hold its parameters from now on, between steps."""
+        """Replace `unit` with other units, which hold its parameters from now on. Call it between steps."""
         position = self.units.index(unit)
         self.units[position : position + 1] = by
         self._last = _Order()
@@ -271,7 +271,7 @@ class Schedule:
 
     def unshard(self, units: Run, *, backward: bool) -> None:
         """Unshard the units of one module for their use, and start to unshard those of the next modules."""
-        # Inside `unsharded`, only this rank may run a module: others would neither gather the next units nor record the order.
+        # Inside `unsharded`, a rank may run a module alone: the others would neither gather the next units nor record the order.
         if units and all(unit.is_pinned for unit in units):
             for unit in units:
                 unit.unshard()
@@ -372,7 +372,7 @@ class Schedule:
         """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
-        # This comes first, since it may fail, and other buckets may have reductions in flight.
+        # First, since this may raise: then the gradients still wait. Reductions of other buckets may stay in flight.
         self.reductions.finish_up_to(unit.buckets_of_waiting())
         unit.take_gradients()
         self.gradients_taken += 1
@@ -388,7 +388,7 @@ class Schedule:
         self.reductions.close(unit.gradients)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """Reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
+        """End a backward: start to reduce the rest of its gradients in the fixed order, and reshard the units."""
         self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
         if self.state is not StepState.UNWANTED:
             try:
@@ -419,7 +419,7 @@ class Schedule:
             for unit in self.units:
                 used = unit.used | unit.waiting.gradients.keys()
                 unit.forget_gradients()
-                unit.used |= used  # they show that they had a gradient, until `zero_grad`
+                unit.used |= used  # these parameters show a taken gradient until `zero_grad`
         for unit in self.units:
             unit.appearance.show_taken(unit.used)
         self.give_back(leaves_graph=False)
@@ -483,7 +483,7 @@ class Schedule:
         self._collectives.wait_released()
 
     def on_dropped_gradients(self, forget: Callable[[], object]) -> None:
-        """Call `forget` when the user has set every `grad` to None, by `zero_grad()` of a model or of the user's optimizer."""
+        """Register `forget`, which is called once the user has set every taken `grad` to None, as `model.zero_grad()` does."""
 
         def drop() -> None:
             for unit in reversed(self.units):  # the last unit's are dropped last, so the first look is usually enough

@@ -13,8 +13,8 @@ and its class at that time, depend on the unit's state (see appearance.py and cl
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
 `UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
-flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made), it makes no move to rest. While `is_held` (a
-graph that outlives its backward may read the unit), it is not resharded.
+flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made or loaded), it makes no move to rest. While
+`is_held` (a graph that outlives its backward may read the unit), it is not resharded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UnitState(enum.Enum):
 
 
 class UnitMove(enum.Enum):
-    """The moves that a unit can make."""
+    """A move of a unit from one `UnitState` to another. The value describes its occasion."""
 
     GATHER = "its values are needed"
     LAND = "its values are here"
@@ -104,7 +104,7 @@ class Unit:
 
     Attributes:
         flat: the flat buffer, which has the parameters' values.
-        layout: their places in it.
+        layout: the parameters' places in the flat buffer, and the boundaries of buckets and shards.
         buckets: the parameters' buckets, in the order of the layout.
         gradients: the gradients' buckets, in the same order; none for frozen parameters.
         is_cut: whether the parameters are DTensors that are divided over the ranks of `Context.others`. If not, each of
@@ -129,17 +129,17 @@ class Unit:
         is_one_launch = len(self.collectives.launches((0, 1))) == 1
         limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
-        """Gradients that are not in their buckets yet. A joint launch needs all gradients of the unit."""
+        """Gradients that are not in their buckets yet. If one launch reduces all buckets, they wait for the unit's last one."""
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()
-        """The parameters among these whose `grad` the user has set since."""
+        """The parameters of `used` whose `grad` the user has set after the gradient was taken."""
         self.pins = 0
         """The number of open `unsharded` blocks."""
         self.state_dicts = 0
         """The number of state dicts that are being made or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
-        """A graph that outlives its backward may read the unit (`create_graph=True`): it stays until a backward leaves no graph."""
+        """Whether the unit stays unsharded for a graph, until a step, `zero_grad`, or a backward that leaves no graph."""
         self._live = context.live
         self.state = UnitState.UNSHARDED
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
@@ -150,7 +150,7 @@ class Unit:
         self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
         self._own_uses = storage_users(self.flat.tensor)
-        """The number of tensors over the flat buffer, not counting those that parameters show and an optimizer updates."""
+        """The number of tensors over the flat buffer, not counting those that parameters show or an optimizer updates."""
         self.appearance.show_views()
         if self.sharded_at_rest:
             self._live.numel += self.layout.numel
@@ -186,7 +186,7 @@ class Unit:
         self.buckets: list[ParameterBucket] = []
         self.gradients: list[GradientBucket] = []
         self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
-        """By parameter, the buckets in which its gradient lies, and where."""
+        """For each parameter, the buckets that hold a part of its gradient, each with the place of this part."""
         for number, part in enumerate(self.layout.buckets, start=first_bucket):
             spec = BucketSpec(number, f"{self.label} [bucket {number}]", part, dtypes, self.trainable)
             rows = self.flat.rows(part.start, part.numel, world_size)
@@ -231,7 +231,7 @@ class Unit:
     # ------------------------------------------------------------------ unshard and reshard
 
     def start_unshard(self) -> None:
-        """Start to unshard the parameters if they are not unsharded."""
+        """Start to unshard the parameters, unless they are unsharded or arriving. Raise if they are parked."""
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
         if self.state is UnitState.SHARDED:
@@ -287,8 +287,8 @@ class Unit:
             self.unshard()
 
     def reshard(self) -> None:
-        """Free the unsharded parameters after their use. Do nothing unless they are sharded at rest."""
-        if self.state is UnitState.SHARDED and self.flat.nbytes:  # the user had a view of it when it was resharded
+        """Free the unsharded parameters after their use. Do nothing if the unit is unsharded at rest, pinned or held."""
+        if self.state is UnitState.SHARDED and self.flat.nbytes:  # a user's view kept the memory
             self._free()
         if (
             not self.sharded_at_rest
@@ -310,7 +310,7 @@ class Unit:
             self.appearance.outdate_saved()
 
     def offload(self) -> None:
-        """Copy unsharded parameters that rest in CPU memory there, and free the accelerator's memory."""
+        """Return parameters to CPU memory if they rest there: copy them if they may have changed, and free the flat buffer."""
         if not (self.is_arriving or self.state is UnitState.UNSHARDED) or not self._may_leave:
             return
         assert self._cpu is not None
@@ -343,7 +343,7 @@ class Unit:
             raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
 
     def park(self, *, parameters: bool) -> None:
-        """Prepare for parked model states. Parked parameters show placeholders."""
+        """Prepare to park model states. With `parameters`, park the parameters too: they then show placeholders."""
         self.refuse_pinned("offload_states()")
         if not parameters:
             return
@@ -362,7 +362,7 @@ class Unit:
         return storage_users(self.flat.tensor) - updated > self._own_uses
 
     def unpark(self) -> None:
-        """Return to the state from before parking: the model states are in their slots again."""
+        """Return a parked unit to its state at rest. The model states must be in their slots again."""
         self.writes.end_parking()
         if self.state is not UnitState.PARKED:
             return
@@ -385,7 +385,7 @@ class Unit:
     def written(self) -> set[int]:
         """Return the parameters that the user wrote to on this rank, by index, if they are unsharded at rest.
 
-        The values are not stored yet. First all ranks get the owners' values, or master weights would lose digits.
+        Writes that left a trace are not stored yet: all ranks get the owners' values first, or master weights would lose digits.
         """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
             # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes that
@@ -405,7 +405,7 @@ class Unit:
         self.writes.spread_owners_values()
 
     def load_masters(self, updated: Iterable[int] | None = None) -> None:
-        """Update the parameters from master weights that were set: all, or those `updated`. Every rank must call it."""
+        """Copy set master weights to the parameters. Outdate graphs of those `updated` (default: all). All ranks must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
@@ -478,7 +478,7 @@ class Unit:
         return None
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations on the mean gradient, on every rank. Return NotImplemented for an unknown name."""
+        """Run one of torch's operations on the mean gradient; NotImplemented if shards cannot run it. Every rank must call it."""
         return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
 
     def replace_gradient(self, parameter: Tensor) -> None:
@@ -544,7 +544,7 @@ class Unit:
         return [bucket for index in self.waiting.gradients for bucket, _ in self._homes[index]]
 
     def take_gradients(self) -> None:
-        """Copy the waiting gradients into their buckets. Afterwards nothing here keeps their memory."""
+        """Pass the waiting gradients to their buckets, which copy them or send them in place. Keep no reference to them."""
         by_bucket: dict[GradientBucket, list[tuple[Piece, Tensor]]] = {}
         waiting = self.waiting.take()
         self.used.update(waiting)
@@ -593,7 +593,7 @@ class Unit:
         if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
             self._move(UnitMove.UPDATE)
             if not self.appearance.tells_readers:
-                self.unshard()  # readers of a user's own class cannot be made to wait, so this rank waits here
+                self.unshard()  # a parameter of a user's own class cannot make readers wait, so this rank waits here
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
@@ -606,7 +606,7 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
         if group.persistent:  # small parameters stay on the accelerator
             policy = replace(policy, parameters=Residency(sharded=False, place=Place.ACCELERATOR))
         offloaded -= numel
-        if offloaded < 0:  # and so do optimizer states beyond the ratio
+        if offloaded < 0:  # optimizer states beyond the ratio stay there, too
             optimizer = replace(policy.optimizer, place=Place.ACCELERATOR)
             gradients = replace(policy.gradients, place=Place.ACCELERATOR)
             policy = replace(policy, optimizer=optimizer, gradients=gradients)

@@ -7,7 +7,7 @@ values of each element's owner count.
     trace of a write           found by
     a version counter          `Appearance.collect_written`, at no cost
     another tensor as `.data`  `Appearance.adopt_new_data`, by its address
-    none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only after the user read `.data`
+    none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only if the user may have read `.data`
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Writes:
                 bucket.masters_from_rests()
 
     def write_back(self) -> None:
-        """Copy values that the user may have written to the place where the parameters rest."""
+        """Copy values that the user may have written: to the parameters' place at rest, and to the master weights."""
         if self.context.policy.parameters.sharded:
             if self.appearance.collect_written():
                 self._save_rows()

@@ -30,7 +30,7 @@ Flag = tuple[Unit, int]
 
 
 class GradientOperations:
-    """The operations of one step, made for the first of them. See the module's docstring.
+    """The operations on gradients in one step. The first operation makes this object. See the module's docstring.
 
     Args:
         gradients: the mean over ranks, in this rank's shards.
@@ -66,7 +66,7 @@ class GradientOperations:
         """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
         self._finished_at = -1
-        """The number of gradients that the schedule had taken when their mean was last waited for."""
+        """The schedule's `gradients_taken` when this object last waited for the mean; -1 before."""
 
     def operate(self, flag: Flag, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on a parameter's gradient. Every rank must call it.
@@ -201,7 +201,7 @@ class GradientOperations:
                 self._gradients.set(resident.shard, view, value)
 
     def _norms_of_all(self, order: float) -> list[float]:
-        """Return the norm of each parameter's mean gradient. Every rank must call it; one message."""
+        """Return the norm of each parameter's mean gradient. Every rank must call it: at most one message is exchanged."""
         self._finish()
         now = (self._schedule.gradients_taken, self._gradients.changes)
         if self._norms_at != now:
@@ -229,7 +229,7 @@ class GradientOperations:
         return self._norms[order]
 
     def _own_rows(self, order: float) -> dict[int, list[float]]:
-        """Return this rank's part of the norm, by number of shard and by parameter.
+        """Return this rank's sums of |x|^order (or largest |x|): by number of shard, one for each parameter.
 
         A parameter that is whole on every rank of another dimension counts on the first of them.
         """

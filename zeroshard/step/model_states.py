@@ -1,7 +1,7 @@
 """Owns the lookup of model states by a parameter's name: whole, or the spans that this rank holds.
 
     states = sharded.states
-    states.get("head.weight")                  the whole fp32 value, on every rank
+    states.get("head.weight")                  the whole master weights, on every rank
     states.get("head.weight", "exp_avg")       the whole of a state of the optimizer
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
@@ -150,7 +150,7 @@ class ModelStates:
 
     The states of a parameter are "parameters" (its master weights; of a frozen parameter, its values), "gradients" (the mean over
     ranks, between the last backward of a step and `zero_grad`), and those of the optimizer under its own names, such as "exp_avg".
-    Get this object again for each use. Its methods raise UsageError for a parameter that the model does not have.
+    Get this object again for each use (UsageError while states are parked). Its methods raise UsageError for unknown parameters.
     """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
@@ -174,7 +174,7 @@ class ModelStates:
             yield from parts
 
     def names(self, fqn: str) -> list[str]:
-        """Return the names of a parameter's states that this rank holds and `get` can return."""
+        """Return "parameters", "gradients" if the parameter is trained, and the names of the optimizer's states on this rank."""
         unit, _ = self._find(fqn)
         names = [PARAMETERS]
         if unit.trainable:
@@ -190,14 +190,14 @@ class ModelStates:
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of a state.
+        """Return this rank's ranges of a state; none if it has no part of the state. It runs no collective.
 
         They are live memory, except copies of 16-bit gradients, and of states that are not in the memory in which the optimizer
-        steps.
+        steps. Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor.
+        For gradients, first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
 
-        Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor.
-
-        Runs no collective; for gradients, call it after `clip_grad_norm_` (or a `get` of any gradient) on every rank.
+        Raises:
+            UsageError: there are no gradients, and their memory is freed.
         """
         found = []
         for held in self._parts(fqn):
@@ -213,7 +213,7 @@ class ModelStates:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges.
 
         Raises:
-            UsageError: this rank does not hold such a range.
+            UsageError: this rank does not hold such a range, or there is no such state.
         """
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
         if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
@@ -233,7 +233,7 @@ class ModelStates:
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
         """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
 
-        A state without one number for each element (a step count) is returned as it is.
+        A state without one number for each element (a step count) is returned as a new tensor, on torch's default device.
         """
         unit, index = self._find(fqn)
         entry = unit.named[index]
@@ -263,7 +263,7 @@ class ModelStates:
         """Set a state from a whole tensor, of which each rank takes its part. Every rank must call it, with the same values.
 
         Raises:
-            UsageError: the tensor has a different shape, or there is no such state, or no gradient yet.
+            UsageError: the shape differs, there is no such state or gradient, or ranks that divide the model got different values.
         """
         unit, index = self._find(fqn)
         placement = unit.named[index].placement

@@ -44,7 +44,7 @@ class OptimizerStates:
             self._is_asked_by_user = True
 
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Complete the state dict of this rank's shards. Runs no collective. States on disk are copied into memory."""
+        """Complete the state dict of this rank's shards. Run no collective. Copy the states of shards that rest elsewhere."""
         if not self._is_asked_by_user:
             return state_dict
         self._is_asked_by_user = False
@@ -108,7 +108,7 @@ class OptimizerStates:
                 one.state = states
 
     def _states_of(self, parameter: int) -> MutableMapping[str, Any] | None:
-        """Return this rank's part of a parameter's states, by the parameter's `id`; None where no group lists it."""
+        """Return this rank's part of a parameter's states; None if no group lists it. Raise if it is cut or rests elsewhere."""
         if parameter not in self._step.parts_of:
             return None
         found = self._step.parts_of[parameter]
@@ -206,7 +206,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
         return removed
 
     def copy(self) -> Any:
-        """Return an ordinary dict of the same states."""
+        """Return an ordinary defaultdict of the same states."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy

@@ -56,7 +56,7 @@ class Parking:
         """Park states, and return the number of freed bytes. Nothing happens if `place` is the accelerator's own memory.
 
         Raises:
-            UsageError: a state's name is unknown, states are parked already, or gradients wait for a step.
+            UsageError: an unknown name, states parked already, waiting gradients, a pinned unit, or a parameter of a user's class.
             StorageError: there is no room. States that were parked until then are reloaded.
         """
         wanted = list(states)
@@ -101,7 +101,7 @@ class Parking:
         assert self._storage is not None
         kept: set[int] = set()
         if "parameters" in states:
-            # The user has views of some parameters: a read of freed memory would end the process.
+            # The user may have views of parameters: a read of freed memory would end the process.
             updated = Counter(storage_id(view.value) for view in self._step.views)
             storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
             kept = {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}

@@ -26,7 +26,7 @@ from zeroshard.step.users_optimizer import DIGEST_NBYTES
 from zeroshard.torch_private import is_distributed, tree_leaves
 
 _INPUTS = ""
-"""The name for values that are not parameters."""
+"""The name of the model's inputs among the digests. No parameter has it."""
 _MOST_INPUTS = 4096
 """The maximum number of tensors that are remembered: more come only from calls that no step follows."""
 PLACED_NUMEL = 1 << 20
@@ -49,7 +49,7 @@ class Replicas:
         self._hook: RemovableHandle | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Compare the tensors that enter a model in training."""
+        """Register a hook that adds the tensors that enter a model, while gradients are enabled, to the comparison."""
         hook = untraced(Hook)(self._take_inputs)
         self._hook = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 

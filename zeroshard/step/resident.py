@@ -95,7 +95,7 @@ class Resident:
         """Block until the optimizer's tensors have all values of the shard, and no transfer is under way.
 
         Raises:
-            UsageError: user code wrote to the memory of these tensors in the meantime.
+            UsageError: user code wrote to these tensors while they were placeholders (`Travelling` only).
         """
         for slot in (self.shard.rest, self.shard.master, self.shard.gradient):
             slot.wait()
@@ -184,7 +184,7 @@ class SubGroups:
         return 0
 
     def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
-        """Yield each group in turn, in memory. Afterwards its changes are written back, and `on_left` is called with it."""
+        """Yield each group in turn, in memory. After its turn, start to write its changes back, and call `on_left(group)`."""
         with self._abandoned_on_error():
             for residents in self._in_place:
                 yield from self._in_memory(residents)
@@ -207,7 +207,7 @@ class SubGroups:
 
         Args:
             write: store changes inside, and values that are set in the optimizer's state.
-            read: False where all of it will be overwritten.
+            read: whether to read the values; False if all of them will be overwritten.
         """
         resident.shard.master.wait()
         if write:

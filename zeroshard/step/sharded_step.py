@@ -48,7 +48,7 @@ class ShardedStep:
 
     Args:
         inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
-            views while its own step runs, and the user's parameters otherwise.
+            views while its own code runs, and the user's parameters otherwise.
         context: the ranks, and the places where states rest. If its layout cuts no parameter, `inner` gets their true shapes.
 
     Attributes:
@@ -277,7 +277,7 @@ class ShardedStep:
         return evaluated[0] if evaluated else None
 
     def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each flag, whether an optimizer updates the parameter: some rank used it, and this optimizer lists it."""
+        """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
         if len(self._optimizers) == 1:
             return self._used
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
@@ -401,7 +401,7 @@ class ShardedStep:
         return self._taken
 
     def _before_later_gradients(self) -> None:
-        """Apply factors to the mean before another microbatch's gradients are added, which they must not multiply."""
+        """Apply factors to the mean before another microbatch is added, so that they do not multiply its gradients."""
         if self._mean_gradients.factors or (self._taken is not None and self._taken.factors):
             self.schedule.reductions.land()
             self.gradients.apply_factors(resident.shard for resident in self.residents)
@@ -416,7 +416,7 @@ class ShardedStep:
                 for view in resident.views:
                     part = gradient[view.start : view.start + view.numel]
                     looks.setdefault(part.device, []).append((view.flag, torch.isfinite(part).all()))
-        for found in looks.values():  # one look at each device
+        for found in looks.values():  # one wait for each device
             answers = torch.stack([answer for _, answer in found]).tolist()
             for (flag, _), is_finite in zip(found, answers, strict=True):
                 own[flag] |= not is_finite
@@ -442,7 +442,7 @@ class ShardedStep:
             self._exchange(norm=False)
         if self._taken is not None:
             self._taken.apply_factors()
-        self.dropped.refuse_later_backward()  # after gradients that the user set were taken, which count as one
+        self.dropped.refuse_later_backward()  # after `grad`s that the user set were taken: they count as a backward
 
     @property
     def _changed(self) -> set[int]:
@@ -521,7 +521,7 @@ class ShardedStep:
 
 
 def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return a closure that returns the loss of an evaluation that is over. It makes no gradients, so it may be called once."""
+    """Return a closure that returns the loss of an evaluation that is over. It makes no gradients: a second call raises."""
     left = [loss]
 
     def closure() -> Any:

@@ -96,7 +96,7 @@ class Travelling(Resident):
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._in_slots: dict[int, Tensor] = {}
-        """The optimizer's tensors whose values are in the slots. Others are new, also from the user: the next write stores them."""
+        """By `id`, the optimizer's tensors whose values are in the slots. The next write stores others, also the user's."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
         self._reading: list[Transfer] = []
@@ -120,7 +120,7 @@ class Travelling(Resident):
         """Start to read master weights and states into the frame, except master weights that the user may write (see `enter`).
 
         Args:
-            read: False only takes room, for values that will be overwritten.
+            read: whether to read. If not, only take zeroed room, for values that will be overwritten.
         """
         master = self.shard.master
         self._frame = frame
@@ -135,7 +135,7 @@ class Travelling(Resident):
                 self._reading.append(slot.read(self._memory[name]))
 
     def refresh(self) -> None:
-        """Read again the values that may have changed since they were read."""
+        """Read the master weights again if they may have changed since they were read."""
         if self._read_stale_master():
             self._reading.pop().wait(self.shard.step.device)
 
@@ -356,7 +356,7 @@ class SubGroupsInFrames(SubGroups):
     def _read_ahead(
         self, waiting: deque[list[Travelling]], now: Sequence[Resident] | None = None
     ) -> Iterator[list[Travelling]]:
-        """Start the first waiting groups: `now` even if that blocks, and the next ones while frames are free."""
+        """Start to read waiting groups, and yield each: `now` even if that blocks, and the next ones while frames are free."""
         while waiting and (waiting[0] is now or self._offload.read_ahead):
             group = waiting[0]
             frame = self._take_frame(group[0].shard.step, block=group is now)
@@ -450,7 +450,7 @@ class SubGroupsInFrames(SubGroups):
                 frame.empty()
 
     def _take_all_back(self) -> None:
-        """Take back the frames whose values are no longer needed."""
+        """Take back the frames of all groups in memory or on their way, and drop the values there."""
         for group in self._in_frames:
             if group[0] in self._lent:
                 for resident in group:

@@ -32,7 +32,7 @@ class UsersOptimizer:
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
         zero_grad: drops the gradients of this optimizer's parameters; it is called with this object.
-        schedule: counts the gradients that have arrived so far.
+        schedule: the model's schedule. Its `gradients_taken` separates nested calls of the optimizer's step from later ones.
 
     Attributes:
         first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, `step` and one element of
@@ -98,7 +98,7 @@ class UsersOptimizer:
         self._zero_grad(self)
 
     def keep_places(self) -> None:
-        """Before a step runs hooks, move ours inside the user's, even if the user's were registered later."""
+        """Move our step hooks inside the user's, even if these were registered later. Call it before a step runs its hooks."""
         if not self._is_inside and not self._depth:
             make_innermost(self.optimizer, self._before, self._after)
 
@@ -142,7 +142,7 @@ class UsersOptimizer:
 
 
 def warn_of_zeros(set_to_none: bool) -> None:
-    """Warn if `zero_grad` was asked to leave zeros. The user's call is two callers and a wrapper of torch away."""
+    """Warn if `zero_grad` was asked to leave zeros. The user's call is above the calling method and a wrapper of torch."""
     if not set_to_none:
         warnings.warn(
             "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that no "

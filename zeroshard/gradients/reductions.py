@@ -2,7 +2,7 @@
 
 [Note: order]
 Collectives of one kind must start in the same order on every rank. Gradients may become complete in a different order on each rank
-(one may skip a parameter), so reductions follow one fixed order of buckets: a complete bucket waits for those before it. Buckets
+(one may skip a parameter), so reductions follow one fixed order of buckets. A complete bucket waits for those before it. Buckets
 that are incomplete when the backward ends are reduced then, with zeros for missing gradients. The first step uses the reverse order
 of registration. Later steps use the order in which rank 0 completed its buckets in the first one.
 
@@ -14,12 +14,12 @@ wait for the next unit. No reduction starts before that (`in_turn`): ranks diffe
 it at the same point. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
 So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for their turn on the device.
 
-Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it, and before it
-writes to the scratch again it waits for them to finish it. If ranks finished in different orders, they could wait for each other.
+Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it. Before it
+writes to the scratch again, it waits for them to finish it. If ranks finished in different orders, they could wait for each other.
 
 [Note: room]
 Gradients that rest in CPU memory are copied there while the backward continues. If the accelerator has room, the computation waits
-for no copy: scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last.
+for no copy. Scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last.
 Each step checks once, when its first reduction starts: activations have had their peak by then.
 """
 

@@ -8,7 +8,7 @@ The tensors of a bucket of n elements on one of W ranks (S = n / W):
 
 Each shard that this rank updates also has two slots of [S], in the storages that the policy names: the stored
 parameters, and the master weights. Both are one slot if their dtypes are equal, or if the policy stores only master
-weights (`rests_as_masters`) and rounds them on their way to the rows.
+weights (`rests_as_masters`). These are then rounded on their way to the rows.
 """
 
 from __future__ import annotations

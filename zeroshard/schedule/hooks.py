@@ -2,11 +2,11 @@
 
 [Note: when a unit is whole in the backward]
 A hook on a module's output runs when the module's backward begins. It unshards the module's unit, and starts to unshard the
-next one. Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook:
-every read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
+next one. Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook.
+Every read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be resharded in the backward]
-When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more: a node that
+When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more. A node that
 needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
 gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
 resharded when the backward ends.

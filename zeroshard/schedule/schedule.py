@@ -41,9 +41,9 @@ class StepState(enum.Enum):
     """The states of a model between two calls of `zero_grad`.
 
     The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, which only `zero_grad` leaves
-    for new gradients. A backward before that drops its gradients, as loops that train two models against each other expect, and
+    for new gradients. A backward before that drops its gradients, as loops that train two models against each other expect. It
     leads to UNWANTED, in which a step is refused. An exception after a backward's first gradient leads to BROKEN: the mean may
-    contain some of its gradients, which cannot be separated from the gradients of earlier microbatches.
+    contain some of that backward's gradients. They cannot be separated from the gradients of earlier microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"

@@ -6,8 +6,8 @@
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
 
-The names of states are "parameters" (the master weights), "gradients" (the mean over ranks, between the last backward and
-`zero_grad`), and the optimizer's own names, such as "exp_avg".
+The names of states are "parameters" (the master weights), "gradients", and the optimizer's own names, such as "exp_avg".
+"gradients" is the mean over ranks, between the last backward and `zero_grad`.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Held:
 class ModelStates:
     """The model states by parameter name.
 
-    The states of a parameter are "parameters" (its master weights; of a frozen parameter, its values), "gradients" (the mean over
-    ranks, between the last backward of a step and `zero_grad`), and those of the optimizer under its own names, such as "exp_avg".
+    A parameter's states are "parameters" (master weights; if it is frozen, its values), "gradients", and the optimizer's own, such
+    as "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`.
     Get this object again for each use (UsageError while states are parked). Its methods raise UsageError for unknown parameters.
     """
 

@@ -235,7 +235,7 @@ class SubGroups:
 class Casts:
     """Casts of gradients for the optimizer, in one step.
 
-    In CPU memory the sub-groups of the step use the same buffers, one after the other: in fresh memory, page faults take several
+    In CPU memory the sub-groups of the step use the same buffers, one after the other. In fresh memory, page faults take several
     times as long as the cast.
     """
 

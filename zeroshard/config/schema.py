@@ -80,7 +80,7 @@ class BF16Block(Block):
 
     enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
     check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
-    immediate_grad_update: Annotated[bool, no_meaning("gradients are always reduced during the backward.")] = False
+    immediate_grad_update: Annotated[bool, no_meaning("gradients are always summed or reduced during the backward.")] = False
     bf16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are always in fp32.")] = False
 
@@ -108,7 +108,7 @@ class AutocastBlock(Block):
 
     enabled: Annotated[bool, works("run the model inside torch.autocast.")] = False
     dtype: Annotated[HalfDType, works(
-        "the dtype of autocast. With fp16, the `fp16` block sets the loss scale.")] = "bfloat16"
+        "the dtype of autocast. With fp16, the `fp16` block sets the loss scale, but its `enabled` must be false.")] = "bfloat16"
     lower_precision_safe_modules: Annotated[list[str] | None, no_meaning(
         "torch.autocast chooses the dtype by operation, not by module.")] = None
 
@@ -117,20 +117,21 @@ class DataTypesBlock(Block):
     """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. With one microbatch "
-        "per step, if `bf16`, `fp16` or `param_dtype` sets the parameters' dtype, the default is `communication_data_type` or, if "
-        "that is not set, the parameters' dtype.")] = None
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. But if `bf16`, `fp16` or "
+        "`param_dtype` sets the parameters' dtype, and `gradient_accumulation_steps` is 1, the default is "
+        "`communication_data_type` or, if that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "`fp16` and `bf16` convert every parameter. In DeepSpeed, \"auto\" keeps in fp32 the modules that the model lists.")] = None
+        "`fp16` and `bf16` convert every parameter. \"auto\" keeps no module in fp32, whereas in DeepSpeed it keeps those that the "
+        "model lists.")] = None
 
 
 class MonitorBlock(Block):
     """`tensorboard`: event files for TensorBoard, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "at each step, write `lr`, `loss_scale` and `grad_norm`, and `train_loss` if you call `engine.backward`. Each is named "
+        "at each step, write `lr`, `loss_scale` and `grad_norm`; if you call `engine.backward`, also `train_loss`. Each is named "
         "`Train/Samples/<name>`, and is recorded against the number of samples. With `wall_clock_breakdown`, "
         "`memory_breakdown` or `comms_logger.enabled`, write their figures too.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
@@ -201,9 +202,10 @@ class ActivationCheckpointingBlock(Block):
         'checkpoint these modules, without a change to the model. "auto": each block in a list of blocks. A list: full '
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
-        "shard saved inputs over the model-parallel group of `checkpointing.configure(mpu_=...)`, whose ranks all have the same "
-        "inputs. Without such a group, as with `checkpoint_units`, zeroshard warns and keeps them whole.")] = False
-    cpu_checkpointing: Annotated[bool, works("keep saved inputs in pinned CPU memory, and prefetch them.")] = False
+        "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
+        "same inputs. Without such a group, as with `checkpoint_units`, zeroshard warns and keeps saved inputs whole.")] = False
+    cpu_checkpointing: Annotated[bool, works(
+        "keep saved inputs in pinned CPU memory, and prefetch them. It has no effect if the model computes on the CPU.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
         "keep saved inputs in memory that is allocated once. Requires `number_checkpoints`.")] = False
     number_checkpoints: Annotated[Count | None, works(
@@ -211,7 +213,8 @@ class ActivationCheckpointingBlock(Block):
     synchronize_checkpoint_boundary: Annotated[bool, works(
         "synchronize with the accelerator at the start and end of each checkpoint.")] = False
     profile: Annotated[bool, works(
-        "measure the time and bytes of each checkpoint. `engine.checkpointing.table()` returns them.")] = False
+        "measure the time and bytes of each checkpoint. `engine.checkpointing.table()` returns them or, after `configure`, "
+        "`zeroshard.checkpointing.configured().table()`.")] = False
 
 
 class CheckpointBlock(Block):
@@ -287,7 +290,8 @@ class Schema(BaseModel):
         "samples per forward on one rank. A config that trains needs this key or `train_batch_size`.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
-        "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards.")] = True
+        "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards. With "
+        "16-bit parameters, also set `data_types.grad_accum_dtype` to `fp32`.")] = True
     gradient_clipping: Annotated[NonNegative, works(
         "the maximum global L2 norm of the gradients. 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.8.")] = 1.0
     zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()
@@ -319,7 +323,7 @@ class Schema(BaseModel):
         "null: no line; but with `wall_clock_breakdown` or `memory_breakdown`, a line at every step.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
-    memory_breakdown: Annotated[bool, works("add rank 0's bytes of each model state to the line that `steps_per_print` prints.")] = False
+    memory_breakdown: Annotated[bool, works("add rank 0's memory of each model state to the line that `steps_per_print` prints, and to the monitors.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
     csv_monitor: Annotated[CsvMonitorBlock, works("one CSV file per metric.")] = CsvMonitorBlock()
@@ -336,11 +340,11 @@ class Schema(BaseModel):
     zero_allow_untested_optimizer: Annotated[bool, works(
         "accept optimizer classes that zeroshard does not recognise. For such a class, no parameter is divided between ranks. "
         "false: such a class raises an error.")] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("the CPU runs the optimizer that you choose: zeroshard has no separate one.")] = True
+    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("with offload, the CPU runs the optimizer that you choose.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed uses it only for a warning.")] = None
-    log_level: Annotated[Any, no_meaning("zeroshard logs only the figures that the config enables.")] = None
+    log_level: Annotated[Any, no_meaning("set the level of Python's logger `zeroshard` in your script.")] = None
     timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False

@@ -42,8 +42,8 @@ class OffloadOptimizerBlock(Block):
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
-        "for `nvme`: with `buffer_size`, limits the states in transfer or in use. At most `buffer_count` x `buffer_size` fp32 "
-        "elements of them are in CPU memory, whatever the size of the model.")] = 4
+        "for `nvme`: states in transfer or in use take at most the CPU memory of `buffer_count` x `buffer_size` fp32 elements, "
+        "whatever the size of the model.")] = 4
     buffer_size: Annotated[Positive, works(
         "for `nvme`: see `buffer_count`.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
@@ -105,8 +105,8 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states; a single larger shard is one call. Values above 4 Mi "
-        "count as 4 Mi. 0: one shard per call.")] = 1_000_000_000
+        "maximum elements per optimizer call for offloaded states. A larger shard is one call. Values above 4 Mi count as "
+        "4 Mi. 0: one shard per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "prefetch units until they have at least this many elements. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
@@ -161,12 +161,12 @@ class ZeroBlock(Block):
 
 
 class AioBlock(Block):
-    """`aio`: reads and writes of disk offload."""
+    """`aio`: how disk offload reads and writes files."""
 
     block_size: Annotated[Positive, works(
         "bytes per request, a multiple of 4096. Each request has one checksum. Default: 4 MiB.")] = 4 << 20
     queue_depth: Annotated[Positive, works(
-        "each file has `queue_depth` x `intra_op_parallelism` concurrent requests. A rank has one file for each offload block "
+        "each file has at most `queue_depth` x `intra_op_parallelism` concurrent requests. A rank has one file for each offload block "
         "with `nvme`.")] = 4
     intra_op_parallelism: Annotated[Positive, works("see `queue_depth`.")] = 1
     thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None

@@ -101,6 +101,53 @@ def test_at_another_world_size_the_states_are_the_same(ranks: int, tmp_path: Pat
         assert all(torch.equal(value, other[key]) for key, value in wholes[0].items())
 
 
+def test_param_groups_of_several_sub_groups(tmp_path: Path) -> None:
+    """At stage 3, a param group of more than `sub_group_size` elements has several flat tensors."""
+    folder = _copy("stage3", tmp_path)
+    first: dict[str, torch.Size] = load_of_deepspeed(folder / MODEL["stage3"])["param_shapes"][0]
+    name, shape = next(iter(first.items()))
+    numel = -(-shape.numel() // 2)
+
+    def split(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor[:numel].clone(), tensor[numel:].clone()
+
+    def split_names(content: dict[str, Any]) -> None:
+        content["param_shapes"][:1] = [{name: shape}, {other: size for other, size in first.items() if other != name}]
+
+    def split_values(content: dict[str, Any]) -> None:
+        saved = content["optimizer_state_dict"]
+        saved["fp32_flat_groups"][:1] = split(saved["fp32_flat_groups"][0])
+        base = saved["optimizer_state_dict"]
+        whole, other = base["state"][0], base["state"][1]
+        parts = [{}, {}]
+        for key, value in whole.items():
+            pair = split(value) if value.ndim else (value, value)
+            for part, one in zip(parts, pair, strict=True):
+                part[key] = one
+        base["state"] = {0: parts[0], 1: parts[1], 2: other}
+        for group, numbers in zip(base["param_groups"], ([0, 1], [2]), strict=True):
+            group["params"] = numbers
+
+    for path in folder.glob("*_model_states.pt"):
+        _change(path, split_names)
+    for path in folder.glob("*_optim_states.pt"):
+        _change(path, split_values)
+    for source, out in ((FOLDER / "stage3", "whole"), (folder.parent, "split")):
+        import_deepspeed(source, tmp_path / out)
+
+    def states(out: str) -> dict[str, torch.Tensor]:
+        model = make_model()
+        sharded = zeroshard.shard(model, make_optimizer(model), zeroshard.Policy.stage(1))
+        sharded.load(tmp_path / out)
+        assert [group["weight_decay"] for group in sharded.optimizer.param_groups] == [0.01, 0.0]
+        names = ((fqn, state) for fqn, _ in model.named_parameters() for state in ("parameters", "exp_avg", "step"))
+        return {" ".join(key): value for key in names if (value := sharded.states.get(*key)) is not None}
+
+    found, wanted = states("split"), states("whole")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in found.items())
+
+
 class Evil:
     def __reduce__(self) -> object:
         return Path.touch, (Path("/tmp/zeroshard-was-here"),)
@@ -119,6 +166,9 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no file 'latest'"):
         import_deepspeed(tmp_path, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/global_step4 cannot be written"):
+        import_deepspeed(FOLDER / "stage3", tmp_path / "file")
     source = tmp_path / "deepspeed"
     shutil.copytree(FOLDER / "stage3", source)
     (source / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()

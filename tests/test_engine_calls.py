@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import sharded_of
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -239,6 +240,26 @@ def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
         assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
     on_ranks(body, 2, timeout=60)
+
+
+def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
+    def accumulated_in(engine: Engine) -> torch.dtype:
+        return sharded_of(engine).dtypes.accumulate
+
+    bf16 = {"bf16": {"enabled": True}}
+    assert accumulated_in(make(1, 2, **bf16)) is torch.float32
+    assert accumulated_in(make(1, 1, **bf16, managed_gradient_accumulation=False)) is torch.float32
+    engine = make(1, 1, **bf16)
+    assert accumulated_in(engine) is torch.bfloat16
+    engine.set_train_batch_size(1)
+    with pytest.warns(UserWarning, match=r"set_train_batch_size\(4\).*summed in torch\.bfloat16.*grad_accum_dtype"):
+        engine.set_train_batch_size(4)
+    with pytest.warns(UserWarning, match=r"no_sync\(\)"), engine.no_sync():
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(1, 1, **bf16, data_types={"grad_accum_dtype": "bf16"}).set_train_batch_size(4)
+        make(1, 1).set_train_batch_size(4)
 
 
 def test_a_step_has_one_end() -> None:

@@ -95,10 +95,13 @@ def test_masters_keep_their_digits_and_references_die() -> None:
         sharded.optimizer.zero_grad()
         before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
         old = weakref.ref(units(sharded)[1])
+        policy = units(sharded)[1].policy
         model.blocks[0].up.requires_grad_(False)
         sharded.update_trainable()
         gc.collect()
         assert old() is None
+        new = {unit.label: unit.policy.parameters for unit in units(sharded) if unit.label.startswith("blocks.0")}
+        assert new == {"blocks.0": policy.parameters, "blocks.0 (frozen)": policy.parameters}
         for fqn, value in before.items():
             # Of what is frozen, the parameter in its own dtype is all there is.
             expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value

@@ -268,6 +268,24 @@ def test_underflow_is_seen_and_nothing_is_disturbed(stage: int, tmp_path: Path) 
     on_ranks(body, 2)
 
 
+def test_an_underflow_report_has_the_parameters_of_every_rank() -> None:
+    """Each rank uses a layer of its own, and one that all use."""
+
+    def body(rank: int) -> None:
+        model = torch.nn.ModuleList(torch.nn.Linear(size, 1, bias=False) for size in (2, 3, 4))
+        engine, *_ = zeroshard.initialize(model=model, config=config(1))
+
+        def compute_loss() -> torch.Tensor:
+            outputs = [model[index](torch.ones(index + 2).half()) for index in (rank, 2)]
+            return torch.stack(outputs).float().sum()
+
+        report = engine.underflow_report(compute_loss, scales=(1.0,))
+        assert set(report.shares[1.0]) == {"0.weight", "1.weight", "2.weight"}
+        assert sum(report.histogram.values()) == 2 + 3 + 4 + 4
+
+    on_ranks(body, 2)
+
+
 def test_the_underflow_report_counts_what_vanishes() -> None:
     """A gradient known element by element: 2^-26 is lost below scale 4 (half of fp16's smallest rounds to zero)."""
 

@@ -124,6 +124,8 @@ def test_errors_name_what_is_wrong() -> None:
             states.set_local("head.weight", "parameters", [Range(1, torch.zeros(5))])
         assert states.names("head.weight") == ["parameters", "gradients", "step", "exp_avg", "exp_avg_sq"]
         assert states.names("blocks.1.up.weight") == ["parameters"]
+        for name in ("blocks.0.empty", "head.weight"):
+            assert states.get(name, "no such state") is None
 
     on_ranks(body, 2)
 

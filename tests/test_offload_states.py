@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from insides import sharded_of
+from insides import sharded_of, units
 from models import VOCABULARY, Stack, two_groups, workload
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
 from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, refusal, take_step
-from torch import Tensor
+from torch import Tensor, nn
 from twin import every_state, same
 
 import zeroshard
-from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, ZeroshardError
+from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
 from zeroshard.step.model_states import PARAMETERS, Range
 from zeroshard.testing import train
 
@@ -233,6 +233,14 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
     assert (on_disk == 0) if ratio == 0 else (0 < on_disk <= most)
     if ratio == 0.4:
         assert on_disk < reports(Policy.stage(2).offloaded(optimizer=DISK, offload=Offload(str(tmp_path))))["disk"]
+
+
+def test_a_unit_beyond_the_ratio_stays_and_smaller_ones_leave() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(size, 1, bias=False)) for size in (10, 100, 5)))
+    policy = Policy.stage(2).offloaded(optimizer=Place.CPU, offload=Offload(ratio=0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = zeroshard.shard(model, optimizer, policy, units=Units(leaf_names=("0", "1", "2")))
+    assert [unit.policy.optimizer.place for unit in units(sharded)] == [Place.CPU, Place.ACCELERATOR, Place.CPU]
 
 
 @pytest.mark.parametrize(("ahead", "behind"), [(False, False), (True, False), (False, True), (True, True)])

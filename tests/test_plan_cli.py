@@ -92,6 +92,21 @@ def test_what_is_auto_is_given(folder: Path) -> None:
     assert json.loads((folder / "out.json").read_text())["optimizer"]["params"]["lr"] == 1e-3
 
 
+def test_a_batch_size_and_short_names_are_given_too(folder: Path) -> None:
+    config = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "prefetch_bucket_size": "auto"},
+    }
+    (folder / "auto.json").write_text(json.dumps(config))
+    values = ["--auto", "train_micro_batch_size_per_gpu=4", "--auto", "stage3_prefetch_bucket_size=10"]
+    planned = ["plan", ".", "--sequence", "32", "--quick", "--config", "auto.json", *values, "--write", "out.json"]
+    done = CliRunner().invoke(app, planned)
+    assert done.exit_code == 0, done.output
+    written = json.loads((folder / "out.json").read_text())
+    assert written["train_micro_batch_size_per_gpu"] == 4
+    assert written["zero_optimization"]["stage3_prefetch_bucket_size"] == 10
+
+
 def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
     planned = [".", "--sequence", "32", "--quick"]

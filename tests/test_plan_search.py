@@ -179,6 +179,12 @@ def test_one_thread_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*threads} == {threading.get_ident()}
 
 
+def test_an_error_of_a_dry_run_is_not_a_lack_of_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="whose traceback is above"):
+        list(in_processes([lambda: {}["missing"]]))
+    assert "KeyError: 'missing'" in capfd.readouterr().err
+
+
 def test_a_dry_run_that_dies_ends_the_others() -> None:
     with pytest.raises(UsageError, match=r"died \(exit code 7\)"):
         for _ in in_processes([lambda: os._exit(7), lambda: time.sleep(600)]):

@@ -119,6 +119,8 @@ def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
 def test_ranks_that_do_not_divide() -> None:
     with pytest.raises(UsageError, match="3 ranks cannot be divided into groups of 2"):
         planned(3, sequence_parallel=2)
+    with pytest.raises(UsageError, match="sequence_parallel is 0"):
+        planned(2, sequence_parallel=0)
     with pytest.raises(UsageError, match="4 attention heads"):
         planned(8, sequence_parallel=8)
 

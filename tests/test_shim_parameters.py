@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -622,6 +623,26 @@ def test_the_script_writes_files(saved: tuple[Path, dict[str, Tensor]], tmp_path
     for name, file in index.items():
         read = load_file(tmp_path / file) if safe else torch.load(tmp_path / file)
         assert torch.equal(read[name], values[name])
+
+
+def test_the_tensors_of_one_file_at_a_time_are_in_memory(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zeroshard.formats.consolidated import open_any, write_files
+
+    written: list[weakref.ref[Tensor]] = []
+    save = torch.save
+
+    def counted(state: dict[str, Tensor], file: Any) -> None:
+        assert not [one for one in written if one() is not None]
+        written.extend(weakref.ref(value) for value in state.values())
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", counted)
+    with open_any(saved[0]) as reader:
+        paths = write_files(reader, tmp_path, max_shard_nbytes=500)
+    assert len(paths) > 2
+    assert len(written) == len(saved[1])
 
 
 @pytest.mark.parametrize("name", ["stage2", "stage3"])

@@ -69,7 +69,7 @@ class Offload:
             are counted together.
         max_in_cpu_numel: for parameters on disk: up to this many elements of each rank's shards stay in CPU memory.
         ratio: for the optimizer: the share of the parameters, 0 to 1, whose optimizer states leave the accelerator. The states of
-            the first unit that would exceed the share, and of all later units, stay. The accelerator updates their parameters.
+            a unit that would exceed the share stay, and the accelerator updates its parameters.
         sub_group_numel: for an offloaded optimizer: the most elements that one call of the torch optimizer updates
             (never more than 4,194,304), unless a single shard has more.
         read_ahead, write_behind: for the optimizer on disk: whether a sub-group is read while the one before it is

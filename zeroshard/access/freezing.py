@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zeroshard.access.unsharded import register
 from zeroshard.errors import UsageError
-from zeroshard.layout.bucketing import Group
+from zeroshard.layout.bucketing import FROZEN
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
@@ -115,10 +115,8 @@ class Freezing:
         groups = []
         for named, trainable in ((trained, True), (untrained, False)):
             if named:
-                persistent = not unit.sharded_at_rest
-                label, kind = unit.group.label, unit.group.kind
-                group = Group(label, unit.module, tuple(named), trainable, dtype, persistent, kind)
-                groups.append(group)
+                label = unit.group.label.removesuffix(FROZEN) + FROZEN * (not trainable)
+                groups.append(replace(unit.group, label=label, named=tuple(named), trainable=trainable, dtype=dtype))
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
         # `shard` has already decided the place of the unit's optimizer states.
         decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))

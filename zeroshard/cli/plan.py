@@ -92,7 +92,7 @@ def plan(
         picture_file(plot, "--plot")
     with _uncollected():
         from zeroshard.config.auto import supply
-        from zeroshard.config.load import read
+        from zeroshard.config.load import read_for
         from zeroshard.planning.long_sequences import LongSequences
         from zeroshard.planning.planner import job_of, limits
 
@@ -106,7 +106,8 @@ def plan(
     if config is None:
         found = _search(subject, job, bounds, batch, global_batch)
     else:
-        found = _judge(job, bounds, supply(read(config), supplied(auto or [])), batch, quick=quick)
+        values = supplied(auto or [])
+        found = _judge(job, bounds, supply(read_for(config, values), values), batch, quick=quick)
     if subject.takes_sequences:
         found = replace(found, sequence=sequence)
     if plot is not None:

@@ -154,7 +154,10 @@ class Config:
             buffer_dtype=_DTYPES.get(types.buffer_dtype),
             predivide_factor=factor,
         )
-        return precision.over_microbatches(self.batch.accumulation)
+        count = self.batch.accumulation
+        if not schema.managed_gradient_accumulation:
+            count = 2  # or more: the caller decides
+        return precision.over_microbatches(count)
 
     @property
     def shard_arguments(self) -> dict[str, Any]:
@@ -232,11 +235,7 @@ def load_config(
     Raises:
         ConfigError: the config cannot be read, or its keys or values are wrong; the message names them.
     """
-    raw = _in_full(read(config))
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    if all(raw.get(key) is None for key in sizes):
-        raw |= {key: AUTO for key in sizes if key in (auto or {})}  # the caller's batch size counts like one for "auto"
-    raw, paths = resolve_auto(raw, Facts.of(model, auto))
+    raw, paths = resolve_auto(read_for(config, auto or {}), Facts.of(model, auto))
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
@@ -343,6 +342,15 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
                 "ranks per host, or to a divisor of that number."
             )
     return next(iter(given.values()), None)
+
+
+def read_for(config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a config with full key names. A batch size in `auto` counts as one for "auto", if the config names no batch size."""
+    raw = _in_full(read(config))
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    if all(raw.get(key) is None for key in sizes):
+        raw |= {key: AUTO for key in sizes if key in auto}
+    return raw
 
 
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class DataTypesBlock(Block):
 
     grad_accum_dtype: Annotated[DType | None, works(
         "the dtype in which gradients are stored and summed over microbatches. Default: fp32. But if `bf16`, `fp16` or "
-        "`param_dtype` sets the parameters' dtype, and `gradient_accumulation_steps` is 1, the default is "
+        "`param_dtype` sets the parameters' dtype, and the config has one microbatch per step, the default is "
         "`communication_data_type` or, if that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
@@ -290,8 +290,7 @@ class Schema(BaseModel):
         "samples per forward on one rank. A config that trains needs this key or `train_batch_size`.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
-        "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards. With "
-        "16-bit parameters, also set `data_types.grad_accum_dtype` to `fp32`.")] = True
+        "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards.")] = True
     gradient_clipping: Annotated[NonNegative, works(
         "the maximum global L2 norm of the gradients. 0 turns clipping off. Default: 1.0, as in DeepSpeed 0.19.8.")] = 1.0
     zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()

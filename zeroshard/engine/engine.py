@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -305,6 +306,7 @@ class Engine(Saving, nn.Module):
 
         `parameter.grad` is the sum. Sharded gradients are reduced as usual, since no rank has memory for whole gradients.
         """
+        self._warn_of_narrow_sums("engine.no_sync()")
         return self._microbatches.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
@@ -313,6 +315,16 @@ class Engine(Saving, nn.Module):
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` reduces the others."""
+
+    def _warn_of_narrow_sums(self, what: str) -> None:
+        """Issue a warning if the engine was made for one microbatch a step, whose gradients need no wider dtype for sums."""
+        dtype = self._sharded.dtypes.accumulate
+        if dtype.itemsize < 4 and self.resolved.schema.data_types.grad_accum_dtype is None:
+            warnings.warn(
+                f"{what}: gradients of several microbatches are summed in {dtype}, since the config names one microbatch. Set "
+                "data_types.grad_accum_dtype to fp32, or to this dtype to turn the warning off.",
+                stacklevel=3,
+            )
 
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
@@ -353,7 +365,10 @@ class Engine(Saving, nn.Module):
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
-        return summarise(counts, present, self._sharded.sum_over_ranks)
+        own = sorted({fqn for count in counts for fqn in count.zeros})
+        everyone = self._sharded.exchange_json(own, "an underflow report")  # ranks may use different parameters
+        names = sorted({fqn for names in everyone for fqn in names})
+        return summarise(counts, names, present, self._sharded.sum_over_ranks)
 
     def _replay(self) -> Tensor:
         if self._last_call is None:
@@ -438,6 +453,8 @@ class Engine(Saving, nn.Module):
             raise UsageError(
                 "set_train_batch_size() was called within a step. Call it after the step's last microbatch."
             )
+        if train_batch_size > step:
+            self._warn_of_narrow_sums(f"set_train_batch_size({train_batch_size})")
         changed = replace(batch, train=train_batch_size, accumulation=train_batch_size // step)
         self.resolved = replace(self.resolved, batch=changed)
 

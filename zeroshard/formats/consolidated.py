@@ -71,8 +71,9 @@ def write_files(
     with claimed(folder), ExitStack() as stack:
         for plan in plans:
             batch = _read(reader, plan.tensors)
-            stack.enter_context(written(folder / plan.name, batch))
             weight_map.update(dict.fromkeys(batch, plan.name))
+            stack.enter_context(written(folder / plan.name, batch))
+            batch.clear()
         paths = [folder / plan.name for plan in plans]
         if len(plans) > 1:
             index = {"metadata": {"total_size": sum(plan.data_nbytes for plan in plans)}, "weight_map": weight_map}
@@ -83,7 +84,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file with `torch.save`, and rename it into place after the block. After an error, it is removed."""
+    """Write a file with `torch.save` at the start, and rename it into place after the block. After an error, it is removed."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):

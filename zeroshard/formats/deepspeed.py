@@ -31,6 +31,7 @@ from zeroshard.checkpoint.safetensors_file import Source
 from zeroshard.checkpoint.saving import Destination, Part, SavedSpan, complete, file_name, finish, write_part
 from zeroshard.checkpoint.values import Packer
 from zeroshard.errors import CheckpointError, ZeroshardError
+from zeroshard.formats.hugging_face import naming
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Placement
 from zeroshard.observe.display import Display
@@ -111,7 +112,8 @@ def import_deepspeed(
     }
     parts[0] = replace(parts[0], tensors=packer.tensors, buffers=model.buffers)
     save = uuid.uuid4().hex[:12]
-    to.path.mkdir(parents=True, exist_ok=True)
+    with naming(to.path):
+        to.path.mkdir(parents=True, exist_ok=True)
     reports = []
     with shown.task(f'importing "{source}"', sum(path.stat().st_size for path in optimizers)) as row:
         for rank, part in enumerate(parts):
@@ -423,7 +425,7 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
             states[name] = value.view(-1)
         else:
             rest[name] = value
-    group = base["param_groups"][min(number, len(base["param_groups"]) - 1)]
+    group = next(one for one in base["param_groups"] if number in one["params"])
     if "step" not in rest and "step" in group:  # DeepSpeed's own Adam keeps the count in the group
         rest["step"] = group["step"]
     return _Flat(states, {name: {"$scalar": ["float32", float(value)]} for name, value in rest.items()})
@@ -472,9 +474,11 @@ def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: i
 def _groups(saved: _OptimizerFile, shapes: Sequence[Mapping[str, torch.Size]], packer: Packer) -> list[dict[str, Any]]:
     base = saved.content.get("base_optimizer_state") or saved.content["optimizer_state_dict"]
     groups = []
-    for group, names in zip(base["param_groups"], shapes, strict=False):
+    for group in base["param_groups"]:
         options = {key: value for key, value in group.items() if key not in ("params", "step")}
-        groups.append({"names": list(names), "options": packer.pack(options, "group")})
+        # Its flat tensors. At stage 3 there are several, one for each sub-group.
+        names = [name for number in group["params"] for name in shapes[number]]
+        groups.append({"names": names, "options": packer.pack(options, "group")})
     return groups
 
 

@@ -34,6 +34,10 @@ TINY_NUMEL = 10_000
 sets `min_numel`. The messages of a separate unit would take longer than the block's computation."""
 
 
+FROZEN = " (frozen)"
+"""The end of the label of a group that is not trained."""
+
+
 @dataclass(frozen=True)
 class Group:
     """A group of parameters that become one unit, with the same module, dtype, device, and trainability."""
@@ -154,7 +158,7 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         fqn, module = units[home]
         label = "small parameters" if is_persistent else fqn or "the root module"
         if not trainable:
-            label += " (frozen)"
+            label += FROZEN
         groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent, kind))
     return groups
 

@@ -121,14 +121,14 @@ class UnderflowReport:
 
 
 def summarise(
-    counts: Sequence[GradientCount], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
+    counts: Sequence[GradientCount], names: Sequence[str], scale: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> UnderflowReport:
-    """Sum the counts over all ranks into a report. Every rank must call it, with the same parameters and order of scales.
+    """Sum the counts over all ranks into a report. Every rank must call it, with the same names and order of scales.
 
     Args:
+        names: the parameters with gradients on any rank.
         sum_over_ranks: returns the sum of an int64 tensor of shape [n] over all ranks.
     """
-    names = sorted({fqn for count in counts for fqn in count.zeros})
     rows = []
     for count in counts:
         zeros = [count.zeros.get(fqn, 0) for fqn in names]

@@ -39,6 +39,11 @@ class LongSequences:
 
     def refuse(self, world_size: int) -> None:
         """Raise UsageError if the ranks cannot be divided into groups that hold sequences."""
+        if self.ranks < 1 or self.tile_tokens < 0:
+            raise UsageError(
+                f"sequence_parallel is {self.ranks} and tile_tokens {self.tile_tokens}: the first is at least 1, and the second at "
+                "least 0. Change them, or leave them out."
+            )
         if world_size % self.ranks:
             raise UsageError(
                 f"{world_size} ranks cannot be divided into groups of {self.ranks} that hold a sequence. Choose a number "

@@ -80,7 +80,7 @@ def in_processes(
             forked processes could then not run a backward.
 
     Raises:
-        UsageError: a separate process died, as on an error that is not a `ZeroshardError`.
+        UsageError: a separate process died, or a job raised an error that is not a `ZeroshardError`.
     """
     waiting = list(enumerate(jobs))
     here = int(first_here and torch.accelerator.current_accelerator() is None)
@@ -107,6 +107,10 @@ def in_processes(
                     result = receive.recv()
                 except EOFError:
                     process.join()
+                    if process.exitcode == 1:  # Python has printed the traceback
+                        raise UsageError(
+                            "a dry run raised the error whose traceback is above. Correct the model or its batches, or report it."
+                        ) from None
                     raise UsageError(
                         f"a dry run in a separate process died (exit code {process.exitcode}). Free memory, or plan a "
                         "smaller model."
@@ -191,9 +195,10 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
     if config.schema.activation_checkpointing.checkpoint_units is None:
         change("activation checkpointing", activation_checkpointing={"checkpoint_units": "auto"})
     policy = config.policy
-    if policy.optimizer.sharded and policy.optimizer.place is Place.ACCELERATOR:
+    saves = not plan.machine.computes_on_cpu  # otherwise an offload would stay in the same memory
+    if saves and policy.optimizer.sharded and policy.optimizer.place is Place.ACCELERATOR:
         change("optimizer on cpu", zero_optimization={"offload_optimizer": {"device": "cpu"}})
-    if policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
+    if saves and policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
         change("parameters on cpu", zero_optimization={"offload_param": {"device": "cpu"}})
     if not (config.schema.bf16.enabled or config.schema.fp16.enabled):
         change("bf16", bf16={"enabled": True})

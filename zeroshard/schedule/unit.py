@@ -600,13 +600,14 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
     """Make a unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
     units = list[Unit]()
     trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
-    offloaded = context.policy.offload_optimizer.ratio * sum(trained)
+    room = context.policy.offload_optimizer.ratio * sum(trained)
     for group, numel in zip(groups, trained, strict=True):
         policy = context.policy
         if group.persistent:  # small parameters stay on the accelerator
             policy = replace(policy, parameters=Residency(sharded=False, place=Place.ACCELERATOR))
-        offloaded -= numel
-        if offloaded < 0:  # optimizer states beyond the ratio stay there, too
+        if numel <= room:
+            room -= numel
+        else:  # optimizer states beyond the ratio stay there, too
             optimizer = replace(policy.optimizer, place=Place.ACCELERATOR)
             gradients = replace(policy.gradients, place=Place.ACCELERATOR)
             policy = replace(policy, optimizer=optimizer, gradients=gradients)

@@ -240,7 +240,8 @@ class ModelStates:
         if state == GRADIENTS and not self._step.used().get(entry.fqn, False):
             return None
         if not entry.parameter.numel():  # no rank holds a part of it
-            return torch.zeros(entry.placement.shape)
+            known = (PARAMETERS, GRADIENTS, *self.optimizer_names())
+            return torch.zeros(entry.placement.shape, dtype=unit.master_dtype) if state in known else None
         described = self._describe(fqn, state)
         if described is None:
             return None

@@ -128,7 +128,7 @@ class Storages:
                 # Sub-groups get the other buffers that the policy allows (see step/travelling.py).
                 offload = self._policy.offload_optimizer
                 count = STAGING_COUNT
-                nbytes = buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT
+                nbytes = max(buffers_nbytes(offload) // STAGING_SHARE // STAGING_COUNT, torch.float64.itemsize)
             else:
                 offload = self._policy.offload_parameters
                 count = offload.buffer_count

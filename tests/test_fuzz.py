@@ -218,11 +218,11 @@ def test_whatever_users_do_is_as_plain_pytorch_does_it_or_refused_by_name(
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(5))
 def test_whatever_users_do_at_length(part: int) -> None:
-    """Run 5,000 sequences, in parts that processes share."""
+    """Run 2,500 sequences, in parts that processes share."""
 
     @seed(part)
     @given(SETTINGS, sequences(25))
-    @settings(profile(1000), derandomize=False)
+    @settings(profile(500), derandomize=False)
     def at_length(setting: Setting, actions: list[Action]) -> None:
         run(setting, actions)
 

@@ -93,7 +93,7 @@ def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
     plans = everything(search)
     needs = sorted({plan.needed_nbytes for plan in plans.values()})
     tried = []
-    some = needs[:: 10 if search._is_shallow else 1]  # each search of a deep model takes 20 seconds
+    some = needs[:: 20 if search._is_shallow else 1]  # each search of a deep model takes 20 seconds
     for limit in sorted({0, needs[0] - 1, *some}):
         one = replace(search, limit=limit, asked=set())
         found = one.run()

@@ -379,7 +379,7 @@ def _refuse(found: dict[str, list[int]]) -> None:
 
 
 def _seeds(few: int) -> Any:
-    seeds = [range(few), pytest.param(range(few, 2000), marks=pytest.mark.full)]
+    seeds = [range(few), pytest.param(range(few, 1000), marks=pytest.mark.full)]
     return pytest.mark.parametrize("seeds", seeds, ids=lambda seeds: f"{len(seeds)} mutations")
 
 

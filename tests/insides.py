@@ -18,7 +18,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from zeroshard import Engine, Sharded, launch
-from zeroshard.checkpoint import manifest
+from zeroshard.checkpoint import manifest, node_local
 from zeroshard.cli import checkpoints, doctor, plan, run
 from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
@@ -239,3 +239,4 @@ def every_row_summed() -> Iterator[None]:
 LossScaler, Fragment, STAND_INS = deepspeed._LossScaler, deepspeed._Fragment, deepspeed._STAND_INS
 """The classes that stand in for DeepSpeed's in its files, which tests damage."""
 load_of_deepspeed = deepspeed._load
+list_of_host = node_local._list

@@ -550,6 +550,114 @@ def test_a_loader_begins_its_epoch_anew_unless_it_was_loaded() -> None:
     assert not torch.equal(kept[0], first), "another epoch, another order"
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("position", [3, 8, 21])
+def test_a_position_of_another_world_size_leaves_each_rank_as_many_samples(position: int, drop_last: bool) -> None:
+    from zeroshard.engine.loader import ShardedSampler
+
+    found = []
+    for rank in range(4):
+        sampler = ShardedSampler(22, rank, 4, drop_last=drop_last)
+        sampler.position = position
+        found.append(list(sampler))
+    assert len({len(one) for one in found}) == 1
+    order = torch.randperm(22, generator=torch.Generator().manual_seed(0)).tolist()
+    rest = order[position : 20 if drop_last else 22]
+    seen = [number for one in found for number in one]
+    assert len(seen) == len(set(seen)) if drop_last else {*rest} <= {*seen}
+    assert len(seen) > len(rest) - 4
+
+
+def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> None:
+    """A load restarts the step, with the samples of its first microbatch."""
+    data = [(torch.full((4,), float(number)), torch.tensor([float(number)])) for number in range(16)]
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        }
+        engine, _, loader, _ = zeroshard.initialize(model=model, config=settings, training_data=data)
+        return engine, loader
+
+    def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[float]]:
+        seen = []
+        for number, (x, y) in zip(range(count), loader, strict=False):
+            engine.backward(engine(x).sub(y).square().mean())
+            engine.step()
+            seen.append(y.flatten().tolist())
+            if number == save_after:
+                engine.save_checkpoint(tmp_path, "within")
+        return seen
+
+    engine, loader = make()
+    straight = train(engine, loader, 2, 6)
+    resumed, loader = make()
+    resumed.load_checkpoint(tmp_path, "within")
+    assert train(resumed, loader, None, 4) == straight[2:]
+    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), resumed.module.parameters(), strict=True))
+
+
+def test_a_buffer_is_not_a_parameter_of_the_same_name(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self, is_buffer: bool) -> None:
+            super().__init__()
+            self.used = nn.Parameter(torch.ones(3))
+            if is_buffer:
+                self.register_buffer("value", torch.zeros(3))
+            else:
+                self.value = nn.Parameter(torch.full((3,), 7.0))
+
+    def shard(is_buffer: bool) -> zeroshard.Sharded:
+        model = Net(is_buffer)
+        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+    for is_buffer in (True, False):
+        shard(is_buffer).save(tmp_path, f"{is_buffer}")
+        with pytest.raises(CheckpointError, match="is of another model"):
+            shard(not is_buffer).load(tmp_path, f"{is_buffer}", optimizer_states=False)
+
+
+def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def shard(width: int) -> zeroshard.Sharded:
+        model = nn.Linear(width, 1)
+        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+    shard(3).save(tmp_path, "old", {"tag": "old"})
+    shard(4).save(tmp_path, "new", {"tag": "new"})
+    assert shard(3).load(tmp_path, fall_back=True).values == {"tag": "old"}
+    assert "passes over" in caplog.text
+    assert "saved with shape (1, 4)" in caplog.text
+
+
+def test_states_keep_their_shape_where_they_have_as_many_elements_as_the_parameter(tmp_path: Path) -> None:
+    """Those of a head with one output under transformers' Adafactor: a column of as many elements as the weight."""
+    from transformers.optimization import Adafactor
+
+    def make() -> tuple[nn.Module, zeroshard.Sharded]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False)
+        return model, zeroshard.shard(model, optimizer, 2, elementwise=False)
+
+    def train(model: nn.Module, sharded: zeroshard.Sharded, number: int) -> None:
+        model(torch.full((2, 8), 1.0 + number)).sum().backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+
+    model, sharded = make()
+    train(model, sharded, 0)
+    sharded.save(tmp_path, "one")
+    other, again = make()
+    again.load(tmp_path, "one")
+    for one in ((model, sharded), (other, again)):
+        train(*one, 1)
+    assert torch.equal(model.weight, other.weight)
+
+
 # ---------------------------------------------------------------------- asynchronous
 
 

@@ -166,3 +166,30 @@ def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> 
         dist.barrier()
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adadelta"])
+def test_states_that_a_save_makes_change_no_step(name: str) -> None:
+    """Weight decay that is added to the gradient must not reach them."""
+    options = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})
+
+    def trained(saves: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        sharded = zeroshard.shard(model, getattr(torch.optim, name)(model.parameters(), **options), 2)
+        if saves:
+            zeroshard.DistributedState(sharded).state_dict()
+        for number in range(3):
+            model(torch.full((2, 4), 1.0 + number)).square().sum().backward()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        return model.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_states_that_only_a_step_makes_right_are_not_made() -> None:
+    model = torch.nn.Linear(4, 4)
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5), 2)
+    with pytest.raises(zeroshard.UsageError, match="SGD with dampening cannot be made without a step"):
+        zeroshard.DistributedState(sharded).state_dict()

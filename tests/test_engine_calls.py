@@ -720,3 +720,98 @@ def test_steps_that_are_missing_are_named() -> None:
                 engine.step()
 
     on_ranks(body, 2)
+
+
+def test_a_schedule_that_raises_leaves_a_counted_step() -> None:
+    engine = make(1, 2)
+    engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, max_lr=0.1, total_steps=1)
+    engine.lr_scheduler.step = _raise  # type: ignore[method-assign]
+    for number in range(4):
+        engine.backward(engine(*tokens(0, number)))
+        if number % 2:
+            with pytest.raises(ValueError, match="the schedule ended"):
+                engine.step()
+        else:
+            assert not engine.step().applied
+    assert (engine.global_steps, engine.global_samples) == (2, 4)
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("the schedule ended")
+
+
+def test_an_optimizer_without_a_learning_rate_trains() -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.sub_(0.1 * parameter.grad)
+
+    settings = config(1, 1, zero_allow_untested_optimizer=True)
+    del settings["optimizer"], settings["scheduler"]
+    model = Stack()
+    engine, *_ = zeroshard.initialize(model=model, optimizer=Own(model.parameters()), config=settings)
+    engine.backward(engine(*tokens(0, 0)))
+    assert engine.step().applied
+    assert str(engine.get_lr()) == "[nan]"
+
+
+def test_a_refused_initialize_leaves_the_models_forwards() -> None:
+    model = Stack()
+    units_checkpointed = {"activation_checkpointing": {"checkpoint_units": "auto"}}
+    wrong = {"optimizer": {"type": "AdamW", "params": {"learning": 1e-2}}}
+    forwards = [block.forward for block in model.blocks]
+    with pytest.raises(zeroshard.ZeroshardError):
+        zeroshard.initialize(model=model, config=config(1, 1, **units_checkpointed) | wrong)
+    assert [block.forward for block in model.blocks] == forwards
+
+
+@pytest.mark.parametrize("floors", [(1e-6, 0.0), (0.0, 1e-6)])
+@pytest.mark.parametrize("kind", ["StepLR", "WarmupLR"])
+def test_a_schedule_continues_when_min_lr_is_added_or_removed(
+    kind: str, floors: tuple[float, float], tmp_path: Path
+) -> None:
+    params = {"StepLR": {"step_size": 1, "gamma": 0.5}, "WarmupLR": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
+
+    def made(floor: float) -> Engine:
+        return make(1, 1, scheduler={"type": kind, "params": params[kind]}, min_lr=floor)
+
+    def steps(engine: Engine) -> list[list[float]]:
+        found = []
+        for number in range(3):
+            engine.backward(engine(*tokens(0, number)))
+            engine.step()
+            found.append(engine.get_lr())
+        return found
+
+    engine, again = made(floors[0]), made(floors[1])
+    steps(engine)
+    engine.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    assert again.get_lr() == engine.get_lr()
+    assert steps(again) == steps(engine)
+
+
+def test_the_scale_of_a_loaded_checkpoint_is_that_of_the_next_loss(tmp_path: Path) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    make(1, 1, **fp16).save_checkpoint(tmp_path)
+    engine = make(1, 1, fp16={"enabled": True, "initial_scale_power": 8})
+    engine.load_checkpoint(tmp_path)
+    assert engine.optimizer.loss_scale == engine.loss_scaler.scale == 16
+
+
+def test_a_state_dict_keeps_the_dtypes_of_empty_tensors() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.register_buffer("empty", torch.zeros(0))
+            self.register_buffer("numbers", torch.zeros(0, dtype=torch.int64))
+
+    engine, *_ = zeroshard.initialize(model=Net(), config=config(1, 1))
+    assert engine.module_state_dict()["numbers"].dtype is torch.int64

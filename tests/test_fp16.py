@@ -286,6 +286,24 @@ def test_an_underflow_report_has_the_parameters_of_every_rank() -> None:
     on_ranks(body, 2)
 
 
+def test_an_underflow_report_keeps_buffers_that_a_forward_replaces() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self) -> torch.Tensor:
+            self.mean = self.mean * 0.5 + 1
+            return self.weight.float().sum()
+
+    engine, *_ = zeroshard.initialize(model=Net(), config=config(1))
+    engine.backward(engine())
+    before = engine.module.mean.clone()
+    engine.underflow_report(scales=(1.0, 4.0))
+    assert torch.equal(engine.module.mean, before)
+
+
 def test_the_underflow_report_counts_what_vanishes() -> None:
     """A gradient known element by element: 2^-26 is lost below scale 4 (half of fp16's smallest rounds to zero)."""
 

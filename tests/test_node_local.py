@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import list_of_host
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor
@@ -309,3 +310,29 @@ def test_an_engine_does_it_by_its_config(tmp_path: Path) -> None:
         assert path == str(folder / "global_step1") and state == {"best": 1}
 
     on_ranks(body, 2)
+
+
+def test_numbers_that_are_not_finite_are_on_every_host(tmp_path: Path) -> None:
+    def body(rank: int) -> dict[str, Any]:
+        run = Run(rank, tmp_path, 1)
+        run.sharded.save(run.folder, "one", {"best": float("inf")}, node_local=True)
+        return run.load("one")
+
+    assert on_ranks(body, 2) == [{"best": float("inf")}] * 2
+
+
+def test_a_folder_that_cannot_be_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found` on a disk of its own, which only root may read."""
+    saved(tmp_path, 2, 1)
+    folder = tmp_path / "host0"
+    (folder / "lost+found").mkdir()
+    iterate = Path.iterdir
+
+    def refused(path: Path) -> Any:
+        if path.name == "lost+found":
+            raise PermissionError(path)
+        # First among its neighbours, whatever the file system's order.
+        return iter(sorted(iterate(path), key=lambda one: one.name != "lost+found"))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert set(list_of_host(folder)["tags"]) == {"one", "two"}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from insides import sharded_of, units
-from models import VOCABULARY, Stack, two_groups, workload
+from models import VOCABULARY, Stack, tokens, two_groups, workload
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
@@ -233,6 +233,36 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
     assert (on_disk == 0) if ratio == 0 else (0 < on_disk <= most)
     if ratio == 0.4:
         assert on_disk < reports(Policy.stage(2).offloaded(optimizer=DISK, offload=Offload(str(tmp_path))))["disk"]
+
+
+@pytest.mark.parametrize("look", ["save", "state_dict", "get"])
+def test_states_that_were_looked_at_before_parameters_are_freed(look: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack(tied=False)
+    model.blocks[0].requires_grad_(False)
+    policy = Policy.stage(2).offloaded(
+        optimizer=DISK, offload=Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
+    )
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy)
+
+    def train(number: int) -> None:
+        model(*tokens(0, number)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+
+    train(0)
+    if look == "save":
+        sharded.save(tmp_path / "checkpoints", "one")
+    elif look == "state_dict":
+        sharded.optimizer.state_dict()
+    else:
+        sharded.states.get("head.weight", "exp_avg")
+    model.blocks[0].requires_grad_(True)
+    sharded.update_trainable()
+    before = sharded.states.get("blocks.0.up.weight")
+    train(1)
+    after = sharded.states.get("blocks.0.up.weight")
+    assert before is not None and after is not None and not torch.equal(before, after)
 
 
 def test_a_unit_beyond_the_ratio_stays_and_smaller_ones_leave() -> None:

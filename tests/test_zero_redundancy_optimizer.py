@@ -591,3 +591,87 @@ def test_an_optimizer_in_the_place_of_its_class_is_named() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(TypeError, match="is an object of class Adam"):
         ZeroRedundancyOptimizer(parameters, torch.optim.Adam(parameters))  # type: ignore[arg-type]
+
+
+def test_parameters_that_were_frozen_with_gradients_are_equal_on_all_ranks() -> None:
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        table = nn.Embedding(512, 512)  # a bucket of its own
+        optimizer = ZeroRedundancyOptimizer(table.parameters(), torch.optim.Adam, lr=0.1)
+        for number in range(2):
+            table.weight.grad = torch.ones_like(table.weight)
+            table.weight.requires_grad_(number == 0)
+            optimizer.step()
+        return table.weight.detach()
+
+    one, other = on_ranks(body, 2)
+    assert torch.equal(one, other)
+
+
+def test_after_a_hook_that_raised_each_parameter_is_updated_again() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = DDP(nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(3)]), bucket_cap_mb=1)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=1e-3)
+        raises = [False]
+
+        def hook(state: Any, bucket: dist.GradBucket) -> Any:
+            reduced = allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+            def fail(_: Any) -> Any:
+                raise ValueError("the user's hook")
+
+            return reduced.then(fail) if raises[0] and bucket.is_last() else reduced
+
+        model.register_comm_hook(None, zeroshard.hook_with_zero_step_interleaved(hook, model, optimizer))
+        for number in range(4):
+            before = [p.detach().clone() for p in model.parameters()]
+            raises[0] = number == 1
+            loss = model(torch.ones(2, 512)).square().sum()
+            if raises[0]:
+                with pytest.raises(RuntimeError, match="the user's hook"):
+                    loss.backward()
+                continue
+            loss.backward()
+            if number >= 1:
+                assert not [1 for p, old in zip(model.parameters(), before, strict=True) if torch.equal(p, old)]
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("cls", [ZeroRedundancyOptimizer, TorchZero])
+def test_closures_of_ranks_with_uneven_inputs(cls: Any) -> None:
+    def body(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(4, 4))
+        optimizer = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+        with Join([model, optimizer]):
+            for _ in range(2 + rank):
+
+                def closure() -> Tensor:
+                    optimizer.zero_grad()
+                    loss: Tensor = model(torch.full((2, 4), 1.0 + rank)).sum()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+        return model.module.weight.detach()
+
+    one, other = on_ranks(body, 2, timeout=60)
+    assert torch.equal(one, other)
+
+
+def test_a_memory_format_that_changes_between_steps_is_refused() -> None:
+    def body(rank: int) -> None:
+        model = nn.Conv2d(3, 8, 3)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        model.to(memory_format=torch.channels_last)  # before the first step: there are no states yet
+        for change in (lambda: None, lambda: model.to(memory_format=torch.contiguous_format)):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            change()
+        with pytest.raises(UsageError, match="changed its strides"):
+            optimizer.step()
+
+    on_ranks(body, 2)

@@ -24,6 +24,7 @@ from zeroshard.integrations.transformers import (
     ZeroSeq2SeqTrainer,
     ZeroTrainer,
     ZeroTrainerMixin,
+    read_settings,
 )
 from zeroshard.testing import run_ranks
 
@@ -389,6 +390,12 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="contradict") as caught:
                 make({**FULL, **change})
             assert words in str(caught.value)
+        for change, words in (
+            ({"gradient_allreduce_op": "sum"}, "averages gradients"),
+            ({"checkpoint": {"use_node_local_storage": True}}, "saves to a folder that all ranks can read"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                make({**FULL, **change})
         with pytest.raises(ConfigError, match="gradient_checkpointing=True"):
             make({**FULL, "activation_checkpointing": {"checkpoint_units": "auto"}})
         for kwargs, words in (
@@ -769,3 +776,11 @@ def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
 
     short, long = run(body, 2)
     assert max(short) < max(long), "the ranks' completions end at different lengths"
+
+
+def test_a_config_that_names_no_accumulation_sums_in_fp32(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    args = arguments(tmp_path, 0, 1, 0, bf16=True, gradient_accumulation_steps=4)
+    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is None  # fp32
+    args.gradient_accumulation_steps = 1
+    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is torch.bfloat16

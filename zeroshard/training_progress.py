@@ -33,6 +33,7 @@ from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
 from zeroshard.observe.readings import Readings
+from zeroshard.optim.lr_schedules import rates
 from zeroshard.sharding.sharded import Sharded
 
 READ_SECONDS = 0.5
@@ -203,7 +204,7 @@ class TrainingProgress:
         losses = []
         if loss is not None:
             losses.append(loss)
-        rate = self._sharded.optimizer.param_groups[0]["lr"]
+        rate = rates(self._sharded.optimizer)[0]
         self._take(losses, norm, rate, loss_scale, applied)
 
     def _hear(self, report: StepReport, step: int, samples: int, lr: float, losses: Sequence[Tensor]) -> None:

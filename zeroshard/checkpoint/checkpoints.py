@@ -333,6 +333,8 @@ class Checkpoints:
                     return self._load_one(folder / candidate, candidate, **wanted)
                 except CheckpointError as error:
                     problems[candidate] = str(error)
+                    if fall_back and self.control.rank == 0:
+                        logging.getLogger("zeroshard").warning("a load passes over %s: %s", folder / candidate, error)
                 may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
         raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
 

@@ -235,19 +235,22 @@ class Loader:
 
     def _refuse_another_model(self, strict: bool) -> None:
         """Raise if a shape differs or, with `strict`, if the checkpoint or the model lacks a parameter or buffer."""
-        own: dict[str, tuple[str, torch.Size]] = {}  # for each name: the first name, and the shape
+        own: dict[
+            tuple[str, bool], tuple[str, torch.Size]
+        ] = {}  # by name and whether it is a buffer: the first name, and the shape
         for unit in self._live.units:
             for entry in unit.named:
-                own.update(dict.fromkeys(entry.fqns, (entry.fqn, torch.Size(entry.placement.shape))))
+                own |= {(fqn, False): (entry.fqn, torch.Size(entry.placement.shape)) for fqn in entry.fqns}
         for name, buffer in self._live.buffers.items():
-            own[name] = (f"the buffer {name}", buffer.shape)
+            own[name, True] = (f"the buffer {name}", buffer.shape)
         missing = dict.fromkeys(first for first, _ in own.values())
         unexpected = []
         for name in self.reader.manifest.excluded:
-            if name in own:
-                missing.pop(own[name][0], None)
+            if (name, False) in own:
+                missing.pop(own[name, False][0], None)
         for stored in self.reader.model():
-            found = [own[name] for name in stored.names if name in own]
+            keys = [(name, stored.is_buffer) for name in stored.names]
+            found = [own[key] for key in keys if key in own]
             if not found:
                 unexpected.append(stored.names[0])
             for first, shape in found:
@@ -372,11 +375,11 @@ class Loader:
         for held, state in self._state:
             assert held.view is not None
             key = held.view.value
-            device = key.device if id(key) in on_device else torch.device("cpu")
+            counts_on = key.device if id(key) in on_device else torch.device("cpu")
             kept = {**self._values.get(held.named.fqn, {}), **state}
             for name in kept.keys() - state.keys():
                 if isinstance(kept[name], Tensor):  # spans of one parameter must not share a tensor
-                    kept[name] = kept[name].to(device, copy=True)
+                    kept[name] = kept[name].to(key.device if kept[name].ndim else counts_on, copy=True)
             self._optimizer.state[key] = kept
             if not kept:
                 del self._optimizer.state[key]

@@ -287,10 +287,11 @@ def _list(folder: Path) -> dict[str, Any]:
     listed: dict[str, Any] = {"latest": None, "tags": {}, "files": {}}
     with suppress(CheckpointError):
         listed["latest"] = files.latest_tag(folder)
+    paths: list[Path] = []
     with suppress(OSError):  # a folder that cannot be read counts as empty: the others are waiting for this answer
-        for path in folder.iterdir():
-            if not path.is_dir():
-                continue
+        paths = [path for path in folder.iterdir() if path.is_dir()]
+    for path in paths:
+        with suppress(OSError):
             listed["files"][path.name] = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
             with suppress(CheckpointError):
                 manifest = files.read_manifest(path)

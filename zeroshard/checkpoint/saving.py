@@ -6,6 +6,7 @@ CPU memory while training continues.
 
 from __future__ import annotations
 
+import json
 import uuid
 import warnings
 import zlib
@@ -307,7 +308,7 @@ def write_checkpoint(
     if control.rank == 0:
         manifest = complete(outline, to.tag, files.next_time(to.folder), reports)
     if hosts.are_several:  # only rank 0's values are saved, so all hosts get its manifest
-        text = b"" if manifest is None else manifest.model_dump_json().encode()
+        text = b"" if manifest is None else json.dumps(manifest.model_dump()).encode()  # pydantic's own has no infinity
         manifest = Manifest.model_validate_json(broadcast(control, text, 0))
     with together(control, "the manifest of a checkpoint", _FAILED):
         if leads and manifest is not None:

@@ -253,12 +253,14 @@ class Engine(Saving, nn.Module):
             self.optimizer.step()
         self._step_of_shards.overflow = not applied
         self.optimizer.zero_grad()
-        if applied and self.lr_scheduler is not None:
-            move_schedule()
         self.global_samples += self._samples_of_step()
         self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
+        if isinstance(self.training_dataloader, StatefulLoader):
+            self.training_dataloader.begin_step()
+        if applied and self.lr_scheduler is not None:  # after the counts: a schedule may raise
+            move_schedule()
         reason = None
         if not applied:
             reason = _why_not_finite(float(norm), not_finite)
@@ -355,7 +357,11 @@ class Engine(Saving, nn.Module):
             raise UsageError("underflow_report measures fp16 gradients, and fp16 is off. Enable it in the config.")
         present = self.loss_scaler.scale
         counts = [GradientCount(scale) for scale in sorted({*scales, present})]
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        buffers = [
+            (owner, name, buffer, buffer.clone())
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+        ]
         try:
             for count in counts:
                 # Dropout is the same at each scale, and the random state of the training run does not change.
@@ -363,7 +369,8 @@ class Engine(Saving, nn.Module):
                     loss = (compute_loss or self._replay)()
                     (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
         finally:
-            for buffer, value in buffers:
+            for owner, name, buffer, value in buffers:
+                setattr(owner, name, buffer)  # a forward may have put another there
                 buffer.copy_(value)
         own = sorted({fqn for count in counts for fqn in count.zeros})
         everyone = self._sharded.exchange_json(own, "an underflow report")  # ranks may use different parameters

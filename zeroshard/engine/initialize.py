@@ -147,19 +147,23 @@ def make_engine(
     if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
         model.to(device)
     checkpointing = Checkpointer.of(config, model)
-    optimizer = _choose_optimizer(config, model, optimizer, model_parameters)
-    elementwise = None
-    if config.schema.zero_allow_untested_optimizer:
-        elementwise = looks_at_whole_parameters(type(optimizer)) is False
-    sharded = shard_on(
-        backend, model, optimizer, config.policy, config.precision, group=group, attributes=attributes, elementwise=elementwise,
-        **config.shard_arguments,
-    )  # fmt: skip
+    sharded = None
     try:
+        optimizer = _choose_optimizer(config, model, optimizer, model_parameters)
+        elementwise = None
+        if config.schema.zero_allow_untested_optimizer:
+            elementwise = looks_at_whole_parameters(type(optimizer)) is False
+        sharded = shard_on(
+            backend, model, optimizer, config.policy, config.precision, group=group, attributes=attributes, elementwise=elementwise,
+            **config.shard_arguments,
+        )  # fmt: skip
         lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
         engine = Engine(sharded, config, lr_scheduler, device, checkpointing)
-    except BaseException:
-        sharded.remove_alone()  # the next call may get the same model
+    except BaseException:  # the next call may get the same model
+        if checkpointing is not None:
+            checkpointing.remove()
+        if sharded is not None:
+            sharded.remove_alone()
         raise
     if optimizer is None:  # for evaluation only: it ends when the model gets an engine that trains
         sharded.remove_before_next_sharding(engine.destroy)

@@ -28,6 +28,7 @@ class ShardedSampler(Sampler[int]):
         self.length = length
         self._rank = rank
         self._world_size = world_size
+        self._drop_last = drop_last
         self.total = length - length % world_size
         if not drop_last and length % world_size:
             self.total += world_size
@@ -36,7 +37,13 @@ class ShardedSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self.epoch)
         order = torch.randperm(self.length, generator=generator).tolist()
         order = (order * -(-self.total // max(self.length, 1)))[: self.total]
-        yield from order[self.position + self._rank :: self._world_size]
+        rest = order[self.position :]
+        uneven = len(rest) % self._world_size  # of a position that was saved at another world size
+        if uneven and self._drop_last:
+            rest = rest[:-uneven]
+        elif uneven:
+            rest += order[: self._world_size - uneven]
+        yield from rest[self._rank :: self._world_size]
 
     def __len__(self) -> int:
         return self.total // self._world_size
@@ -71,6 +78,7 @@ class StatefulLoader(DataLoader[Any]):
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
         self._is_loaded = False
+        self._at_step = self.state_dict()
         generator = torch.Generator()  # the seeds of workers must not consume random numbers of the training run
         super().__init__(
             data, batch_size, sampler=self._shard, collate_fn=collate_fn, drop_last=drop_last, generator=generator
@@ -88,6 +96,14 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.position = 0
         self._shard.epoch += 1
 
+    def begin_step(self) -> None:
+        """Note that the next batch is the first of a step."""
+        self._at_step = self.state_dict()
+
+    def state_of_step(self) -> dict[str, int]:
+        """Return the position at the beginning of the present step."""
+        return dict(self._at_step)
+
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data."""
         return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}
@@ -102,3 +118,4 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.epoch = state["epoch"]
         self._shard.position = state["position"]
         self._is_loaded = True
+        self._at_step = self.state_dict()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeroshard.access.unsharded import unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters, describe
 from zeroshard.checkpoint.manifest import LATEST, is_checkpoint
+from zeroshard.engine.loader import StatefulLoader
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.engine.readers import Readers
@@ -22,6 +23,8 @@ from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.formats.consolidated import written
 from zeroshard.layout.named_parameter import name_of
 from zeroshard.optim.loss_scaler import DynamicLossScaler
+from zeroshard.optim.lr_schedules import load_schedule
+from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.torch_private import is_distributed
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -40,6 +43,7 @@ class Saving(Readers):
     skipped_steps: int
     _microbatches: Microbatches
     _progress: Progress
+    _step_of_shards: ShardedStep
     _whole_adapters: ExitStack
 
     def save_checkpoint(
@@ -136,7 +140,9 @@ class Saving(Readers):
         }
         if hasattr(self.lr_scheduler, "state_dict"):
             values["lr_scheduler"] = self.lr_scheduler.state_dict()
-        if hasattr(self.training_dataloader, "state_dict"):
+        if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
+            values["data"] = self.training_dataloader.state_of_step()  # a load restarts this step
+        elif hasattr(self.training_dataloader, "state_dict"):
             values["data"] = self.training_dataloader.state_dict()
         return values
 
@@ -146,9 +152,10 @@ class Saving(Readers):
             setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
         self.micro_steps = self.global_steps * self.resolved.batch.accumulation
         if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(values["lr_scheduler"])
+            load_schedule(self.lr_scheduler, values["lr_scheduler"])
         if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):
             self.loss_scaler.load(values.get("loss_scaler", {}))
+            self._step_of_shards.loss_scale = self.loss_scaler.scale
         if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(values["data"])
 
@@ -210,13 +217,14 @@ class Saving(Readers):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return a copy of the model's complete state dict on every rank. Every rank must call it."""
-        copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied parameters share one
+        copies: dict[Any, Tensor] = {}  # tied parameters share one
         state: dict[str, Any] = self.module.state_dict()
         for name, value in state.items():
             if isinstance(value, Tensor) and is_distributed(value):
                 state[name] = value.full_tensor()  # type: ignore[attr-defined]
             elif isinstance(value, Tensor):  # not an extra state
-                state[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())
+                key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                state[name] = copies.setdefault(key if value.numel() else name, value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:

@@ -218,6 +218,8 @@ class DistributedState(Stateful):
             return
         names = {type(one).__name__ for one in optimizers_of(step.inner)}
         others = names - {name for name, known in KNOWN.items() if known.starts_at_zero}
+        if any(group.get("momentum") and group.get("dampening") for group in step.inner.param_groups):
+            others.add("SGD with dampening")  # its first step does not dampen
         if others:
             raise UsageError(
                 f"the states of {' and '.join(sorted(others))} cannot be made without a step. Run one step first."
@@ -236,9 +238,11 @@ class DistributedState(Stateful):
 @contextmanager
 def _updates_nothing(step: ShardedStep) -> Iterator[None]:
     """Make the optimizer's first step in the block change no parameter. After an error, remove the states: some may be partial."""
-    rates = [group["lr"] for group in step.inner.param_groups]
+    kept = [dict(group) for group in step.inner.param_groups]
     for group in step.inner.param_groups:
         group["lr"] = group["lr"] * 0.0
+        if "weight_decay" in group:  # some optimizers add it to the gradient
+            group["weight_decay"] = 0.0
     for view in step.views:
         view.value.grad = torch.zeros_like(view.value)
     try:
@@ -250,8 +254,8 @@ def _updates_nothing(step: ShardedStep) -> Iterator[None]:
     finally:
         for view in step.views:
             view.value.grad = None
-        for group, rate in zip(step.inner.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, before in zip(step.inner.param_groups, kept, strict=True):
+            group.update({name: before[name] for name in ("lr", "weight_decay") if name in before})
 
 
 def _kind_of(value: Any) -> str:

@@ -110,6 +110,8 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     config = load_config(zero, args.world_size, model, _auto_values(args, total_steps))
     refuse_tensor_parallel(config, "ZeroTrainer")
     _refuse_contradictions(config, args)
+    if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
+        config = replace(config, batch=replace(config.batch, accumulation=args.gradient_accumulation_steps))
     says = config.schema.fp16.enabled or config.schema.bf16.enabled or config.autocast_dtype is not None
     precision = config.precision
     if not says and precision.param_dtype is None:
@@ -156,6 +158,14 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         raise ConfigError(
             "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set "
             "gradient_checkpointing=True in TrainingArguments."
+        )
+    if schema.gradient_allreduce_op == "sum":
+        raise ConfigError(
+            'ZeroTrainer averages gradients over ranks: leave "gradient_allreduce_op": "sum" out, or use an engine.'
+        )
+    if schema.checkpoint.use_node_local_storage:
+        raise ConfigError(
+            "ZeroTrainer saves to a folder that all ranks can read: leave checkpoint.use_node_local_storage out, or use an engine."
         )
     said: dict[str, tuple[Any, Any, str]] = {}
     if config.names_batch_size:

@@ -27,8 +27,9 @@ _SECOND_BETA = 0.99
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the learning rate of each param group as a number, even if the group stores it as a tensor."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    """Return the learning rate of each param group as a number, even if the group stores it as a tensor; NaN if it has none."""
+    of_groups = (group.get("lr") for group in optimizer.param_groups)
+    return [float("nan" if rate is None else rate) for rate in of_groups]
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
@@ -358,9 +359,27 @@ class Floor:
         return {"schedule": self.schedule.state_dict(), "unfloored": self._unfloored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state["schedule"])
-        _set_rates(self.optimizer, state["unfloored"])
+        """Continue the schedule. The state may be of a schedule without a floor, whose rates are those in force."""
+        self.schedule.load_state_dict(_inner_state(state))
+        _set_rates(self.optimizer, state["unfloored"] if _is_of_floor(state) else rates(self.optimizer))
         self._hold()
+
+
+def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
+    """Load a schedule's state, which may have been saved with or without a floor (`min_lr`)."""
+    if isinstance(schedule, Floor) or not _is_of_floor(state):
+        schedule.load_state_dict(state)
+        return
+    schedule.load_state_dict(_inner_state(state))
+    _set_rates(schedule.optimizer, state["unfloored"])
+
+
+def _is_of_floor(state: dict[str, Any]) -> bool:
+    return set(state) == {"schedule", "unfloored"}
+
+
+def _inner_state(state: dict[str, Any]) -> dict[str, Any]:
+    return state["schedule"] if _is_of_floor(state) else state
 
 
 def refuse_without_metrics(scheduler: Any) -> None:

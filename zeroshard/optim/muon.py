@@ -52,8 +52,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 item = {"params": [item]}  # noqa: PLW2901
             options = {key: value for key, value in item.items() if key not in ("params", "use_muon")}
             members = item["params"]
-            if isinstance(members, Tensor):
-                members = [members]
+            members = [members] if isinstance(members, Tensor) else list(members)
             if not options and len(members) == 1:
                 number = -1  # noqa: PLW2901  parameters that are not in a group share one group
             for parameter in members:

@@ -56,7 +56,7 @@ class ShardView:
 
 def runs_along(state: Any, name: str, value: Tensor) -> TypeGuard[Tensor]:
     """Return whether the optimizer's state `name` has one number for each element of `value`."""
-    return isinstance(state, Tensor) and state.ndim > 0 and state.numel() == value.numel() and name != "step"
+    return isinstance(state, Tensor) and state.ndim > 0 and state.shape == value.shape and name != "step"
 
 
 class Resident:

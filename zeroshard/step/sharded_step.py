@@ -139,6 +139,8 @@ class ShardedStep:
     def lay_out(self) -> None:
         """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
         before = {id(resident.shard): resident for resident in self.residents}
+        if before:
+            self.sub_groups.settle()  # no view shows a frame of the sub-groups that are replaced
         trainable = [unit for unit in self.schedule.units if unit.trainable]
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
         flag_of = {flag: number for number, flag in enumerate(self._flags)}
@@ -182,7 +184,7 @@ class ShardedStep:
         for value in [value for value in self.inner.state if value not in alive]:
             del self.inner.state[value]
         policy = self._context.policy
-        self.sub_groups = SubGroups(self.residents, policy)
+        self.sub_groups: SubGroups = SubGroups(self.residents, policy)
         if any(isinstance(resident, Travelling) for resident in self.residents):
             self.sub_groups = SubGroupsInFrames(self.residents, policy, states_per_parameter(self.inner))
         self.make_first_states()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -101,14 +102,21 @@ class _StepInBackward:
                 if self._interleaved or is_last:
                     self._step(is_last)
                 if is_last:
-                    for wait in self._waits:
-                        wait()
-                    self._waits.clear()
-                    self._gradients.clear()
-                    self._stepped.clear()
+                    self._end()
             done.set_result(buffer)
         except Exception as error:
+            with suppress(Exception):  # the first error counts
+                self._end()
             done.set_exception(error)  # type: ignore[arg-type]
+
+    def _end(self) -> None:
+        """Wait for the gathers, and forget the backward."""
+        waits = list(self._waits)
+        self._waits.clear()
+        self._gradients.clear()
+        self._stepped.clear()
+        for wait in waits:
+            wait()
 
     def _step(self, is_last: bool) -> None:
         ready = [

@@ -102,6 +102,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._piece_numel = CACHE_NUMEL
         self.buckets: list[ParameterBucket] = []  # in the order of their all-gathers
         self._homes: list[Home] = []
+        self._strides: dict[int, tuple[int, ...]] = {}
+        """Strides at the last step, by the parameter's `id`."""
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._untraced_step = _untraced_step()
         own = self._own_views(self._all_parameters)
@@ -186,7 +188,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             warnings.warn("step() does nothing with overlap_with_ddp=True: DDP's backward steps.", stacklevel=2)
             return None
         Join.notify_join_context(self)
-        if self._join_config.enable:
+        if self._join_config.enable and closure is None:
             self._share_gradients(joined=False)
         return self._untraced_step(self, closure, **kwargs)
 
@@ -194,6 +196,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         def reduced() -> Any:
             assert closure is not None
             value = closure()
+            if self._join_config.enable:
+                self._share_gradients(joined=False)
             self._lend(self.buckets, _GRADIENT)
             return value
 
@@ -236,6 +240,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             home.move_in()
         for view in self._views:
             view.follow()
+        self._refuse_other_strides()
+
+    def _refuse_other_strides(self) -> None:
+        """Raise if a parameter's memory format changed while there are states, which are in the order of the storage."""
+        for view in self._views:
+            parameter = view.parameter
+            strides = tuple(
+                stride for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
+            )
+            before = self._strides.get(id(parameter), strides)
+            if strides != before and self.optim.state and not view.is_whole:
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} changed its strides from {before} to {strides} (without "
+                    "dimensions of size 1) between two steps: set the memory format before the first step."
+                )
+            self._strides[id(parameter)] = strides
 
     @staticmethod
     def _lend(buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]) -> None:
@@ -250,7 +270,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self.world_size == 1:
             buckets = ()
         for bucket in buckets:
-            if not bucket.is_trainable:
+            if not bucket.is_trainable and all(member.grad is None for member in bucket.members):
                 continue
             finish = bucket.start_gather(self._collectives, self._pool)
             if not bucket.needs_scratch:

@@ -398,3 +398,16 @@ def test_the_peak_is_what_the_derivation_says() -> None:
     for peak in json.loads(ran.stdout):
         # Kernels with AVX-512 take more scratch: 1.107 there.
         assert 0.85 * derived < peak < 1.12 * derived, (peak / derived, peak / without_gradients)
+
+
+def test_a_function_gets_the_callers_own_lists() -> None:
+    linear = nn.Linear(4, 4)
+
+    def block(x: Tensor, *, found: list[Tensor]) -> Tensor:
+        found.append(x)
+        return linear(x).tanh()
+
+    found: list[Tensor] = []
+    y = Checkpointer(Checkpointing()).checkpoint(block, torch.ones(2, 4), found=found)
+    assert len(found) == 1
+    y.sum().backward()

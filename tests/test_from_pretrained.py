@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from families import FAMILIES, llama
@@ -208,3 +209,15 @@ def test_a_model_without_a_config_is_weights_alone(tmp_path: Path) -> None:
     sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
     sharded.export(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_export_of_adapters_leaves_the_model_in_their_folder(tmp_path: Path) -> None:
+    """It may be their base."""
+    (tmp_path / "model.safetensors").write_text("the base")
+    (tmp_path / "adapter_model.safetensors").write_text("an earlier adapter")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine, *_ = zeroshard.initialize(model=model, config={"train_batch_size": 1, "optimizer": sgd})
+    engine.export(tmp_path)
+    assert (tmp_path / "model.safetensors").read_text() == "the base"
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() != b"an earlier adapter"

@@ -980,3 +980,61 @@ def test_states_that_were_removed_begin_anew(optimizer: str) -> None:
     for fqn, value in plain.named_parameters():
         torch.testing.assert_close(sharded.states.get(fqn), value.detach())
     sharded.remove()
+
+
+class Numbering(torch.optim.Optimizer):
+    """Keeps states that are no tensors, and may raise in its own code."""
+
+    raises = False
+    kinds: set[type] = set()  # noqa: RUF012
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                if self.raises and not group["params"]:  # after the step over shards
+                    raise ValueError("my own error")
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        state.setdefault("largest", None)
+                        state.setdefault("mode", "plain")
+                        self.kinds.add(type(state.get("count", 0)))
+                        state["count"] = state.get("count", 0) + 1
+                        parameter.sub_(group["lr"] / state["count"] * parameter.grad)
+
+
+def test_states_that_are_no_tensors_survive_a_change_of_what_is_trained() -> None:
+    model = Stack(tied=False)
+    sharded = zeroshard.shard(model, Numbering(model.parameters()), 1, elementwise=True)
+    for number in range(3):
+        model(*tokens(0, number)).backward()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        if number == 0:
+            model.blocks[0].up.requires_grad_(False)
+            sharded.update_trainable()
+    assert Numbering.kinds == {int}
+    assert sharded.states.get("blocks.0.down.weight", "count") == 3
+    with pytest.raises(UsageError, match="is 'plain', not numbers"):
+        sharded.states.get("blocks.0.down.weight", "mode")
+
+
+def test_an_error_in_its_own_code_leaves_its_param_groups() -> None:
+    model = Stack(tied=False)
+    optimizer = Numbering(model.parameters())
+    zeroshard.shard(model, optimizer, 1, elementwise=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number in range(2):
+        model(*tokens(0, number)).backward()
+        optimizer.raises = number == 0
+        if number == 0:
+            with pytest.raises(ValueError, match="my own error"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(before)]
+    assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

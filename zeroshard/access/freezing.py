@@ -109,7 +109,7 @@ class Freezing:
         """Move the parameters of a unit to new units, with master weights and optimizer states."""
         states = self._states
         names = [PARAMETERS, *states.optimizer_names()]
-        kept = {entry.fqn: {name: states.get(entry.fqn, name) for name in names} for entry in unit.named}
+        kept = {entry.fqn: {name: states.whole(entry.fqn, name) for name in names} for entry in unit.named}
         unit.release()
         dtype = unit.named[0].parameter.dtype
         groups = []

@@ -40,10 +40,11 @@ MAX_SHARD_NBYTES = 5_000_000_000
 """The default `max_shard_size` of transformers."""
 _BATCH_NBYTES = 32 << 20
 """The bytes of a streamed tensor that are in memory at once, in each of two dtypes."""
-_EXPORTED = re.compile(
-    rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|"
-    r"model-\d{5}-of-\d{5}\.safetensors(\.tmp)?"
+_OF_ADAPTERS = re.compile(rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json")
+_OF_MODELS = re.compile(
+    rf"{_OF_ADAPTERS.pattern}|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?"
 )
+"""The files that an export of a whole model replaces. An export of adapters leaves a model's: it may be their base."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,7 @@ def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -
     """Rename the written files into place, write the JSON beside them, and remove files of a previous export."""
     written = [folder / plan.name for plan in plans]
     written += [folder / name for name in texts]
+    replaced = _OF_ADAPTERS if any(plan.name == ADAPTER for plan in plans) else _OF_MODELS
     for plan in plans:
         with naming(folder / plan.name):
             (folder / plan.temporary).replace(folder / plan.name)
@@ -240,7 +242,7 @@ def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -
         write_json(folder / name, content)
     with naming(folder):
         for path in list(folder.iterdir()):
-            if path not in written and _EXPORTED.fullmatch(path.name):
+            if path not in written and replaced.fullmatch(path.name):
                 path.unlink()
     return written
 

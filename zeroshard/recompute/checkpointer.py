@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,6 +122,12 @@ class Checkpointer:
         """Checkpoint a function as `checkpoint` does, with a name for the table."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.options.profile or self.options.synchronize_checkpoint_boundary:
+            options["context_fn"] = partial(self._measured, name)
+        if not self._keeps_inputs:
+            # The function gets the caller's own lists and dicts, in which it may put something.
+            return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, **options)
         leaves, spec = tree_flatten((args, kwargs))
 
         def call(*leaves: Any) -> Any:
@@ -131,17 +137,18 @@ class Checkpointer:
         if self._slots is not None:
             self._slots.begin()
         with self._hooks(name, leaves):
-            if self.options.profile or self.options.synchronize_checkpoint_boundary:
-                return torch_checkpoint(call, *leaves, use_reentrant=False, context_fn=partial(self._measured, name))
-            return torch_checkpoint(call, *leaves, use_reentrant=False)
+            return torch_checkpoint(call, *leaves, **options)
 
     # ------------------------------------------------------------------ saved inputs
 
-    def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return hooks that keep the inputs of torch's checkpointing, or no hooks if torch may keep the inputs."""
+    @property
+    def _keeps_inputs(self) -> bool:
+        """Whether this object keeps or measures the inputs, instead of torch. torch passes it only tensors that are arguments."""
         options = self.options
-        if not (options.profile or options.partition_activations or options.cpu_checkpointing or self._slots):
-            return nullcontext()
+        return bool(options.profile or options.partition_activations or options.cpu_checkpointing or self._slots)
+
+    def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return hooks that keep the inputs of torch's checkpointing."""
         # Weights, masks and positions are not activations: they stay in memory in any case.
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf)) for leaf in tensors}

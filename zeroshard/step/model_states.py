@@ -36,6 +36,8 @@ from zeroshard.storage.storages import Storages
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
+MISSING: Any = object()
+"""Stands for a state that a parameter does not have."""
 
 
 @dataclass(frozen=True)
@@ -235,19 +237,30 @@ class ModelStates:
 
         A state without one number for each element (a step count) is returned as a new tensor, on torch's default device.
         """
+        value = self.whole(fqn, state)
+        if value is MISSING:
+            return None
+        if isinstance(value, Tensor):
+            return value
+        if isinstance(value, int | float):
+            return torch.tensor(value)
+        raise UsageError(f"{state} of {fqn} is {value!r}, not numbers. Read it in optimizer.state.")
+
+    def whole(self, fqn: str, state: str) -> Any:
+        """Return what `get` returns, but other values than tensors as they are, and MISSING for None. Every rank must call it."""
         unit, index = self._find(fqn)
         entry = unit.named[index]
         if state == GRADIENTS and not self._step.used().get(entry.fqn, False):
-            return None
+            return MISSING
         if not entry.parameter.numel():  # no rank holds a part of it
             known = (PARAMETERS, GRADIENTS, *self.optimizer_names())
-            return torch.zeros(entry.placement.shape, dtype=unit.master_dtype) if state in known else None
+            return torch.zeros(entry.placement.shape, dtype=unit.master_dtype) if state in known else MISSING
         described = self._describe(fqn, state)
         if described is None:
-            return None
-        dtype = None
-        if described["dtype"] is not None:
-            dtype = getattr(torch, described["dtype"].removeprefix("torch."))
+            return MISSING
+        if described["dtype"] is None:
+            return described["value"]
+        dtype = getattr(torch, described["dtype"].removeprefix("torch."))
         if "value" in described:
             return torch.tensor(described["value"], dtype=dtype)
         whole = torch.zeros(entry.shape.numel(), dtype=dtype, device=entry.parameter.device)
@@ -293,8 +306,8 @@ class ModelStates:
         if state == PARAMETERS:
             unit.load_masters([index])
 
-    def restore(self, fqn: str, values: Mapping[str, Tensor | None]) -> None:
-        """Set a parameter's master weights and optimizer states, if any, from whole tensors. Every rank must call it."""
+    def restore(self, fqn: str, values: Mapping[str, Any]) -> None:
+        """Set a parameter's master weights and optimizer states, if any, from results of `whole`. Every rank must call it."""
         master = values[PARAMETERS]
         assert master is not None
         unit, index = self._find(fqn)
@@ -311,9 +324,11 @@ class ModelStates:
             state = self._step.inner.state[like]
             with held.shard.opened(write=True):
                 for name, whole in values.items():
-                    if name == PARAMETERS or whole is None:
+                    if name == PARAMETERS or whole is MISSING:
                         continue
-                    if name != "step" and whole.shape == master.shape:
+                    if not isinstance(whole, Tensor):
+                        state[name] = whole
+                    elif name != "step" and whole.shape == master.shape:
                         part = placement.part(whole).reshape(-1)[held.span.within(0)]
                         state[name] = part.reshape(like.shape).to(like.device, copy=True)
                     else:

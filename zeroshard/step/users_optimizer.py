@@ -119,6 +119,8 @@ class UsersOptimizer:
                 f"{type(optimizer).__name__}.step() got {', '.join(unknown)}: zeroshard runs the optimizer's step over shards, "
                 "and passes a closure only. Give such a value as an option of the param groups."
             )
+        if self._groups:  # the optimizer's own code raised in the last step
+            self._give_back(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_inside = True
         try:
@@ -134,8 +136,11 @@ class UsersOptimizer:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
-        if self._depth:
-            return
+        if not self._depth:
+            self._give_back(optimizer)
+
+    def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer the param groups from before its own code ran."""
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
             group.update(before)  # values that it keeps for a whole group, such as a count, advance only once
         self._groups = []

@@ -280,7 +280,7 @@ class Checkpoints:
             strict: whether to raise an error for parameters and buffers that the checkpoint or the model lacks.
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
-            fall_back: whether to load the newest complete checkpoint if the chosen one is missing or damaged.
+            fall_back: whether to load the newest checkpoint that can be loaded if the chosen one cannot. The reason is logged.
             node_local: whether the folder is local to each host, see `save`. Each host first receives the files that it
                 lacks.
 

@@ -244,7 +244,7 @@ def all_missing(message: str, missing: list[int]) -> bool:
     return f"{spell(missing)} {'were' if len(missing) > 1 else 'was'} not waiting for any rank" in message
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("where", GROUPS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path, name: str, where: str) -> None:

@@ -335,6 +335,7 @@ def _put(content: dict[str, Any], key: str, value: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("value", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["stage1", "stage3"])
+@pytest.mark.quick(3)
 def test_wrong_contents_are_a_sentence_that_names_the_file(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

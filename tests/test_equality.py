@@ -365,6 +365,7 @@ def test_ranks_that_share_memory_in_pairs(ranks: int, stage: int, monkeypatch: p
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
 @pytest.mark.parametrize("codes", ["int8", "int4"])
 @FEW_MICROBATCHES
+@pytest.mark.quick(1)
 def test_lossy_gradients(microbatches: int, codes: Literal["int8", "int4"], precision: str) -> None:
     """The codes are the topology's, as the order of sums is: settings of one `within` and one wire give the same bits."""
 

@@ -90,6 +90,7 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
 
 @pytest.mark.parametrize("alone", ["state_dict", "save", "states", "forward"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.quick(2)
 def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
     ranks: int, alone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

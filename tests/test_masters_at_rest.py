@@ -55,7 +55,7 @@ def both(body: Callable[[int, Policy], Any], ranks: int = 2) -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["skipping", "frozen base", "called twice", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -72,6 +72,7 @@ def test_the_bits_are_the_same(name: str, precision: str, microbatches: int) -> 
     on_ranks(body, 2)
 
 
+@pytest.mark.full
 def test_the_bits_over_hosts() -> None:
     """Sums that cross hosts, rounded or not; where each host has the whole, both rest."""
 

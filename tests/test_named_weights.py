@@ -61,7 +61,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # ---------------------------------------------------------------------- names and values
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("stage", "place"),
@@ -125,7 +125,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -293,6 +293,7 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
+@pytest.mark.quick(1)
 def test_every_rank_may_leave_early(stage: int, transport: str) -> None:
     def breaks(sharded: Sharded) -> None:
         for name, _ in sharded.named_weights():

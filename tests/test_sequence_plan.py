@@ -63,6 +63,7 @@ def test_memory_falls_with_ranks_and_tiles() -> None:
     [pytest.param(CONFIG, marks=pytest.mark.full), CONFIG | {"bf16": {"enabled": True}}],
     ids=["fp32", "bf16"],
 )
+@pytest.mark.full
 def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of 1M tokens take seconds. The figures are those of all tiles."""
 
@@ -86,6 +87,7 @@ def test_tiles_that_are_alike_run_once(config: dict[str, Any], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("contiguous", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
 def test_checkpoints_in_cpu_memory(contiguous: bool) -> None:
     """Two inputs are on the device while they are copied, and in the backward two as well: one that is used, and the next."""
     from transformers import LlamaConfig, LlamaForCausalLM

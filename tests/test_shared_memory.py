@@ -521,7 +521,7 @@ def _both_ways(rank: int, body: Callable[[int], dict[str, Tensor]], slow_ranks: 
             assert torch.equal(found[fqn], value), (slow, fqn)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [2, 3])
 @STAGES
 def test_a_write_spares_memory_that_a_slow_rank_still_reads(stage: int, count: int, tmp_path: Path) -> None:

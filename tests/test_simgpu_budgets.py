@@ -44,6 +44,7 @@ def test_a_step_of_stage_2_launches_fewer_kernels_than_fsdp2s(layers: int) -> No
 @LAYERS
 @STAGES
 @pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.quick(1)
 def test_the_host_never_waits(clips: bool, stage: int, layers: int) -> None:
     assert total(measured("zeroshard", stage, clips, layers), "synchronisations") == 0
 
@@ -57,6 +58,7 @@ def test_nothing_goes_through_pageable_memory(clips: bool, stage: int, layers: i
 
 
 @pytest.mark.parametrize("door", ["engine", "Trainer"])
+@pytest.mark.quick(1)
 def test_bf16_without_overflow_checks_makes_the_host_wait_for_nothing(door: str) -> None:
     counts = server.call(budgets.unchecked_step, mode="all late", door=door)[0]
     assert budgets.total(counts, "synchronisations") == 0, counts

@@ -224,6 +224,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.quick(4)
 def test_torchs_own_clipping_clips(clip: str, ranks: int) -> None:
     """As plain PyTorch within rounding; the same bits under every policy and on every rank."""
 
@@ -287,7 +288,7 @@ def test_values_are_set_after_a_factor_of_zero(stage: int, tmp_path: Path) -> No
     on_ranks(body, 2)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_in_16_bits_every_policy_gives_the_same_bits(clip: str, microbatches: int) -> None:

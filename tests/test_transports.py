@@ -182,6 +182,7 @@ def test_broadcasts_transfers_and_messages(name: str) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.quick(4)
 def test_a_training_over_it(microbatches: int, name: str) -> None:
     """Its bits are those of a policy that keeps everything unsharded, offloaded or not, and what is lent does not change."""
     offloaded = {stage: Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)}

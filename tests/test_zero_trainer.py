@@ -239,6 +239,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix", "shared_buffers"])
+@pytest.mark.quick(2)
 def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: str) -> None:
     """PEFT runs and reads such modules itself while it saves, on the rank that writes."""
     import peft

@@ -93,7 +93,7 @@ class ZeroBlock(Block):
     round_robin_gradients: Annotated[bool, no_meaning("all shards have equal sizes.")] = False
     legacy_stage1: Annotated[bool, no_meaning("zeroshard has one implementation of stage 1.")] = False
     elastic_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint formats.")] = False
-    load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32.")] = True
+    load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32 or wider.")] = True
     parameter_alignment: Annotated[Any, no_meaning("parameters and shards are padded to multiples of 16 elements.")] = False
     ignore_unused_parameters: Annotated[bool, no_meaning(
         "an unused parameter gets a gradient of zeros, or None if no rank used it.")] = True

@@ -257,7 +257,7 @@ class Progress:
     # ------------------------------------------------------------------ text
 
     def _events(self, figures: StepFigures) -> dict[str, float]:
-        """Return the figures that the config enables, under DeepSpeed's names."""
+        """Return the figures for the monitors, under DeepSpeed's tags, or tags in the same style for those that DeepSpeed lacks."""
         events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
         if figures.has_loss:
             events = {"train_loss": figures.loss, **events}

@@ -204,7 +204,7 @@ class Copies:
         return copy
 
     def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
-        """Convert a 1-D tensor in staging buffers on its way. From memory that is not pinned, torch would wait for each copy."""
+        """Copy a 1-D tensor, and convert it in staging buffers on the way: from memory that is not pinned, torch would wait."""
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):

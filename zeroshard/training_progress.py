@@ -33,7 +33,6 @@ from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
 from zeroshard.observe.readings import Readings
-from zeroshard.optim.lr_schedules import rates
 from zeroshard.sharding.sharded import Sharded
 
 READ_SECONDS = 0.5
@@ -204,7 +203,9 @@ class TrainingProgress:
         losses = []
         if loss is not None:
             losses.append(loss)
-        rate = rates(self._sharded.optimizer)[0]
+        rate = self._sharded.optimizer.param_groups[0].get("lr")  # a tensor is read later, when its copy has arrived
+        if rate is None:
+            rate = math.nan
         self._take(losses, norm, rate, loss_scale, applied)
 
     def _hear(self, report: StepReport, step: int, samples: int, lr: float, losses: Sequence[Tensor]) -> None:

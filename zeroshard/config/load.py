@@ -68,6 +68,15 @@ class Config:
         return self.schema.train_batch_size is not None or self.schema.train_micro_batch_size_per_gpu is not None
 
     @property
+    def names_accumulation(self) -> bool:
+        """Whether the config or "auto" determines the number of microbatches of a step."""
+        return self.schema.gradient_accumulation_steps is not None or self.schema.train_batch_size is not None
+
+    def with_accumulation(self, count: int) -> Config:
+        """Return the config for steps of `count` microbatches, which a trainer decides."""
+        return replace(self, batch=replace(self.batch, accumulation=count))
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage: the preset of the policy."""
         return int(self.schema.zero_optimization.stage)

@@ -110,8 +110,8 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
     config = load_config(zero, args.world_size, model, _auto_values(args, total_steps))
     refuse_tensor_parallel(config, "ZeroTrainer")
     _refuse_contradictions(config, args)
-    if config.schema.gradient_accumulation_steps is None and config.schema.train_batch_size is None:
-        config = replace(config, batch=replace(config.batch, accumulation=args.gradient_accumulation_steps))
+    if not config.names_accumulation:
+        config = config.with_accumulation(args.gradient_accumulation_steps)
     says = config.schema.fp16.enabled or config.schema.bf16.enabled or config.autocast_dtype is not None
     precision = config.precision
     if not says and precision.param_dtype is None:
@@ -172,7 +172,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         said["train_micro_batch_size_per_gpu"] = (
             config.batch.micro, args.per_device_train_batch_size, "per_device_train_batch_size",
         )  # fmt: skip
-    if schema.gradient_accumulation_steps is not None or schema.train_batch_size is not None:
+    if config.names_accumulation:
         said["gradient_accumulation_steps"] = (
             config.batch.accumulation, args.gradient_accumulation_steps, "gradient_accumulation_steps",
         )  # fmt: skip

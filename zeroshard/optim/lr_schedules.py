@@ -359,27 +359,18 @@ class Floor:
         return {"schedule": self.schedule.state_dict(), "unfloored": self._unfloored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the schedule. The state may be of a schedule without a floor, whose rates are those in force."""
-        self.schedule.load_state_dict(_inner_state(state))
-        _set_rates(self.optimizer, state["unfloored"] if _is_of_floor(state) else rates(self.optimizer))
+        """Continue the schedule, also from the state of one without a floor."""
+        load_schedule(self.schedule, state)
         self._hold()
 
 
 def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
     """Load a schedule's state, which may have been saved with or without a floor (`min_lr`)."""
-    if isinstance(schedule, Floor) or not _is_of_floor(state):
+    if isinstance(schedule, Floor) or set(state) != {"schedule", "unfloored"}:
         schedule.load_state_dict(state)
-        return
-    schedule.load_state_dict(_inner_state(state))
-    _set_rates(schedule.optimizer, state["unfloored"])
-
-
-def _is_of_floor(state: dict[str, Any]) -> bool:
-    return set(state) == {"schedule", "unfloored"}
-
-
-def _inner_state(state: dict[str, Any]) -> dict[str, Any]:
-    return state["schedule"] if _is_of_floor(state) else state
+    else:
+        schedule.load_state_dict(state["schedule"])
+        _set_rates(schedule.optimizer, state["unfloored"])
 
 
 def refuse_without_metrics(scheduler: Any) -> None:

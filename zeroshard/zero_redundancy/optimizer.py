@@ -246,14 +246,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Raise if a parameter's memory format changed while there are states, which are in the order of the storage."""
         for view in self._views:
             parameter = view.parameter
-            strides = tuple(
-                stride for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1
-            )
+            strides = parameter.stride()
             before = self._strides.get(id(parameter), strides)
-            if strides != before and self.optim.state and not view.is_whole:
+            # The stride of a dimension of size 1 has no meaning.
+            differs = strides != before and any(
+                size > 1 and now != then for size, now, then in zip(parameter.shape, strides, before, strict=True)
+            )
+            if differs and self.optim.state and not view.is_whole:
                 raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} changed its strides from {before} to {strides} (without "
-                    "dimensions of size 1) between two steps: set the memory format before the first step."
+                    f"a parameter of shape {tuple(parameter.shape)} changed its strides from {before} to {strides} between two "
+                    "steps: set the memory format before the first step."
                 )
             self._strides[id(parameter)] = strides
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import sys
@@ -179,13 +178,10 @@ class Sharding:
             known["optimizer.type"] = type(optimizer).__name__
         config = load_config(self._config, world_size, model, known | self._auto)
         refuse_tensor_parallel(config, "Lightning's strategy")
-        is_open = config.schema.gradient_accumulation_steps is None or (
-            "gradient_accumulation_steps" in config.auto and facts.accumulation is None
-        )
-        if is_open and config.schema.train_batch_size is None:
+        is_auto = "gradient_accumulation_steps" in config.auto and config.schema.train_batch_size is None
+        if not config.names_accumulation or (is_auto and facts.accumulation is None):
             # Use the Trainer's number of microbatches. A user's loop may have several: 2 stands for any such number.
-            batch = dataclasses.replace(config.batch, accumulation=facts.accumulation or 2)
-            config = dataclasses.replace(config, batch=batch)
+            config = config.with_accumulation(facts.accumulation or 2)
         else:
             _refuse_accumulation(config, facts)
         _refuse_disagreement(config, facts)

@@ -379,7 +379,10 @@ class Loader:
             kept = {**self._values.get(held.named.fqn, {}), **state}
             for name in kept.keys() - state.keys():
                 if isinstance(kept[name], Tensor):  # spans of one parameter must not share a tensor
-                    kept[name] = kept[name].to(key.device if kept[name].ndim else counts_on, copy=True)
+                    place = counts_on
+                    if kept[name].ndim:
+                        place = key.device
+                    kept[name] = kept[name].to(place, copy=True)
             self._optimizer.state[key] = kept
             if not kept:
                 del self._optimizer.state[key]

@@ -223,8 +223,10 @@ class Saving(Readers):
             if isinstance(value, Tensor) and is_distributed(value):
                 state[name] = value.full_tensor()  # type: ignore[attr-defined]
             elif isinstance(value, Tensor):  # not an extra state
-                key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-                state[name] = copies.setdefault(key if value.numel() else name, value.clone())
+                key: Any = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                if not value.numel():
+                    key = name  # empty tensors share an address
+                state[name] = copies.setdefault(key, value.clone())
         return self._without_frozen(state) if exclude_frozen_parameters else state
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:

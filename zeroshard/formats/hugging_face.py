@@ -234,7 +234,9 @@ def _finish(folder: Path, plans: Sequence[FilePlan], texts: Mapping[str, Any]) -
     """Rename the written files into place, write the JSON beside them, and remove files of a previous export."""
     written = [folder / plan.name for plan in plans]
     written += [folder / name for name in texts]
-    replaced = _OF_ADAPTERS if any(plan.name == ADAPTER for plan in plans) else _OF_MODELS
+    replaced = _OF_MODELS
+    if any(plan.name == ADAPTER for plan in plans):
+        replaced = _OF_ADAPTERS
     for plan in plans:
         with naming(folder / plan.name):
             (folder / plan.temporary).replace(folder / plan.name)

@@ -250,11 +250,14 @@ class ModelStates:
         """Return what `get` returns, but other values than tensors as they are, and MISSING for None. Every rank must call it."""
         unit, index = self._find(fqn)
         entry = unit.named[index]
-        if state == GRADIENTS and not self._step.used().get(entry.fqn, False):
+        is_empty = not entry.parameter.numel()  # no rank holds a part of it
+        is_missing = state == GRADIENTS and not self._step.used().get(entry.fqn, False)
+        if is_empty and not is_missing:
+            is_missing = state not in (PARAMETERS, GRADIENTS, *self.optimizer_names())
+        if is_missing:
             return MISSING
-        if not entry.parameter.numel():  # no rank holds a part of it
-            known = (PARAMETERS, GRADIENTS, *self.optimizer_names())
-            return torch.zeros(entry.placement.shape, dtype=unit.master_dtype) if state in known else MISSING
+        if is_empty:
+            return torch.zeros(entry.placement.shape, dtype=unit.master_dtype)
         described = self._describe(fqn, state)
         if described is None:
             return MISSING

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroshard
-from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, UsageError
+from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, Units, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
@@ -214,22 +214,31 @@ def test_different_models_are_refused() -> None:
         assert "1.weight" in message
 
 
-@pytest.mark.parametrize("what", ["precision", "bucket_numel", "policy"])
+DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
+    "param_dtype": lambda rank: {"precision": Precision(param_dtype=torch.bfloat16 if rank else torch.float32)},
+    "buckets of 100": lambda rank: {"bucket_numel": 1000 + rank},
+    "sharded: ": lambda rank: {"policy": Policy.stage(1 + rank)},
+    "reshard_after_forward=": lambda rank: {"policy": Policy.stage(3, reshard_after_forward=rank == 0)},
+    "gradients=": lambda rank: {"policy": Policy.stage(2).offloaded(optimizer=Place.CPU) if rank else 2},
+    "unit ": lambda rank: {"policy": 3, "units": Units(min_numel=100 * rank)},
+    "whole_parameters=": lambda rank: {"elementwise": rank == 0},
+    "overlap=": lambda rank: {"overlap": rank == 0},
+    "within=": lambda rank: {"policy": Policy.stage(2, within=1 if rank else None)},
+}
+"""By the beginning of the setting in the message, the arguments of each rank."""
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_with_different_settings_are_refused(what: str) -> None:
     def body(rank: int) -> str:
-        different: dict[str, Any] = {
-            "precision": Precision(param_dtype=torch.bfloat16 if rank else torch.float32),
-            "bucket_numel": 1000 + rank,
-            "policy": Policy.stage(1 + rank),
-        }
-        model = nn.Linear(3, 3)
+        model = nn.Sequential(nn.ModuleList([nn.Linear(3, 3)]))
         with pytest.raises(UsageError) as caught:
-            zeroshard.shard(model, sgd(model), **{what: different[what]})
+            zeroshard.shard(model, sgd(model), **DIFFERENT[what](rank))
         return str(caught.value)
 
     for message in on_ranks(body, 2):
         assert "ranks [1] differ from rank 0" in message
-        assert {"precision": "param_dtype", "bucket_numel": "buckets of 100", "policy": "sharded: "}[what] in message
+        assert what in message
 
 
 def refusal(call: object) -> str:

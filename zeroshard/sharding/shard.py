@@ -210,12 +210,12 @@ def _shard(
     collectives = context.collectives
     storages = context.storages
     policy = context.policy
-    _refuse_different_models(model, context)
+    optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    groups = group_parameters(model, optimized, units)
+    _refuse_different_models(model, groups, context, overlap=overlap)
     refuse_different_replicas(model, context)
     _refuse_norms_of_two_dtypes(model, context.precision)
     _take_buffers(model, collectives, context.precision)
-    optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    groups = group_parameters(model, optimized, units)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
@@ -389,21 +389,35 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
 
 
-def _refuse_different_models(model: nn.Module, context: Context) -> None:
-    """Raise for the first difference between ranks' models or settings: they would send buffers of different sizes."""
+_SCHEDULE = (
+    "within",
+    "reshard_after_forward",
+    "prefetch_numel",
+    "max_live_numel",
+    "max_reuse_numel",
+    "rests_as_masters",
+    "wire",
+)
+"""The names of the policy's fields that change which buffers the ranks send, and when."""
+
+
+def _refuse_different_models(model: nn.Module, groups: Sequence[Group], context: Context, *, overlap: bool) -> None:
+    """Raise for the first difference between ranks' models or settings: they would send different buffers."""
     collectives = context.everyone
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{placed(p)}"
         for name, p in model.named_parameters()
     ]
     lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    policy = context.policy
-    sharded = [name for name in ("parameters", "gradients", "optimizer") if getattr(policy, name).sharded]
+    lines += [f"unit {group.label}{group.kind} of {[named.fqn for named in group.named]}" for group in groups]
+    states = ("parameters", "gradients", "optimizer")
     lines += [
         f"{context.precision}",
-        f"{policy.wire}",
         f"buckets of {context.bucket_numel} elements",
-        f"sharded: {sharded}",
+        f"sharded: {[name for name in states if getattr(context.policy, name).sharded]}",
+        f"whole_parameters={context.whole_parameters}",
+        f"overlap={overlap}",
+        *(f"{name}={getattr(context.policy, name)}" for name in (*states, *_SCHEDULE)),
     ]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     everyone = collectives.exchange(digest, "the shapes of the model")

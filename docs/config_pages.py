@@ -45,9 +45,9 @@ def pages() -> dict[str, str]:
         "- It *works*.\n"
         "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
         "- It is *not offered*: switching it on raises an error.\n\n"
-        'The value "auto" means the default, unless the table names another value. In two cases you must pass the value to '
-        '`initialize`, for example `auto={"lr": 3e-3}`: if the table says that you must supply it, and for arguments of the '
-        'optimizer or the scheduler that no table lists. A block cannot be "auto". The [glossary](../glossary.md) defines unit, '
+        'The value "auto" means the default, unless the table names another value. You must pass the value to '
+        '`initialize`, for example `auto={"lr": 3e-3}`, if the table says that you must supply it, or if the key is an argument of '
+        'an optimizer or a scheduler that no table lists. A block cannot be "auto". The [glossary](../glossary.md) defines unit, '
         "shard, bucket and other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
         f"## Blocks\n\n{listed}\n"

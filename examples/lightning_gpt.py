@@ -3,7 +3,7 @@
     python examples/lightning_gpt.py                                    # Lightning starts 2 processes
     torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # torchrun starts them
 
-The text is this file. With accelerators, pass --accelerator auto.
+It trains on this file. With accelerators, pass --accelerator auto.
 """
 
 from __future__ import annotations

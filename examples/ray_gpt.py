@@ -1,10 +1,10 @@
-"""Train a byte-level GPT on Ray Train, which restarts the ranks from the last reported checkpoint if one fails.
+"""Train a byte-level GPT on Ray Train, which restarts the ranks from the last reported checkpoint if a rank fails.
 
-    pip install zeroshard[ray]
+    pip install 'zeroshard[ray]'
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. The text is
-this file.
+All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. It trains
+on this file.
 """
 
 from __future__ import annotations

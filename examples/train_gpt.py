@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
-With --checkpoints FOLDER the script saves regularly and at Ctrl-C, and resumes at that step with any number of ranks
+With --checkpoints FOLDER the script saves regularly and at Ctrl-C, and resumes from the last save with any number of ranks
 and at any stage. Samples are numbered, and each step trains on the next ones, however many ranks share them. So
 torchrun may restart the script with more or fewer machines (docs/elastic_hosts.md).
 
@@ -81,16 +81,16 @@ class Windows:
 
 
 def microbatch_size(batch: object, world_size: int) -> int:
-    """Return the sequences per forward. If the config fixes the sequences per step, fewer ranks run more forwards."""
+    """Return the number of sequences per forward. If the config fixes the number per step, fewer ranks run more forwards."""
     share = max(batch // world_size, 1) if isinstance(batch, int) else MICROBATCH
     return next(size for size in range(MICROBATCH, 0, -1) if share % size == 0)
 
 
 class CtrlC:
-    """A block in which Ctrl-C takes effect between steps. In the middle of a step, ranks would wait for each other forever.
+    """A block in which Ctrl-C takes effect between steps. If one rank stopped within a step, the others would wait forever.
 
-    Under torchrun a process gets the signal twice, from the terminal and from torchrun, and ignores the second one. A
-    process without torchrun ends at the second Ctrl-C.
+    Under torchrun a process gets the signal twice, from the terminal and from torchrun, and several ranks
+    ignore the second one. A single rank ends at the second signal.
     """
 
     def __enter__(self) -> Self:
@@ -249,7 +249,7 @@ def draw(losses: list[float], first: int, console: Console) -> None:
 
 
 def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> list[float]:
-    """Train until --steps or Ctrl-C, and save. Return this rank's last loss of each step."""
+    """Train until --steps or Ctrl-C, and save. Return this rank's loss of each step's last microbatch."""
     loss = torch.zeros(())
     losses = []
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()

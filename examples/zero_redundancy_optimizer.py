@@ -2,7 +2,7 @@
 
     python examples/zero_redundancy_optimizer.py [--ranks 2]
 
-Each layer is a Linear(2000, 2000). Peak memory is the accelerator's or, on a CPU, the process's. The sum and the bits
+Each layer is a Linear(2000, 2000). Peak memory is that of the accelerator or, on a CPU, of the process. The sum and the bits
 of the parameters show that the results are the same.
 """
 
@@ -28,7 +28,7 @@ MOMENTS = ("after the model", "after DDP", "before the step", "after the step")
 
 
 def peak(device: torch.device) -> float:
-    """Return the peak memory in MB: the accelerator's or, on a CPU, the process's."""
+    """Return the peak memory of the accelerator or, on a CPU, of the process, in MB."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 1e6
     status = Path("/proc/self/status").read_text()

@@ -53,7 +53,7 @@ def compare(
     """Train a model for a few steps at every ZeRO stage, and compare losses, memory, bytes sent and time.
 
     The function that --model names returns (module, batch). A call of the module returns the loss, and
-    `batch(rank, step)` returns the arguments of that call. The exit status is 1 if stages differ.
+    `batch(rank, step)` returns the arguments of that call. The exit status is 1 if results differ.
     """
     from rich.console import Console
 

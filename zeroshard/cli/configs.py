@@ -21,7 +21,7 @@ config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zero
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON config.")],
     ranks: Annotated[int | None, typer.Option(
-        min=1, help="The number of ranks, for the batch sizes; default: those of one model.")] = None,
+        min=1, help="The number of ranks, for the batch sizes; default: autotp_size, or 1.")] = None,
     auto: Annotated[list[str] | None, typer.Option(help='KEY=VALUE for a key that is "auto"; may be repeated.')] = None,
     model: Annotated[str | None, typer.Option(
         help='module:function or file.py:function; supplies the hidden size and dtype for "auto" keys.')] = None,
@@ -29,7 +29,7 @@ def check(
 ) -> None:  # fmt: skip
     """Print the resolved config: the value, origin and effect of each key that is set or computed.
 
-    The command also builds the optimizer and the scheduler for a small model, so it finds values that these refuse. It
+    The command also builds the optimizer and the scheduler for a small model, so it finds values that they reject. It
     does not check values that depend on your model or machine, such as folders and module names.
     """
     from rich.console import Console

@@ -73,7 +73,7 @@ def plan(
     sharded_init: Annotated[bool, typer.Option(
         "--sharded-init", help="Build the model inside zeroshard.sharded_init.")] = False,
     quick: Annotated[bool, typer.Option(
-        "--quick", help="With --config: do not try single changes or larger micro-batches.")] = False,
+        "--quick", help="With --config: try no changes to it and no larger micro-batches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the complete config, without "auto", to this file.')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,

@@ -34,7 +34,7 @@ _CPU_OPTIONS = ("--use_cpu", "--use-cpu", "--no_cuda", "--no-cuda")
 
 
 def print_shim_path() -> None:
-    """Print the folder of the package named `deepspeed`, for PYTHONPATH."""
+    """Print the folder with zeroshard's package `deepspeed`, for PYTHONPATH."""
     print(shim_path())
 
 

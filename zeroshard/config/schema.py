@@ -56,7 +56,7 @@ class OptimizerBlock(Block):
         "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
         "the optimizer needs whole parameters, each parameter is whole on one rank for the step.")]
     params: Annotated[dict[str, Any], works(
-        "the optimizer's arguments. Those that are left out have DeepSpeed's defaults: `weight_decay` is 0.0 for Adam and AdamW "
+        "the optimizer's arguments. Others have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
         "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
         "true.")] = {}
     torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
@@ -80,7 +80,7 @@ class BF16Block(Block):
 
     enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
     check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
-    immediate_grad_update: Annotated[bool, no_meaning("gradients are always summed or reduced during the backward.")] = False
+    immediate_grad_update: Annotated[bool, no_meaning("gradients are always accumulated or reduced in the backward.")] = False
     bf16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are always in fp32.")] = False
 
@@ -152,7 +152,7 @@ class JsonMonitorBlock(MonitorBlock):
     """
 
     enabled: Annotated[bool, works(
-        "append all figures of each step to `output_path/job_name/steps.jsonl`. `seconds` needs `wall_clock_breakdown`.")] = False
+        "append all figures of each step to `output_path/job_name/steps.jsonl`. The figure `seconds` needs `wall_clock_breakdown`.")] = False
 
 
 class WandbBlock(Block):
@@ -199,11 +199,11 @@ class ActivationCheckpointingBlock(Block):
     """
 
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(
-        'checkpoint these modules, without a change to the model. "auto": each block in a list of blocks. A list: full '
+        'checkpoint these modules, without a change to the model. "auto": each unit, such as a transformer layer. A list: full '
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
         "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
-        "same inputs. Without such a group, as with `checkpoint_units`, zeroshard warns and keeps saved inputs whole.")] = False
+        "same inputs. Without such a group (`checkpoint_units` has none), zeroshard warns and keeps saved inputs whole.")] = False
     cpu_checkpointing: Annotated[bool, works(
         "keep saved inputs in pinned CPU memory, and prefetch them. It has no effect if the model computes on the CPU.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
@@ -211,9 +211,9 @@ class ActivationCheckpointingBlock(Block):
     number_checkpoints: Annotated[Count | None, works(
         "the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.")] = None
     synchronize_checkpoint_boundary: Annotated[bool, works(
-        "synchronize with the accelerator at the start and end of each checkpoint.")] = False
+        "synchronise with the accelerator at the start and end of each checkpoint.")] = False
     profile: Annotated[bool, works(
-        "measure the time and bytes of each checkpoint. `engine.checkpointing.table()` returns them or, after `configure`, "
+        "measure the time and bytes of each checkpoint. Read them with `engine.checkpointing.table()` or, after `configure`, "
         "`zeroshard.checkpointing.configured().table()`.")] = False
 
 
@@ -318,8 +318,8 @@ class Schema(BaseModel):
     graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
     sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
-        "rank 0 prints a line every this many steps, with step, loss, lr, loss scale, norm, samples/s and memory. "
-        "null: no line; but with `wall_clock_breakdown` or `memory_breakdown`, a line at every step.")] = None
+        "the interval in steps at which rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory. "
+        "null: a line at every step with `wall_clock_breakdown` or `memory_breakdown`; otherwise none.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
     memory_breakdown: Annotated[bool, works("add rank 0's memory of each model state to the line that `steps_per_print` prints, and to the monitors.")] = False
@@ -335,7 +335,7 @@ class Schema(BaseModel):
         "recomputation of activations.")] = ActivationCheckpointingBlock()
     aio: Annotated[AioBlock, works("I/O settings of disk offload.")] = AioBlock()
     checkpoint: Annotated[CheckpointBlock, works("writing and reading of checkpoints.")] = CheckpointBlock()
-    dataloader_drop_last: Annotated[bool, works("drop the last batch of `training_data` if it is incomplete.")] = False
+    dataloader_drop_last: Annotated[bool, works("drop an incomplete last batch of `initialize`'s `training_data`.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
         "accept optimizer classes that zeroshard does not recognise. For such a class, no parameter is divided between ranks. "
         "false: such a class raises an error.")] = False
@@ -358,7 +358,7 @@ class Schema(BaseModel):
         "`ParallelismConfig(sp_size=...)`.")] = 1
     data_parallel_size: Annotated[Positive | None, no_meaning("the process group determines this size.")] = None
     hybrid_engine: Annotated[dict[str, Any] | None, refused("generate inside `zeroshard.unsharded` instead.")] = None
-    data_efficiency: Annotated[dict[str, Any] | None, refused("curriculum and random token dropping change the data.")] = None
+    data_efficiency: Annotated[dict[str, Any] | None, refused("curricula and random token dropping change the data.")] = None
     curriculum_learning: Annotated[dict[str, Any] | None, refused("curriculum learning changes the training data.")] = None
     progressive_layer_drop: Annotated[dict[str, Any] | None, refused("layer drop changes the model.")] = None
     eigenvalue: Annotated[dict[str, Any] | None, refused("it is part of DeepSpeed's compression.")] = None

@@ -15,7 +15,7 @@ class OffloadParamBlock(Block):
     """`offload_param`: where parameters are stored while they are not in use.
 
     At stage 3 the block applies to the shards of parameters. At stages 1 and 2 it applies to whole parameters between steps.
-    At stage 0 it has no effect, as in DeepSpeed: TRL makes such a config for a reference model.
+    At stage 0 it has no effect, as in DeepSpeed. TRL's configs of reference models combine the two.
     """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
@@ -29,8 +29,8 @@ class OffloadParamBlock(Block):
     max_in_cpu: Annotated[Count, works(
         "for `nvme`, the maximum number of elements of each rank's shards that stay in CPU memory. The rest are on "
         "disk.")] = 1_000_000_000
-    pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes. If optimizer states are "
-        "offloaded too, their block's setting counts.")] = True
+    pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes. With "
+        "`offload_optimizer`, that block's setting applies instead.")] = True
 
 
 class OffloadOptimizerBlock(Block):
@@ -60,7 +60,7 @@ class OffloadOptimizerBlock(Block):
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that each form one unit with all their submodules, such as mixtures of experts.
+    """`leaf_module`: modules, such as mixtures of experts, that each form one unit with all their submodules.
 
     The MoE blocks of Mixtral, Qwen2-MoE and Qwen3-MoE are always included.
     """
@@ -84,7 +84,7 @@ class ZeroBlock(Block):
     overlap_comm: Annotated[bool | None, works(
         "overlap collectives with computation. Default: true. Results do not change.")] = None
     reduce_scatter: Annotated[bool, no_meaning(
-        "gradients are always reduce-scattered. At stages 1 and 2, this and the all-gather of the updated parameters move as many "
+        "gradients are always reduce-scattered. At stages 1 and 2, with the all-gather of updated parameters, this moves as many "
         "bytes as an all-reduce.")] = True
     contiguous_gradients: Annotated[bool, no_meaning(
         "gradients are packed as they are computed, or sent directly from their memory.")] = True
@@ -97,7 +97,7 @@ class ZeroBlock(Block):
     parameter_alignment: Annotated[Any, no_meaning("parameters and shards are padded to multiples of 16 elements.")] = False
     ignore_unused_parameters: Annotated[bool, no_meaning(
         "an unused parameter gets a gradient of zeros, or None if no rank used it.")] = True
-    compute_grad_norm: Annotated[bool, no_meaning("the norm needs no extra message.")] = True
+    compute_grad_norm: Annotated[bool, no_meaning("the norm never needs an extra message, so it is always computed.")] = True
     override_module_apply: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     memory_efficient_linear: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     pipeline_loading_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint readers.")] = False
@@ -105,10 +105,10 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states. A larger shard is one call. Values above 4 Mi count as "
-        "4 Mi. 0: one shard per call.")] = 1_000_000_000
+        "maximum elements per optimizer call for offloaded states, except that a larger shard is one call. Values above 4 Mi act "
+        "as 4 Mi. 0: one shard per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
-        "prefetch units until they have at least this many elements. 0 turns prefetching off. Default: the next unit.")] = None
+        "prefetch units until these have at least this many elements in all. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
         "parameters with fewer elements than this are not sharded. Default: all are sharded.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
@@ -154,8 +154,8 @@ class ZeroBlock(Block):
         "hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
-        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). DeepSpeed\'s '
-        'true means int4, inside hosts too. Requires '
+        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). In '
+        'DeepSpeed, true means int4, also inside hosts. Requires '
         '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
@@ -166,8 +166,8 @@ class AioBlock(Block):
     block_size: Annotated[Positive, works(
         "bytes per request, a multiple of 4096. Each request has one checksum. Default: 4 MiB.")] = 4 << 20
     queue_depth: Annotated[Positive, works(
-        "each file has at most `queue_depth` x `intra_op_parallelism` concurrent requests. A rank has one file for each offload block "
-        "with `nvme`.")] = 4
+        "each file has at most `queue_depth` x `intra_op_parallelism` concurrent requests. A rank has one file for each `offload_*` "
+        "block with `nvme`.")] = 4
     intra_op_parallelism: Annotated[Positive, works("see `queue_depth`.")] = 1
     thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None
     single_submit: Annotated[bool, no_meaning("each thread submits one request at a time.")] = False

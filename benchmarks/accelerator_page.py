@@ -20,6 +20,15 @@ TITLES = {
     "speed": "Speed of a step",
     "offload": "Offload",
 }
+UNITS = {"gib": "GiB", "ms": "ms", "b": "B"}
+HEADINGS = {
+    "x_first": "time / first system",
+    "host_waits": "host synchronisations",
+    "step_s": "step, s",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
+    "tflops": "TFLOP/s",
+}
 
 
 def filled(page: str, results: dict[str, Any]) -> str:
@@ -49,7 +58,7 @@ def tables(results: dict[str, Any]) -> str:
         lines += [
             f"## {title}",
             "",
-            f"{where}. The part took {found['seconds']:.0f} s. It ended with: {found['end']}.",
+            f"{where}. This part took {found['seconds']:.0f} s. Status: {found['end']}.",
             "",
         ]
         lines += [*_table(counted(found["rows"]) if part == "right" else found["rows"]), ""]
@@ -84,8 +93,16 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     if not columns:
         return ["No row."]
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    heads = [column.replace("_", " ") for column in columns]
+    heads = [_head(column) for column in columns]
     return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(columns), *cells)]
+
+
+def _head(column: str) -> str:
+    """Return a column's heading: the key of a figure ends with its unit, as in `peak_gib`."""
+    *words, last = column.split("_")
+    if words and last in UNITS:
+        return f"{' '.join(words)}, {UNITS[last]}"
+    return HEADINGS.get(column, column.replace("_", " "))
 
 
 def _cell(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -335,3 +336,81 @@ def test_more_states_than_were_thought(tmp_path: Path) -> None:
             take_step(sharded, work, step)
         results.append(every_state(sharded))
     assert same(*results) and any("max_exp_avg_sq" in name for name in results[0])
+
+
+def write_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.fill_(2.0)
+    sharded.offload_states(["parameters"])
+    sharded.reload_states()
+
+
+def assign_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
+    weight.data = torch.full_like(weight.data, 2.0)
+    sharded.offload_states(["parameters"])
+    sharded.reload_states()
+
+
+def write_through_data_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
+    weight.data.fill_(2.0)
+    sharded.offload_states(["parameters"])
+    sharded.reload_states()
+
+
+def write_in_a_borrower(sharded: Sharded, weight: nn.Parameter) -> None:
+    class Borrower(nn.Module):
+        def forward(self) -> None:
+            with torch.no_grad():
+                weight.fill_(2.0)
+
+    borrower = Borrower()
+    handle = zeroshard.borrow(borrower, weight)
+    borrower()
+    handle.remove()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", [write_and_park, assign_and_park, write_through_data_and_park, write_in_a_borrower])
+def test_a_write_counts_although_whole_parameters_leave_at_once(
+    write: Callable[[Sharded, nn.Parameter], None], dtype: torch.dtype
+) -> None:
+    def body(rank: int) -> None:
+        keep_places_apart()
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
+        for number in range(2):
+            if number:
+                write(sharded, model[0].weight)
+            model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool((model[0].weight == 2).all())
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("way", ["consolidated_state_dict", "deepcopy"])
+def test_a_copy_of_the_model_returns_units_to_their_place_one_at_a_time(way: str) -> None:
+    def body(rank: int) -> None:
+        keep_places_apart()
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        most = [0]
+
+        def look(*_: Any) -> None:
+            most[0] = max(most[0], sharded.memory_report()["parameters"])
+
+        for module in model:
+            module.register_state_dict_post_hook(look)
+        if way == "deepcopy":
+            copy.deepcopy(model)
+        else:
+            sharded.consolidated_state_dict()
+            assert most[0] <= 16 * 17 * 4
+        assert not sharded.memory_report()["parameters"]
+
+    on_ranks(body, 1)

@@ -534,3 +534,28 @@ def test_attributes_cost_no_compilation() -> None:
         assert graphs(attributes=Shown) == graphs() > 0
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_are_undone_after_an_exception_too(kind: str) -> None:
+    def body(rank: int) -> None:
+        model = models_of(kind)
+        before, weight = whole(model), model.blocks[0].up.weight
+        with pytest.raises(StopIteration), zeroshard.unsharded(weight, undo=True), torch.no_grad():
+            weight.mul_(2)
+            weight.data = weight.data + 1
+            raise StopIteration
+        assert all(torch.equal(value, before[fqn]) for fqn, value in whole(model).items())
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_modifier_rank_that_does_not_exist_is_refused(kind: str) -> None:
+    def body(rank: int) -> None:
+        model = models_of(kind)
+        for modifier_rank in (2, -1):
+            with pytest.raises(UsageError, match="are 0 to 1"):
+                zeroshard.unsharded(model, modifier_rank=modifier_rank).__enter__()
+
+    on_ranks(body, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -884,3 +885,122 @@ def test_hidden_writes_are_looked_for_once_a_step() -> None:
         assert counts == [0, buckets, buckets]
 
     on_ranks(body, 2)
+
+
+# ------------------------------------------------------------------ tensors that show the same memory in another way
+
+
+def transposed_data(weight: Tensor) -> None:
+    weight.data = weight.data.t()
+
+
+def transposed_in_place(weight: Tensor) -> None:
+    weight.t_()
+
+
+@STAGES
+@pytest.mark.parametrize("transpose", [transposed_data, transposed_in_place])
+def test_a_transposed_parameter_trains_as_a_transposed_copy(stage: int, transpose: Callable[[Tensor], None]) -> None:
+    def trained(is_sharded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if is_sharded:
+            zeroshard.shard(model, optimizer, stage)
+        for number in range(3):
+            if number == 1 and is_sharded:
+                with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
+                    transpose(model[0].weight)
+            elif number == 1:
+                model[0].weight.data = model[0].weight.data.t().contiguous()
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zeroshard.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_data_of_another_shape_in_the_same_memory_is_refused_by_name(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    model[0].weight.data = model[0].weight.data[:1].expand(8, 8)[:1]
+    with pytest.raises(UsageError, match=r"0\.weight was given data of shape \(1, 8\)"):
+        optimizer.state_dict()
+        zeroshard.unsharded(model).__enter__()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_pickled_model_keeps_attributes_of_its_parameters(stage: int, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    model.weight.no_decay = True  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    torch.save(model, tmp_path / "model")
+    loaded = torch.load(tmp_path / "model", weights_only=False)
+    assert loaded.weight.no_decay and type(loaded.weight) is nn.Parameter and torch.equal(loaded.weight, model.weight)
+
+
+class WithNothing(nn.Module):
+    """A model whose root has only an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.nothing = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() + (x[:0] * self.nothing).sum()
+
+
+@STAGES
+def test_a_unit_of_empty_parameters_trains(stage: int) -> None:
+    torch.manual_seed(0)
+    model = WithNothing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    losses = []
+    for _ in range(3):
+        losses.append(model(torch.ones(2, 8)))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_forwards_without_a_backward_leave_one_hook_on_a_users_leaf() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    zeroshard.shard(model, None, 3)
+    prompt = nn.Parameter(torch.randn(2, 8))
+    for _ in range(5):
+        loss = model(prompt).sum()
+    assert len(prompt._backward_hooks) == 1  # type: ignore[arg-type]
+    loss.backward()
+    assert prompt.grad is not None and not prompt._backward_hooks
+
+
+def test_update_trainable_forgets_units_kept_for_a_backward_that_never_came() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = replace(Policy.stage(3, reshard_after_forward=False), max_live_numel=200)
+    sharded = zeroshard.shard(model, optimizer, policy)
+    model(torch.ones(2, 8))
+    model[2].bias.requires_grad_(False)
+    old = [unit.flat for unit in units(sharded)]
+    sharded.update_trainable()
+    assert sum(flat.nbytes for flat in old if flat not in [unit.flat for unit in units(sharded)]) == 0
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded.remove()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -79,7 +79,7 @@ def unsharded(
     This works under every policy, and for parameters made under `sharded_init`. Parameters stay unsharded while the
     model runs, so each rank may run it any number of times inside, for example to generate. If parameters are sharded
     at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If an
-    exception leaves the block, changes to parameters that are sharded at rest are lost.
+    exception leaves the block, changes to parameters that are sharded at rest are lost. With `undo`, so are all others.
 
     Args:
         target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
@@ -90,8 +90,8 @@ def unsharded(
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target is something else; its parameters are parked; or they were changed without a modifier rank, and the
-            block ends or another one begins inside it. Changes to sharded parameters are lost.
+        UsageError: the target is something else; its parameters are parked; there is no such rank; or parameters were changed
+            without a modifier rank, and the block ends or another one begins inside it. Changes to sharded parameters are lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:
@@ -159,6 +159,7 @@ def _units_whole(
     hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
     for unit in units:
         if modifier_rank is not None:
+            _refuse_no_rank(modifier_rank, unit.collectives.world_size)
             unit.refuse_parked("a change of")
         _refuse_changes(unit)
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
@@ -166,6 +167,7 @@ def _units_whole(
     written: list[str] = []
     pinned: list[Unit] = []
     looks: list[tuple[Unit, list[int]]] = []
+    kept: dict[Unit, Tensor] = {}
     is_over = False
     try:
         with _operation(units, "unsharded"):
@@ -194,11 +196,20 @@ def _units_whole(
     finally:
         for unit, look in looks:
             unit.appearance.end_look(look)
+        if not is_over:
+            _restore(kept)
         _leave(pinned, at_rest, offloaded, forget_writes=not is_over)
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or change a copy."
+        )
+
+
+def _refuse_no_rank(modifier_rank: int, world_size: int) -> None:
+    if not 0 <= modifier_rank < world_size:
+        raise UsageError(
+            f"unsharded(modifier_rank={modifier_rank!r}): the ranks of the data-parallel group are 0 to {world_size - 1}. Pass one."
         )
 
 
@@ -239,12 +250,19 @@ def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[st
 
 def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
     """Restore the parameters that stay whole to their values on entry. `kept` has copies for units unsharded at rest."""
+    _restore(kept)
     for unit, versions in looks:
-        if unit in kept:
-            unit.appearance.adopt_new_data()
-            unit.flat.tensor.copy_(kept[unit])
-        elif unit.pins > 1 or unit.state_dicts or unit not in at_rest:
+        if unit not in kept and (unit.pins > 1 or unit.state_dicts or unit not in at_rest):
             unit.writes.written_since(versions)  # undoes the writes
+        unit.appearance.collect_written()
+        unit.appearance.restart_looks()
+
+
+def _restore(kept: Mapping[Unit, Tensor]) -> None:
+    """Restore parameters that are unsharded at rest from their copies, without other ranks."""
+    for unit, values in kept.items():
+        unit.appearance.adopt_new_data()
+        unit.flat.tensor.copy_(values)
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
 
@@ -274,6 +292,8 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
     )
     shown = list[tuple[nn.Parameter, Shard]]()
     written = list[str]()
+    if born and modifier_rank is not None:
+        _refuse_no_rank(modifier_rank, born[0][1].births.collectives(born[0][0].device).world_size)
     try:
         for parameter, shard in born:
             shard.show(parameter)

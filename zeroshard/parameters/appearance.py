@@ -229,7 +229,8 @@ class Appearance:
                     f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
                     "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
                 )
-            view.copy_(data)
+            # `weight.data.t()` shows the view's own memory in another order.
+            view.copy_(data.clone() if data.data_ptr() == view.data_ptr() else data)
             self._show(entry, view)
             self.outdate_graphs([index])
             found.add(index)
@@ -243,6 +244,8 @@ class Appearance:
                 yield index, entry, view
 
     def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
+        if shown.shape != view.shape or shown.stride() != view.stride():
+            return False
         # The storage of a shared tensor moves to other memory (`model.share_memory()`).
         return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 

@@ -45,9 +45,19 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
             return copied
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+            return _reduced_as(ordinary, self, protocol)
 
     return Whole
+
+
+def _reduced_as(ordinary: type[nn.Parameter], parameter: nn.Parameter, protocol: Any) -> Any:
+    """Return what pickle writes for a parameter of the class `ordinary`: its values, and attributes that the user set."""
+    shown_as = type(parameter)
+    parameter.__class__ = ordinary
+    try:
+        return parameter.__reduce_ex__(protocol)
+    finally:
+        parameter.__class__ = shown_as
 
 
 def notes_data(live: Live) -> type:
@@ -136,12 +146,7 @@ def classes_of(
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             owner.before_read(self, "pickle")
-            shown_as = type(self)
-            self.__class__ = ordinary  # type: ignore[assignment]
-            try:
-                return self.__reduce_ex__(protocol)
-            finally:
-                self.__class__ = shown_as
+            return _reduced_as(ordinary, self, protocol)
 
     class Absent(Taken):
         """A parameter without values: torch operations through any reference to it call `__torch_function__` first."""

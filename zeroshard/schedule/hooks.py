@@ -89,7 +89,7 @@ class Hooks:
         self._hook_of = untraced(Hook)
         self._in_compiled_code = False
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
-        self._on_leaves: list[RemovableHandle] = []
+        self._on_leaves: dict[tuple[int, str, int], RemovableHandle] = {}
         """Hooks on tensors that outlive the graph."""
         self.before_next_sharding: Callable[[], object] | None = None
         """Ends this sharding on every rank before the model is sharded again."""
@@ -143,7 +143,7 @@ class Hooks:
     def remove(self) -> None:
         self.is_removed = True
         on_gradients = [handle for _, handle in self._on_gradients]
-        for handle in [*self._handles, *on_gradients, *self._on_leaves]:
+        for handle in [*self._handles, *on_gradients, *self._on_leaves.values()]:
             handle.remove()
         self._on_gradients.clear()
         self._handles.clear()
@@ -213,8 +213,7 @@ class Hooks:
         has_frozen = any(not unit.trainable for unit in self._units[module])
         if has_frozen and torch.is_grad_enabled() and not recompute:
             inputs = _differentiable((args, kwargs))
-            self._open_calls[module] += len(inputs)
-            self._hook(inputs, self._input_gradient_known, module)
+            self._open_calls[module] += self._hook(inputs, self._input_gradient_known, module)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
@@ -247,12 +246,23 @@ class Hooks:
         if wanted:
             self._saved.push(caller, unseen=self._in_compiled_code)
 
-    def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> None:
-        """Register a call of `method(*args, gradient)` for each tensor, when that tensor's gradient is known."""
+    def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> int:
+        """Register a call of `method(*args, gradient)` for each tensor, when that tensor's gradient is known.
+
+        Return the number of new calls: on a leaf, a hook replaces the one of an earlier forward, which no backward may follow.
+        """
+        before = len(self._on_leaves)
+        others = 0
         for tensor in tensors:
             handle = tensor.register_hook(self._hook_of(method, *args))
-            if tensor.is_leaf:
-                self._on_leaves.append(handle)
+            if not tensor.is_leaf:
+                others += 1
+                continue
+            key = (id(tensor), method.__name__, id(args[0]))
+            if key in self._on_leaves:
+                self._on_leaves[key].remove()
+            self._on_leaves[key] = handle
+        return others + len(self._on_leaves) - before
 
     # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
 
@@ -426,7 +436,7 @@ class Hooks:
         self._open_calls.clear()
         self._calls_to_come = Counter()  # calls that never began count down in the old object
         self._in_progress.clear()
-        for handle in self._on_leaves:
+        for handle in self._on_leaves.values():
             handle.remove()
         self._on_leaves.clear()
         _end_use(self._schedule.units)

@@ -63,7 +63,7 @@ class SavedParameters:
     """
 
     def __init__(self, units: Sequence[Unit], before_read: Callable[[Unit], None]) -> None:
-        self._unit_of = {storage_id(unit.flat.tensor): unit for unit in units if unit.sharded_at_rest}
+        self._unit_of = {storage_id(one.flat.tensor): one for one in units if one.sharded_at_rest and one.layout.order}
         self._placeholders = {
             storage_id(unit.appearance.placeholders): unit
             for unit in units

@@ -234,6 +234,7 @@ class Schedule:
         """Replace `unit` with other units, which hold its parameters from now on. Call it between steps."""
         position = self.units.index(unit)
         self.units[position : position + 1] = by
+        self._kept = [kept for kept in self._kept if kept is not unit]
         self._last = _Order()
         self._present = _Order()
         self._keep_freed_memory()

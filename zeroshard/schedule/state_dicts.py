@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.schedule.module_hooks import Hook
-from zeroshard.schedule.unit import Unit
+from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import is_distributed
 
 
@@ -47,9 +47,13 @@ class _Held:
     def __init__(self, units: Sequence[Unit], names: Mapping[str, int]) -> None:
         self._units = units
         self._names = names
+        self._offloaded: set[Unit] = set()
+        """The units that return to CPU memory."""
 
     def unshard(self, operation: str, *_: Any) -> None:
         for unit in self._units:
+            if unit.state is UnitState.OFFLOADED:
+                self._offloaded.add(unit)
             with unit.collectives.operation(operation):
                 unit.unshard()
             unit.state_dicts += 1
@@ -67,6 +71,9 @@ class _Held:
         for unit in self._units:
             unit.state_dicts = max(unit.state_dicts - 1, 0)  # a step in between has forgotten it
             unit.reshard()
+            if unit in self._offloaded:
+                self._offloaded.remove(unit)
+                unit.offload()
 
 
 class _KeptInMemory(OrderedDict[str, Any]):

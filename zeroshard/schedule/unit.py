@@ -315,9 +315,12 @@ class Unit:
             return
         assert self._cpu is not None
         self.unshard()
-        written = self.appearance.collect_written()
+        if self.trainable:
+            self.writes.save_traced()
+        else:
+            self.appearance.collect_written()
         # A write through `.data` leaves no trace. Frozen parameters, such as a teacher's average, may be updated in this way.
-        self._leave(changed=not self._cpu.is_current or not self.trainable or bool(written))
+        self._leave(changed=not self._cpu.is_current or not self.trainable)
 
     @property
     def _may_leave(self) -> bool:
@@ -349,8 +352,8 @@ class Unit:
             return
         self.is_held = False  # torch refuses a graph from before: its saved parameters are outdated
         self.reshard()
+        self.write_back()  # otherwise values that the user wrote or assigned through `.data` would be lost
         self.offload()
-        self.write_back()  # a tensor that the user assigned as `.data` would be lost
         self._move(UnitMove.PARK)
 
     def is_looked_at(self, updated: int) -> bool:
@@ -379,6 +382,7 @@ class Unit:
         self.appearance.release()
         if self.sharded_at_rest:
             self._live.numel -= self.layout.numel
+            self.flat.free()  # reference cycles keep the unit alive until Python's next collection
 
     # ------------------------------------------------------------------ the user's writes (see writes.py)
 
@@ -440,6 +444,7 @@ class Unit:
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         if self.state is UnitState.PARKED:
             self.before_read(parameter, "deepcopy")
+        was_offloaded = self.state is UnitState.OFFLOADED
         with self.collectives.operation("deepcopy"):
             self.unshard()
         ours = [entry for entry in self.named if self.appearance.is_own(entry)]  # others copy themselves
@@ -447,6 +452,8 @@ class Unit:
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
         self.reshard()
+        if was_offloaded:
+            self.offload()
         for entry in new:
             memo[id(entry.parameter)].__dict__.update(copy.deepcopy(entry.parameter.__dict__, memo))
         copied = memo[id(parameter)]

@@ -6,7 +6,7 @@ values of each element's owner count.
 
     trace of a write           found by
     a version counter          `Appearance.collect_written`, at no cost
-    another tensor as `.data`  `Appearance.adopt_new_data`, by its address
+    another tensor as `.data`  `Appearance.adopt_new_data`, by its address, shape and strides
     none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only if the user may have read `.data`
 """
 
@@ -56,7 +56,14 @@ class Writes:
                 if bucket.save_hidden_writes():
                     self.found |= {piece.index for piece in bucket.layout.pieces}
         self.found |= new
+        if self.found:
+            self.outdate_cpu_copy()
         return bool(new)
+
+    def save_traced(self) -> None:
+        """Copy values whose writes left a trace to the parameters' place at rest, and to the master weights."""
+        if self.look(scans=False):
+            self._save_rows()
 
     def _save_rows(self) -> None:
         """Copy unsharded values to the slots and the master weights. Parked master weights get them in `end_parking`."""

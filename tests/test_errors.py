@@ -8,8 +8,11 @@ import os
 import random
 import re
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, Units, UsageError
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
+from zeroshard.collectives.neighbours import Neighbours
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
 from zeroshard.collectives.watch import Told, Watch
 from zeroshard.config.load import load_config
@@ -86,6 +90,47 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
         assert "rank 0 waited for" in message
         assert "rank 1 waited for" in message
         assert "blocks" in message
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_that_wait_in_a_circle_are_named_long_before_the_timeout(ranks: int) -> None:
+    """No two of them wait for each other."""
+
+    def body(rank: int) -> str:
+        sockets = {}
+        for other in range(ranks):
+            if other != rank:
+                sockets[other] = socket.fromfd(ends[rank, other].fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in ends.values():
+            end.close()
+        neighbours = Neighbours(sockets, 600.0)
+        for distance in range(1, ranks):
+            neighbours.send((rank + distance) % ranks, 100 + rank, b"")
+        with pytest.raises(RuntimeError) as caught:
+            neighbours.receive((rank + 1) % ranks, 100 + rank, f"operation {rank}")
+        neighbours.close()
+        return str(caught.value)
+
+    pairs = {pair: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for pair in combinations(range(ranks), 2)}
+    ends = {(one, other): pair[0] for (one, other), pair in pairs.items()}
+    ends |= {(other, one): pair[1] for (one, other), pair in pairs.items()}
+    messages = run_ranks(body, ranks, timeout=60, initialise=False)  # each rank forks, so it has copies of the sockets
+    for end in ends.values():
+        end.close()
+    found = [re.search(r"rank (\d) waits for this one meanwhile, for operation (\d)", message) for message in messages]
+    assert any(found)
+    assert all(match is None or match[1] == match[2] for match in found)
+
+
+def test_a_wait_with_a_timeout_of_months() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    neighbours, other = Neighbours({1: ours}, 60 * 86400.0), Neighbours({0: theirs}, 60 * 86400.0)
+    late = threading.Timer(1.5, other.send, (0, 5, b"late"))  # after the notice that the first one is stuck
+    late.start()
+    assert neighbours.receive(1, 5, "a message") == b"late"
+    late.join()
+    neighbours.close()
+    other.close()
 
 
 @pytest.mark.parametrize("alone", ["state_dict", "save", "states", "forward"])

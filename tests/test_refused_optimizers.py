@@ -106,6 +106,22 @@ def test_an_argument_that_contradicts_what_is_known_is_refused() -> None:
             zeroshard.shard(model, optimizer, 2, elementwise=True)
 
 
+def test_a_refused_shard_leaves_several_optimizers_as_they_were() -> None:
+    model = Stack()
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.AdamW(parameters[:3]), torch.optim.AdamW(parameters[3:])]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    states, groups = [one.state for one in optimizers], [one.param_groups for one in optimizers]
+    with pytest.raises(UsageError, match=r"the optimizer \(AdamW, AdamW\) has stepped already"):
+        zeroshard.shard(model, optimizers, 2)
+    assert all(one.state is state for one, state in zip(optimizers, states, strict=True))
+    assert all(one.param_groups is group for one, group in zip(optimizers, groups, strict=True))
+    assert len(optimizers[1].state_dict()["state"]) == len(parameters) - 3
+
+
 def test_muon_takes_no_later_groups() -> None:
     optimizer = zeroshard.MuonWithAdamW(Stack().parameters())
     with pytest.raises(UsageError, match="Pass all groups to its constructor"):

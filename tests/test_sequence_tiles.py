@@ -393,3 +393,19 @@ def test_hooks_on_gradients_of_tiled_parameters_are_refused() -> None:
     model[0].weight.register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(UsageError, match=r"0 has a hook \(register_hook\)"):
         model(torch.randn(1, 6, WIDTH))
+
+
+@pytest.mark.parametrize("first", [torch.full((2, 5, 4), torch.inf), torch.ones(0, 5, 4)], ids=["infinite", "empty"])
+def test_a_first_batch_that_proves_nothing_is_not_judged(first: Tensor) -> None:
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))})
+    tile(model, "mlp", tokens=2)
+    assert model["mlp"](first).shape == first.shape
+    assert model["mlp"](torch.ones(2, 5, 4)).isfinite().all()
+
+
+def test_a_token_mean_of_fp16_values_does_not_overflow() -> None:
+    values = torch.full((40_000,), 3.0, dtype=torch.float16, requires_grad=True)
+    mean = token_mean(values, torch.ones(40_000, dtype=torch.bool))
+    assert mean.item() == 3.0
+    (mean * 40_000).backward()
+    assert values.grad is not None and bool((values.grad == 1).all())

@@ -395,3 +395,22 @@ def test_a_forward_whose_graph_is_dropped_holds_nobody_up() -> None:
             sharded.optimizer.zero_grad()
 
     run_ranks(body, 2, collective_timeout=20)
+
+
+def test_buffers_that_share_memory_still_do_and_keep_their_layout() -> None:
+    def body(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        base = torch.full((3, 4), float(rank + 1))
+        model.register_buffer("base", base)
+        model.register_buffer("transposed", base.t())
+        model.register_buffer("expanded", torch.full((1,), float(rank + 1)).expand(4))
+        model.register_buffer("image", torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last))
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        assert bool((model.base == 1).all()) and bool((model.expanded == 1).all()), "rank 0's"
+        model.base.fill_(7)
+        assert bool((model.transposed == 7).all())
+        assert model.image.is_contiguous(memory_format=torch.channels_last)
+        model.expanded[0] = 9
+        assert float(model.expanded[1]) == 1, "no two elements share memory"
+
+    on_ranks(body, 2)

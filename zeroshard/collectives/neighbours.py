@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 _NUMBER = struct.Struct("<Q")
 """The format of tags and counts. A message begins with its tag."""
@@ -25,9 +26,12 @@ READ = 1 << 63
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """The tags of messages of a rank about itself: it has finished; a wait failed; it is waiting for the receiver.
 
-A waiting rank adds the number of messages that it has received from the receiver, and the label of its operation.
+A waiting rank adds the number of messages that it has received from the receiver, the number of a wait, and the label of its
+operation. It passes on the numbers of waits for itself: the rank whose own number returns waits in a circle.
 """
 _STUCK_SECONDS = 1.0
+_LONGEST_POLL = 3600.0
+"""The most seconds of one wait for messages: `poll` takes milliseconds in 32 bits."""
 
 
 class Lost(RuntimeError):
@@ -40,6 +44,21 @@ class Lost(RuntimeError):
     def __init__(self, text: str, peers: frozenset[int]) -> None:
         super().__init__(text)
         self.peers = peers
+
+
+@dataclass
+class _Stuck:
+    """A report of a peer that waits for this rank.
+
+    Attributes:
+        heard: the number of our messages that the peer had received by then.
+        label: the peer's operation.
+        waits: the numbers of the waits that lead to this one, the peer's own among them.
+    """
+
+    heard: int
+    label: str
+    waits: set[int] = field(default_factory=set)
 
 
 class Neighbours:
@@ -60,8 +79,8 @@ class Neighbours:
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}
         self._sent = dict.fromkeys(sockets, 0)
         self._heard = dict.fromkeys(sockets, 0)
-        self._stuck: dict[int, tuple[int, str]] = {}
-        """By peer that is waiting for this rank: the number of our messages that it had received by then, and its operation."""
+        self._stuck: dict[int, _Stuck] = {}
+        """By peer that is waiting for this rank."""
         self._finished: set[int] = set()
         self._dead: set[int] = set()
         self._failed: set[int] = set()
@@ -127,7 +146,7 @@ class Neighbours:
 
         Raises:
             Lost: the peer no longer takes part, or a process of this host has ended.
-            RuntimeError: the timeout has passed, or the two ranks are waiting for each other.
+            RuntimeError: the timeout has passed, or ranks are waiting for each other: these two, or several in a circle.
         """
         self.block(peer, lambda: bool(self._inbox[peer].get(tag)), label)
         waiting = self._inbox[peer][tag]
@@ -142,19 +161,34 @@ class Neighbours:
             return
         self._drain(peer)
         start = time.monotonic()
-        told = False
+        own = int.from_bytes(os.urandom(_NUMBER.size))
+        told = set[int]()
         while not is_over():
             self._refuse_absent(peer)
-            heard, awaited = self._stuck.get(peer, (-1, ""))
-            if heard == self._sent[peer]:
-                raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {awaited}")
+            waits = self._waits_for_this(peer, own)
             waited = time.monotonic() - start
             if waited > self._timeout:
                 raise RuntimeError(f"timed out after {self._timeout:g} s")
-            if not told and waited > _STUCK_SECONDS:
-                self._put(peer, _STUCK, _NUMBER.pack(self._heard[peer]) + label.encode()[: LIMIT // 2])
-                told = True
-            self._take_in(min(self._timeout - waited, self._timeout if told else _STUCK_SECONDS) + 0.001)
+            if waited > _STUCK_SECONDS:
+                waits.add(own)
+            for wait in waits - told:
+                numbers = _NUMBER.pack(self._heard[peer]) + _NUMBER.pack(wait)
+                self._put(peer, _STUCK, numbers + label.encode()[: LIMIT // 2])
+            told |= waits
+            self._take_in(min(self._timeout - waited, self._timeout if own in told else _STUCK_SECONDS) + 0.001)
+
+    def _waits_for_this(self, awaited: int, own: int) -> set[int]:
+        """Return the numbers of waits that last until this rank sends. Raise if the awaited peer's or its `own` one is among them.
+
+        A peer that has not received all messages yet may go on.
+        """
+        waits = set[int]()
+        for peer, stuck in self._stuck.items():
+            if stuck.heard == self._sent[peer]:
+                if peer == awaited or own in stuck.waits:
+                    raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
+                waits |= stuck.waits
+        return waits
 
     def _refuse_absent(self, peer: int) -> None:
         """Raise if a process has ended, or if this peer no longer takes part."""
@@ -168,7 +202,7 @@ class Neighbours:
 
     def _take_in(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for messages, and read them."""
-        for descriptor, _ in self._poll.poll(timeout * 1000):
+        for descriptor, _ in self._poll.poll(min(timeout, _LONGEST_POLL) * 1000):
             peer = self._peer_of.get(descriptor)
             if peer is None:
                 continue
@@ -205,8 +239,11 @@ class Neighbours:
             elif tag == _FAILED:
                 self._failed.add(peer)
             elif tag == _STUCK:
-                heard, label = _split(data)
-                self._stuck[peer] = heard, label.decode(errors="replace")
+                heard, data = _split(data)
+                wait, label = _split(data)
+                if peer not in self._stuck or self._stuck[peer].heard != heard:
+                    self._stuck[peer] = _Stuck(heard, label.decode(errors="replace"))
+                self._stuck[peer].waits.add(wait)
             else:
                 self._heard[peer] += 1
                 if tag & READ:

@@ -35,17 +35,16 @@ class Several(torch.optim.Optimizer):
         self.members = list(members)
         for member in members:
             self.state.update(member.state)
-        self._connect()
 
     def __repr__(self) -> str:
         return f"Several({self.members!r})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._connect()
+        self.connect()
 
-    def _connect(self) -> None:
-        """Share this optimizer's groups and states with its members."""
+    def connect(self) -> None:
+        """Share this optimizer's groups and states with its members. Before this call, the members are as the user made them."""
         start = 0
         for member in self.members:
             end = start + len(member.param_groups)

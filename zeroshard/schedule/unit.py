@@ -382,7 +382,6 @@ class Unit:
         self.appearance.release()
         if self.sharded_at_rest:
             self._live.numel -= self.layout.numel
-            self.flat.free()  # reference cycles keep the unit alive until Python's next collection
 
     # ------------------------------------------------------------------ the user's writes (see writes.py)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,12 +89,12 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
     """Yield this rank's slices of batches that are the same on all ranks of a sequence.
 
     Raises:
-        UsageError: the ranks' batches differ.
+        UsageError: the ranks' batches differ, or a rank's batch cannot be cut.
     """
     batches = iter(loader)
     while True:
         batch = next(batches, None)
-        digests = ranks.gather(None if batch is None else _digest(batch), "a comparison of batches")
+        digests = _gathered(ranks, _digest, batch, "a comparison of batches")
         if any(digest != digests[0] for digest in digests):
             raise UsageError(
                 f"the loaders of ranks {ranks.members}, which hold slices of the same sequences, gave them different "
@@ -107,21 +107,43 @@ def cut_loader(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield this rank's slices of each rank's batch, in turn: one round of loading yields one batch per rank."""
+    """Yield this rank's slices of each rank's batch, in turn: one round of loading yields one batch per rank.
+
+    Raises:
+        UsageError: a rank's batch cannot be cut.
+    """
     batches = iter(loader)
+    device = torch.device("cpu")
     while True:
         own = next(batches, None)
-        device = torch.device("cpu")
-        sent = None
+        everyone = [batch for batch in _gathered(ranks, _sendable, own, "batches in turn") if batch is not None]
         if own is not None:
-            _refuse_unnamed(own)
-            sent = _moved(own, device)
-            device = _tokens(own).device
-        everyone = [batch for batch in ranks.gather(sent, "batches in turn") if batch is not None]
+            device = _tokens(own).device  # when this loader has ended, the others' batches still come to this device
         if not everyone:
             return
         for batch in everyone:
             yield cut_batch(ranks, _moved(batch, device))
+
+
+def _gathered(ranks: SequenceRanks, convert: Callable[[Any], Any], batch: Any, label: str) -> list[Any]:
+    """Gather each rank's converted batch, or None. If one rank refuses its batch, every rank raises the error."""
+    converted, why = None, None
+    try:
+        if batch is not None:
+            converted = convert(batch)
+    except UsageError as error:
+        why = error.args[0]
+    everyone = ranks.gather((converted, why), label)
+    for rank, (_, refusal) in zip(ranks.members, everyone, strict=True):
+        if refusal is not None:
+            raise UsageError(f"on rank {rank}, {refusal}")
+    return [converted for converted, _ in everyone]
+
+
+def _sendable(batch: Any) -> dict[str, Any]:
+    _refuse_unnamed(batch)
+    _tokens(batch)
+    return _moved(batch, torch.device("cpu"))
 
 
 def _refuse_unnamed(batch: Any) -> None:

@@ -112,9 +112,9 @@ def token_mean(
         tokens: as for `head_loss`.
 
     Returns:
-        The mean, [], the same on every rank; 0 if no token counts.
+        The mean, [], the same on every rank; 0 if no token counts. Its dtype is that of the values, and at least fp32.
     """
-    total = torch.where(counted, values, 0).sum()
+    total = torch.where(counted, values, 0).sum(dtype=torch.promote_types(values.dtype, torch.float32))
     mean: Tensor = _Mean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]
     return mean
 

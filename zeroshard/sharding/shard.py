@@ -45,7 +45,7 @@ from zeroshard.layout.bucketing import Group, group_parameters, refuse_shared_me
 from zeroshard.layout.model_tree import ModelTree
 from zeroshard.observe.display import Display
 from zeroshard.observe.emulation import warn_if_emulated
-from zeroshard.optim.several import Several
+from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import needs_whole_parameters
 from zeroshard.parameters.classes import notes_data, whole_class
 from zeroshard.parameters.context import Context, Live
@@ -219,6 +219,8 @@ def _shard(
     _refuse_integers(groups, policy)
     _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
+    if isinstance(optimizer, Several):
+        optimizer.connect()  # not before: a refused `shard` leaves the user's optimizers unchanged
     step = ShardedStep(optimizer, schedule, context)
     OptimizerStates(step)  # the optimizer's hooks keep it alive
     if step.replicas is not None:
@@ -342,11 +344,25 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             raise UsageError(
                 f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}). Materialise it first."
             )
-        if not buffer.is_contiguous():  # no two elements may share memory, as in an expanded tensor
-            buffer.data = buffer.data.contiguous()
-        collectives.broadcast(buffer.data.reshape(-1).view(torch.uint8))
+        values = buffer.data.contiguous()
+        collectives.broadcast(values.view(-1).view(torch.uint8))
+        if _may_overlap(buffer):
+            buffer.data = values
+        elif values.data_ptr() != buffer.data_ptr():
+            buffer.data.copy_(values)
         if precision.buffer_dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(precision.buffer_dtype)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor may share memory, as in an expanded one."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -371,7 +387,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
     if any(steps):  # Adagrad has a state from the start
         raise UsageError(
-            f"the optimizer ({type(optimizer).__name__}) has stepped already: its state would be lost. Shard before "
+            f"the optimizer ({', '.join(type(one).__name__ for one in optimizers_of(optimizer))}) has stepped already: its state would be lost. Shard before "
             "the first step, and then load a checkpoint."
         )
     known = {id(p) for p in model.parameters()}

@@ -22,6 +22,10 @@ class Model(torch.nn.Module):
         return self.net(x).square().mean()
 def make():
     return Model(), lambda rank, step: (torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + rank)),)
+def nan():
+    return Model(), lambda rank, step: (torch.full((4, 8), torch.nan),)
+def frozen():
+    return Model().requires_grad_(False), lambda rank, step: (torch.zeros(4, 8),)
 """
 
 
@@ -30,7 +34,7 @@ def test_estimate_gives_the_figures_of_the_paper() -> None:
     command = [str(BIN / "zeroshard"), "estimate", "--parameters", "7.5e9", "--ranks", "64"]
     environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1")
     output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
-    for figure in ("120.0", "31.4", "16.6", "1.9", "3.8 x", "7.2 x", "64.0 x"):
+    for figure in ("120.0 GB", "31.4 GB", "16.6 GB", "1.88 GB", "3.8 x", "7.2 x", "64.0 x"):
         assert figure in output
 
 
@@ -64,8 +68,13 @@ def test_compare_takes_neighbours_for_a_host(tmp_path: Path) -> None:
     assert "of that, across hosts" in rows
 
 
-def test_an_error_is_a_sentence() -> None:
+def test_an_error_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(FACTORY)
     for arguments, expected in (
+        (("compare", "--model", f"{file}:nan", "--steps", "1"), "are NaN at stage 0"),
+        (("compare", "--model", f"{file}:frozen"), "has no parameter that requires a gradient"),
+        (("doctor", "--net", "--profile", "p.json"), "--profile would get no figures"),
         (("estimate",), "either --parameters N or --model FILE"),
         (("compare", "--model", "nowhere.py:make"), "no file at nowhere.py"),
         (("compare", "--ranks", "3", "--within", "2"), "does not divide --ranks 3"),

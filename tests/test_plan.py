@@ -19,6 +19,7 @@ from insides import every_row_summed
 from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
 
 import zeroshard
+from zeroshard import UsageError
 from zeroshard.planning import dry_run
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -320,3 +321,45 @@ def test_an_optimizer_that_reads_its_states_is_planned(name: str, machine: str) 
         batch=lambda n: (torch.zeros(n, 8),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
     )  # fmt: skip
     assert made.figures.states["optimizer"] > 0
+
+
+class Dropping(nn.Module):
+    """A model with dropout inside and outside of attention."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=dropout, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.dropout(self.layer(x))
+        return y.float().mean()
+
+
+def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
+    """Masks of one byte for each element, and no scores of attention: [8, 2, 256, 256] would take as much as 8 inputs."""
+    config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
+
+    def live(dropout: float) -> int:
+        batch = (torch.zeros(8, 256, 64, dtype=torch.bfloat16),)
+        return zeroshard.plan(lambda: Dropping(dropout), config, world_size=1, batch=batch).peak_nbytes
+
+    elements = 8 * 256 * 64
+    assert 0 <= live(0.1) - live(0.0) <= 3 * 5 * elements, "three results, each with a mask, and a gradient"
+
+
+def test_a_batch_of_another_size_than_the_configs_is_refused() -> None:
+    config = {"train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(UsageError, match="the batch has 4 samples, and the config makes the micro-batch size 2"):
+        zeroshard.plan(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(4, 8, 64),))
+
+
+def test_unmanaged_microbatches_are_one_step() -> None:
+    def calls(managed: bool) -> dict[str, int]:
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6, "zero_optimization": {"stage": 1},
+            "managed_gradient_accumulation": managed,
+        }  # fmt: skip
+        return zeroshard.plan(lambda: Dropping(0.0), config, world_size=2, batch=(torch.zeros(1, 8, 64),)).figures.calls
+
+    assert calls(False)["all_gather"] == calls(True)["all_gather"]

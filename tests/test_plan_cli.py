@@ -42,6 +42,14 @@ def loss():
     return Mean(4, 1), lambda rank, step: (torch.zeros(1, 4),)
 def meta():
     return torch.nn.Linear(4, 1, device="meta"), lambda rank, step: (torch.zeros(1, 4),)
+class TwoSamples(Mean):
+    def __init__(self):
+        super().__init__(4, 1)
+        self.register_buffer("offsets", torch.zeros(2, 4))
+    def forward(self, values):
+        return super().forward(values + self.offsets)
+def two_samples():
+    return TwoSamples(), lambda rank, step: (torch.zeros(2, 4),)
 """
 
 
@@ -109,10 +117,15 @@ def test_a_batch_size_and_short_names_are_given_too(folder: Path) -> None:
 
 def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
-    planned = [".", "--sequence", "32", "--quick"]
-    assert "name the config with --config" in refused(*planned, "--auto", "lr=1e-3")
+    planned = [".", "--sequence", "32"]
+    for option in (("--auto", "lr=1e-3"), ("--quick",)):
+        assert "name the config with --config" in refused(*planned, *option)
     told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
     assert "auto['stge'] is not the name of a config key. Did you mean 'stage'?" in told
+    assert "set the config's train_batch_size" in refused(*planned, "--config", "auto.json", "--global-batch", "8")
+    assert "Pass one of them" in refused(*planned, "--batch", "2", "--global-batch", "8")
+    assert "so --batch 3 has no effect" in refused(*planned, "--config", "zero.json", "--batch", "3", "--quick")
+    assert "--sequence has no effect" in refused("factory.py:make", "--sequence", "8", "--config", "zero.json")
     for name in ("memory.txt", "memory"):
         assert "is not the name of a picture" in refused(*planned, "--plot", name)
 
@@ -342,3 +355,47 @@ def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
     unknown = measure.known_machine("another maker's")
     assert unknown.devices == ("another maker's",)
     assert unknown.between == machines()["h100"].between
+
+
+def test_a_model_that_takes_one_batch_size_only_is_planned(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "factory.py:two_samples", "--config", "zero.json"])
+    assert done.exit_code == 0, done.output
+    assert "fits:" in done.output and "the largest micro-batch is unknown: the model could not be run" in done.output
+
+
+def test_a_largest_micro_batch_at_the_limit_of_the_search_says_so(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json"])
+    assert "the largest micro-batch that fits: at least " in done.output
+
+
+def test_a_config_that_a_run_refuses_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "zero.json").read_text())
+    (folder / "typo.json").write_text(json.dumps(config | {"tensorboard": {"enabledd": True}}))
+    assert "enabledd" in refused("factory.py:make", "--config", "typo.json", "--quick")
+    (folder / "auto.json").write_text(json.dumps(config | {"steps_per_print": "auto"}))
+    done = CliRunner().invoke(
+        app, ["plan", "factory.py:make", "--config", "auto.json", "--quick", "--write", "out.json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads((folder / "out.json").read_text()).get("steps_per_print") != "auto"
+
+
+def test_ranks_on_cpus_need_the_memory_of_their_host_together(folder: Path) -> None:
+    def fits(memory: str) -> bool:
+        options = (
+            "--machine",
+            "cpu",
+            "--gpus",
+            "2",
+            "--host-memory",
+            memory,
+            "--config",
+            "zero.json",
+            "--quick",
+            "--json",
+        )
+        plan = json.loads(CliRunner().invoke(app, ["plan", "factory.py:make", *options]).output)
+        assert plan["host"]["bytes"] >= 2 * plan["needed"]
+        return bool(plan["fits"])
+
+    assert fits("2GB") and not fits("500MB")

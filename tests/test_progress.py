@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from zeroshard.cli.main import app
 from zeroshard.observe import display as display_module
 from zeroshard.observe.display import Display, Row, clock
 from zeroshard.observe.monitors import Sent
+from zeroshard.observe.readings import Readings
 from zeroshard.planning.machine import machines, peak_flops_of
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.training_progress import Sizes, TrainingRow
@@ -432,3 +434,12 @@ def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     assert [one["step"] for one in steps] == list(range(1, len(found["losses"]) + 1))
     assert [one["loss"] for one in steps] == pytest.approx(found["losses"].tolist(), rel=1e-6)
     assert steps[-1]["reserved"] >= steps[-1]["peak"] > steps[-1]["memory"]["parameters"] > 0
+
+
+def test_a_loss_that_requires_a_gradient_is_logged_without_a_warning() -> None:
+    """As in the loop that the documentation shows."""
+    readings = Readings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        readings.add(1, [torch.ones((), requires_grad=True) * 2, 0.5])
+    assert readings.take(wait=True) == [(1, [2.0, 0.5])]

@@ -76,6 +76,10 @@ def compare(
     console = Console()
     with Display(animated=True).task(f"training at stages 0 to 3 on {counted(ranks, 'rank')}", in_bytes=False):
         results = _train(factory, ranks, steps, bf16, within)
+    if not results[0]["same"]:
+        raise UsageError(
+            f"losses or parameters of {model} are NaN at stage 0, so no results can be compared. Check the model and its batches."
+        )
     told = _table(results, ranks, steps)
     console.print(told)
     if plot is not None:
@@ -98,6 +102,8 @@ def _problem(name: str, factory: Callable[[], Any]) -> str | None:
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
             return f"{name} must return (module, batch), where batch(rank, step) returns the arguments of one call."
         module, batch = made
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return f"the module of {name} has no parameter that requires a gradient. Unfreeze some."
         loss = call_factory(f"{name}'s module on batch(0, 0)", lambda: module(*batch(0, 0)))
     except UsageError as error:
         return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,9 +42,11 @@ def check(
     module = None
     if model is not None:
         module = build_module(model)
+    values = supplied(auto or [])
+    note_superfluous(file, values)
     of_model = tensor_parallel_ranks(file)
     refuse_uneven(of_model, ranks or of_model)
-    config = load_config(file, (ranks or of_model) // of_model, module, supplied(auto or []))
+    config = load_config(file, (ranks or of_model) // of_model, module, values)
     refuse_without_batch_size(config)
     _make_optimizer(config)
     console = Console()
@@ -68,6 +71,23 @@ def supplied(items: list[str]) -> dict[str, Any]:
         except ValueError:
             found[key] = value
     return found
+
+
+def note_superfluous(config: Path, values: Mapping[str, Any]) -> None:
+    """Print a note for each value of --auto that has no effect, since the config has another value than "auto" for its key."""
+    from zeroshard.config.load import read
+
+    def walk(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in block.items():
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    for path, value in walk(read(config)):
+        named = next((name for name in values if name in (path, path.rpartition(".")[2])), None)
+        if named is not None and value != "auto":
+            typer.echo(f"note: --auto {named} has no effect: the config has {json.dumps(value)}", err=True)
 
 
 def _make_optimizer(config: Config) -> None:

@@ -36,6 +36,8 @@ def doctor(
     from rich.console import Console
 
     console = Console(highlight=False)
+    if net and profile is not None:
+        raise UsageError("--net measures links only, so --profile would get no figures. Pass one of them.")
     if net:
         _print_links(console, size)
         return
@@ -44,10 +46,14 @@ def doctor(
 
     if profile is not None:
         output_file(profile, "--profile")
+        profile.parent.mkdir(parents=True, exist_ok=True)
         with console.status("measuring"):
             machine = measured_machine(profile.stem, io, size)
         profile.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote this machine's figures to {profile}. Use them with: zeroshard plan --machine {profile}")
+        console.print(
+            f"wrote this machine's figures to {profile}. Use them with: zeroshard plan --machine {profile}",
+            markup=False,
+        )
         return
     from rich.table import Table
 

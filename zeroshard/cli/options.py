@@ -63,9 +63,9 @@ def load_factory(name: str) -> Callable[[], Any]:
     """Return the function that `module:function` or `file.py:function` names. Raises `UsageError` if none can be imported."""
     place, _, function = name.rpartition(":")
     if not place or not function:
-        raise UsageError(f"--model takes module:function or file.py:function, not {name!r}. Name both.")
+        raise UsageError(f"a model is module:function or file.py:function, not {name!r}. Name both.")
     if place.endswith(".py"):
-        module = _load_file(input_file(Path(place), "--model"))
+        module = _load_file(input_file(Path(place), f"the model {name}"))
     else:
         module = _load_module(place)
     if not callable(getattr(module, function, None)):
@@ -78,6 +78,8 @@ def _load_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
     loader = spec.loader
     return call_factory(f"importing {path}", lambda: loader.exec_module(module)) or module
 
@@ -90,7 +92,7 @@ def _load_module(name: str) -> Any:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UsageError(f"there is no module {name!r} here. Pass --model module:function or file.py:function.")
+        raise UsageError(f"there is no module {name!r} here. Name module:function or file.py:function.")
     return call_factory(f"importing {name}", lambda: importlib.import_module(name))
 
 

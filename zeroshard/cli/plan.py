@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.cli.configs import supplied
+from zeroshard.cli.configs import note_superfluous, supplied
 from zeroshard.cli.options import (
     build_module,
     call_factory,
@@ -26,7 +26,7 @@ from zeroshard.cli.options import (
     parameters_of,
     picture_file,
 )
-from zeroshard.errors import UsageError, counted
+from zeroshard.errors import UsageError, ZeroshardError, counted
 
 if TYPE_CHECKING:
     from zeroshard.planning.dry_run import Job
@@ -52,10 +52,10 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="The number of ranks, one for each accelerator.")] = 8,
     memory: Annotated[int | None, typer.Option(
         parser=memory_of, metavar="BYTES", help="The memory of one accelerator: 80GB, 40GiB.")] = None,
-    batch: Annotated[int, typer.Option(min=1,
+    batch: Annotated[int | None, typer.Option(min=1,
         help="With --config: the samples of one forward on one rank, if the config names none. In a search: the samples of a "
-        "step on each data-parallel rank.")] = 1,
-    sequence: Annotated[int, typer.Option(min=1, help="The tokens of a sample, for a config.json.")] = 2048,
+        "step on each data-parallel rank. Default: 1.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="The tokens of a sample, for a config.json; default: 2048.")] = None,
     sequence_parallel: Annotated[int, typer.Option(
         min=1, help="The number of ranks that share one sequence (zeroshard.sequence).")] = 1,
     tile_tokens: Annotated[int, typer.Option(
@@ -84,8 +84,7 @@ def plan(
     --config, the command plans that config. Otherwise it searches for the fastest config that fits. A function that
     MODEL names returns (module, batch), where `batch(rank, step)` returns the arguments of one call.
     """
-    if auto and config is None:
-        raise UsageError('--auto supplies values for keys that are "auto" in a config: name the config with --config.')
+    _refuse_unused(config, auto=auto, batch=batch, global_batch=global_batch, quick=quick)
     if write is not None:
         output_file(write, "--write")
     if plot is not None:
@@ -96,7 +95,9 @@ def plan(
         from zeroshard.planning.long_sequences import LongSequences
         from zeroshard.planning.planner import job_of, limits
 
-        subject = subject_of(model, sequence)
+        subject = subject_of(model, sequence or 2048)
+    if sequence is not None and not subject.takes_sequences:
+        raise UsageError(f"{model} makes its own batches, so --sequence has no effect. Leave it out.")
     job = job_of(
         subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init,
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
@@ -104,12 +105,13 @@ def plan(
     )  # fmt: skip
     bounds = limits(job.machine)
     if config is None:
-        found = _search(subject, job, bounds, batch, global_batch)
+        found = _search(subject, job, bounds, batch or 1, global_batch)
     else:
         values = supplied(auto or [])
+        note_superfluous(config, values)
         found = _judge(job, bounds, supply(read_for(config, values), values), batch, quick=quick)
     if subject.takes_sequences:
-        found = replace(found, sequence=sequence)
+        found = replace(found, sequence=sequence or 2048)
     if plot is not None:
         from zeroshard.planning.dry_run import dry_run
         from zeroshard.planning.report import draw
@@ -123,6 +125,20 @@ def plan(
         print(json.dumps(found.as_dict(), indent=2))
     else:
         found.print()
+
+
+def _refuse_unused(
+    config: Path | None, *, auto: list[str] | None, batch: int | None, global_batch: int | None, quick: bool
+) -> None:
+    """Raise UsageError for options that would have no effect beside the others."""
+    if auto and config is None:
+        raise UsageError('--auto supplies values for keys that are "auto" in a config: name the config with --config.')
+    if quick and config is None:
+        raise UsageError("--quick leaves out what follows the plan of a config: name the config with --config.")
+    if global_batch is not None and config is not None:
+        raise UsageError("--global-batch is for a search. With --config, set the config's train_batch_size instead.")
+    if global_batch is not None and batch is not None:
+        raise UsageError("--batch and --global-batch both set the samples of a step. Pass one of them.")
 
 
 @contextmanager
@@ -143,7 +159,9 @@ class _Answer:
 
     Attributes:
         found: the result of a search; None if --config named a config.
+        largest: the largest micro-batch size that fits; None if it was not searched for, or is unknown.
         sequence: the tokens of a sample, if the model's batches depend on --sequence.
+        why_unknown: the error of a larger micro-batch size that cannot be planned.
     """
 
     plan: Plan
@@ -151,6 +169,7 @@ class _Answer:
     changes: Sequence[Change] = ()
     largest: int | None = None
     sequence: int | None = None
+    why_unknown: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         answer = self.plan.as_dict()
@@ -169,9 +188,10 @@ class _Answer:
         from rich.console import Console
 
         from zeroshard.planning.report import changes_table, others_table, tables, verdict
+        from zeroshard.planning.search import MOST_SAMPLES
 
         console = Console(highlight=False)
-        console.print(self._assumed())
+        console.print(self._assumed(), markup=False)
         if self.found is not None:
             what = "the fastest config that fits" if self.plan.fits else "no config fits; the closest"
             console.print(f"{what}: {self.found.choice}")
@@ -183,8 +203,12 @@ class _Answer:
         if self.largest is not None:
             known = "not even a micro-batch of 1 fits"
             if self.largest:
-                known = f"the largest micro-batch that fits: {self.largest}"
+                known = (
+                    f"the largest micro-batch that fits: {'at least ' * (self.largest >= MOST_SAMPLES)}{self.largest}"
+                )
             console.print(f"{known}.")
+        if self.why_unknown:
+            console.print(f"the largest micro-batch is unknown: {self.why_unknown}", markup=False)
         console.print(verdict(self.plan))
 
     def _assumed(self) -> str:
@@ -205,22 +229,32 @@ class _Answer:
         return f"assumed: {', '.join(parts)}"
 
 
-def _judge(job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int, *, quick: bool) -> _Answer:
-    from zeroshard.planning.dry_run import dry_run, parted
+def _judge(
+    job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int | None, *, quick: bool
+) -> _Answer:
+    from zeroshard.planning.dry_run import dry_run
     from zeroshard.planning.planner import Plan
     from zeroshard.planning.search import in_process, judge, largest_micro_batch
 
     with _progress("simulating two steps") as told:
         told(0, 1)
-        figures = in_process(lambda: dry_run(job, config, batch), first_here=True)
-        made = Plan(job, figures, **bounds, told=parted(config)[1])
+        figures = in_process(lambda: dry_run(job, config, batch or 1), first_here=True)
+        made = Plan(job, figures, **bounds)
+    if batch is not None and made.figures.config.batch.micro != batch:
+        raise UsageError(
+            f"the config makes the micro-batch size {made.figures.config.batch.micro}, so --batch {batch} has no effect. Leave it "
+            "out, or change the config."
+        )
     if quick:
         return _Answer(made)
     with _progress("trying single changes") as told:
         changes = judge(made, told)
     with _progress("searching for the largest micro-batch") as told:
         told(0, 1)
-        return _Answer(made, None, changes, largest_micro_batch(made))
+        try:
+            return _Answer(made, None, changes, largest_micro_batch(made))
+        except ZeroshardError as error:
+            return _Answer(made, None, changes, why_unknown=str(error))
 
 
 def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
@@ -319,6 +353,7 @@ def estimate(
 
     from zeroshard.observe.memory import formula
     from zeroshard.optim.states import KNOWN
+    from zeroshard.planning.report import size
     from zeroshard.policy import Policy, Precision
 
     if (parameters is None) == (model is None):
@@ -333,7 +368,7 @@ def estimate(
     states = KNOWN[names[optimizer.lower()]].states
     table = Table(
         title=f"{parameters / 1e9:.3g} B parameters, {dtype}, {names[optimizer.lower()]}, {counted(ranks, 'rank')}; "
-        "GB per rank"
+        "bytes per rank"
     )
     for column in ("", "parameters", "gradients", "optimizer", "sum", "less by"):
         table.add_column(column, justify="right")
@@ -341,7 +376,7 @@ def estimate(
     for stage in range(4):
         parts = formula(Policy.stage(stage), resolved, parameters, ranks, states)
         total = sum(parts.values())
-        table.add_row(f"stage {stage}", *[f"{v / 1e9:.1f}" for v in (*parts.values(), total)], f"{whole / total:.1f} x")
+        table.add_row(f"stage {stage}", *[size(value) for value in (*parts.values(), total)], f"{whole / total:.1f} x")
     Console().print(table)
 
 

@@ -304,7 +304,7 @@ def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) ->
     size = _block(_in_full(read(config)), "tensor_parallel").get("autotp_size")
     try:
         return max(int(size or 1), 1)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 1  # `load_config` reports it
 
 

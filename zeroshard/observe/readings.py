@@ -35,7 +35,7 @@ class Readings(Generic[Key]):
             if isinstance(number, Tensor) and number.device.type != "cpu":
                 kept.append(number.detach().reshape(()))
             else:
-                kept.append(float(number))
+                kept.append(float(number.detach() if isinstance(number, Tensor) else number))
         self._waiting.append((key, kept))
 
     def forget_waiting(self) -> None:

@@ -148,9 +148,8 @@ def _add_step(run: RunLog, entry: Mapping[str, Any], at: float, steps: float) ->
     """Add a step's figures. `steps` is the number of steps over which the logged bytes were sent."""
     if run.applied.at and run.applied.at[-1] >= at:  # roll back also the series that this step lacks
         if run.applied.at[0] >= at:
-            run.notes.append(
-                f"{run.path.name}: more than one run from the start; the page shows only the last. Use one folder per run."
-            )
+            note = f"{run.path.name}: more than one run from the start; the page shows only the last. Use one folder per run."
+            run.notes += [note] * (note not in run.notes)
         for series in run.series.values():
             series.go_back(at)
         run.series = {name: series for name, series in run.series.items() if series.at}

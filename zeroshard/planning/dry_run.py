@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from zeroshard.collectives.composed import Within
 from zeroshard.config.load import Config, load_config, read
@@ -135,13 +137,6 @@ class Figures:
     timeline: list[Moment] = field(default_factory=list)
 
 
-def parted(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a config as a dict without the keys for printed lines and logs, and a dict of those keys."""
-    raw = read(config)
-    silent = {key: raw.pop(key) for key in _SILENT if key in raw}
-    return raw, silent
-
-
 def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: bool = False) -> Figures:
     """Run two steps as one rank of a training run, and return the figures.
 
@@ -163,7 +158,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         stack.enter_context(_Mode(allow_non_fake_inputs=True))
         stack.enter_context(ledger)
         stack.callback(gc.collect)  # frees the engine's reference cycles, which would take memory in the next dry run
-        raw = parted(config)[0]
+        raw = read(config)
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
         return _run(job, raw, micro_batch, ledger, clock)
@@ -221,6 +216,8 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
         # `_untraced` changes the model's library, which the factory has imported by now.
         for around in (_untraced(), _located(model, ledger), _random_states(stateful), job.sequences.shortened(clock)):
             stack.enter_context(around)
+        if not job.machine.computes_on_cpu:
+            stack.enter_context(_AcceleratorsDropout())
         for _ in range(STEPS):
             ledger.timeline.clear()
             spent = _step(job, engine, ledger, clock, members.made)
@@ -371,8 +368,8 @@ def _cost(spent: list[_Spent], left_out: int) -> dict[str, dict[str, Any]]:
 
 
 def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the same config with at most MOST_MICROBATCHES microbatches."""
-    made = dict(raw)
+    """Return the same config with at most MOST_MICROBATCHES microbatches, and without printed lines and logs."""
+    made = {key: value for key, value in raw.items() if key not in _SILENT}
     if config.batch.accumulation > MOST_MICROBATCHES:
         made["train_micro_batch_size_per_gpu"] = config.batch.micro
         made["gradient_accumulation_steps"] = MOST_MICROBATCHES
@@ -389,7 +386,8 @@ def _step(
     ranks.calls.clear()
     clock.reset()
     try:
-        for _ in range(engine.gradient_accumulation_steps()):
+        microbatches = engine.gradient_accumulation_steps()
+        for number in range(microbatches):
             ledger.enter("forward", INPUTS)
             batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
             ledger.born = ACTIVATIONS
@@ -398,7 +396,8 @@ def _step(
             engine.backward(loss)
             ledger.enter("step", TEMPORARIES)
             ledger.module = ""
-            engine.step()
+            if number == microbatches - 1 or engine.managed_gradient_accumulation():
+                engine.step()
             spent.append(_spent(clock, ranks))
             del loss, batch
     except ZeroshardError:
@@ -487,6 +486,40 @@ def _untraced() -> Iterator[None]:
         yield
     finally:
         masks.is_tracing = before
+
+
+class _AcceleratorsDropout(TorchFunctionMode):
+    """A mode in which dropout takes the memory that it takes on an accelerator, where the CPU's kernels take more.
+
+    There, fused attention accepts dropout, and other dropout keeps one byte for each element.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in _DROPOUT_PLACE:
+            place = _DROPOUT_PLACE[func]
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                options["dropout_p"] = 0.0
+        elif func in (F.dropout, torch.dropout):
+            return _dropout(func, *args, **options)
+        return func(*args, **options)
+
+
+_DROPOUT_PLACE = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+"""The place of the argument `dropout_p` of attention functions."""
+
+
+def _dropout(func: Any, input: Tensor, p: float = 0.5, *options: Any, **named: Any) -> Tensor:
+    training, inplace = (*options, *(named.get(name, default) for name, default in _DROPOUT_OPTIONS[len(options) :]))
+    if training and not inplace and 0 < p < 1:
+        return torch.native_dropout(input, p, True)[0]
+    found: Tensor = func(input, p, *options, **named)
+    return found
+
+
+_DROPOUT_OPTIONS = (("training", True), ("inplace", False))
 
 
 @contextmanager

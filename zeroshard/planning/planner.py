@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.config.load import tensor_parallel_ranks
 from zeroshard.errors import UsageError
-from zeroshard.planning.dry_run import Figures, Job, dry_run, parted
+from zeroshard.planning.dry_run import Figures, Job, dry_run
 from zeroshard.planning.long_sequences import LongSequences
 from zeroshard.planning.machine import Machine, machine_of
 from zeroshard.torch_private import tree_leaves
@@ -35,14 +35,12 @@ class Plan:
         figures: the results of the dry run.
         limit: bytes of an accelerator's memory.
         host_limit: bytes of a host's CPU memory.
-        told: the config's keys for printed lines and logs, which a dry run ignores.
     """
 
     job: Job
     figures: Figures
     limit: int
     host_limit: int
-    told: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def machine(self) -> Machine:
@@ -92,11 +90,15 @@ class Plan:
 
     @property
     def host_nbytes(self) -> int:
-        """The bytes of CPU memory that a host needs: the peak of its ranks in training, or their models at start-up if larger."""
+        """The bytes of CPU memory that a host needs: the peak of its ranks in training, or their models at start-up if larger.
+
+        On a machine that computes on CPUs, this is all memory of its ranks.
+        """
         built = self.figures.model_nbytes
         if self.machine.computes_on_cpu:
-            built = 0
-        elif self.job.born_sharded:
+            start = 0 if self.job.born_sharded else self.figures.start.nbytes
+            return (max(self.figures.peak_together, start) + sum(self.unseen.values())) * self.job.ranks_per_host
+        if self.job.born_sharded:
             built = -(-built // self.job.ranks)
         return max(self.figures.host_peak.nbytes, built) * self.job.ranks_per_host
 
@@ -149,7 +151,7 @@ class Plan:
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
         }
-        return {**self.figures.config.document, **sizes, **self.told}
+        return {**self.figures.config.document, **sizes}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a dict for JSON, in bytes and seconds, without its timeline."""
@@ -245,7 +247,13 @@ def plan(
         memory=memory, host_memory=host_memory,
     )  # fmt: skip
     figures = dry_run(job, config, micro_batch, draws=timeline)
-    return Plan(job, figures, **limits(job.machine), told=parted(config)[1])
+    given, planned = None if callable(batch) else _samples(batch), figures.config.batch.micro
+    if given is not None and given != planned:
+        raise UsageError(
+            f"the batch has {given} samples, and the config makes the micro-batch size {planned}. Pass a function that returns a "
+            "batch of n samples, or a batch of the config's size."
+        )
+    return Plan(job, figures, **limits(job.machine))
 
 
 def job_of(

@@ -39,7 +39,7 @@ _FORK = multiprocessing.get_context("fork")
 Told = Callable[[int, int], None]
 """A function that gets the progress: the number of dry runs that have ended, and their total number."""
 
-_MOST_SAMPLES = 1 << 16
+MOST_SAMPLES = 1 << 16
 """The number of samples at which `largest_micro_batch` stops, if they fit."""
 
 _SHALLOW = (3, 5)
@@ -201,7 +201,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
     if saves and policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
         change("parameters on cpu", zero_optimization={"offload_param": {"device": "cpu"}})
     if not (config.schema.bf16.enabled or config.schema.fp16.enabled):
-        change("bf16", bf16={"enabled": True})
+        change("bf16", **{"bfloat16" if "bfloat16" in plan.figures.config.document else "bf16": {"enabled": True}})
     batch = config.batch
     if batch.micro % 2 == 0:
         halved = {
@@ -230,7 +230,7 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
 def largest_micro_batch(plan: Plan) -> int:
     """Return the largest micro-batch that accelerators and hosts hold, with the same accumulation; 0 if they hold none.
 
-    Above `_MOST_SAMPLES`, the result may be smaller than the largest.
+    Above `MOST_SAMPLES`, the result may be smaller than the largest.
     """
     first = plan.figures.config.batch.micro
     made = {first: plan}
@@ -256,7 +256,7 @@ def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
     while need(exceeds) <= limit:  # the first samples may add nothing, if the peak is in another phase
         fits = exceeds
         exceeds *= 2
-        if fits >= _MOST_SAMPLES:
+        if fits >= MOST_SAMPLES:
             return fits
     halves = not fits
     while exceeds - fits > 1:

@@ -386,8 +386,9 @@ def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
     if any(steps):  # Adagrad has a state from the start
+        names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
         raise UsageError(
-            f"the optimizer ({', '.join(type(one).__name__ for one in optimizers_of(optimizer))}) has stepped already: its state would be lost. Shard before "
+            f"the optimizer ({names}) has stepped already: its state would be lost. Shard before "
             "the first step, and then load a checkpoint."
         )
     known = {id(p) for p in model.parameters()}

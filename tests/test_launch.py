@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -435,3 +438,21 @@ def test_under_torchrun_the_sentence_comes_first(tmp_path: Path) -> None:
     assert agents <= 3, done.stderr
     root = done.stderr[done.stderr.index("Root Cause") :]
     assert "UsageError: the model (ReLU) has no parameters" in root
+
+
+def _shard_alone(answers: Any) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = torch.nn.Linear(2, 2)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    answers.put([str(one.message) for one in caught])
+
+
+def test_a_process_of_multiprocessing_that_joined_no_ranks_is_warned() -> None:
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    process = fork.Process(target=_shard_alone, args=(answers,))
+    process.start()
+    messages = answers.get()
+    process.join()
+    assert any("so it trains by itself, as rank 0 of 1" in message for message in messages)

@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,24 +244,6 @@ def test_arguments_of_the_optimizers_own_are_refused() -> None:
         with pytest.raises(UsageError, match="got scale"):
             optimizer.step(scale=0.5)
         optimizer.step()
-
-    on_ranks(body, 2)
-
-
-@STAGES
-def test_a_state_dict_from_before_is_refused(stage: int) -> None:
-    """Of a plain optimizer; the groups are still the model's parameters afterwards."""
-
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        plain = Stack()
-        before = OPTIMIZERS["AdamW"](plain.parameters())
-        plain(*tokens(rank, 0)).backward()
-        before.step()
-        model, optimizer, _ = sharded_of(stage)
-        with pytest.raises(UsageError, match="did not shard"):
-            optimizer.load_state_dict(before.state_dict())
-        assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, model.parameters())]
 
     on_ranks(body, 2)
 
@@ -1038,3 +1021,69 @@ def test_an_error_in_its_own_code_leaves_its_param_groups() -> None:
         optimizer.zero_grad()
     assert [len(group["params"]) for group in optimizer.param_groups] == [len(before)]
     assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "fused, two groups": lambda model: torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+         {"params": [p for p in model.parameters() if p.ndim > 1]}], lr=0.01, fused=True,
+    ),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+}  # fmt: skip
+
+
+PLACES = [(stage, Place.ACCELERATOR) for stage in range(4)] + [(stage, Place.DISK) for stage in range(1, 4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "place"), PLACES)
+@pytest.mark.quick(4)
+def test_it_loads_the_states_of_an_unsharded_optimizer(place: Place, kind: str, stage: int, tmp_path: Path) -> None:
+    """A run with DDP goes on sharded, with the same bits."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for number in steps:
+            model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 3))
+        one = KINDS[kind](plain)
+        train(plain, one, range(2))
+        model, states = copy.deepcopy(plain), copy.deepcopy(one.state_dict())
+        train(plain, one, range(2, 4))
+        other = KINDS[kind](model)
+        policy = Policy.stage(stage)
+        if place is Place.DISK:
+            policy = policy.offloaded(optimizer=place, path=str(tmp_path))
+        zeroshard.shard(model, other, policy)
+        groups = [[*map(id, group["params"])] for group in other.param_groups]
+        other.load_state_dict(states)
+        assert [[*map(id, group["params"])] for group in other.param_groups] == groups
+        train(model, other, range(2, 4))
+        with zeroshard.unsharded(model):
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+    on_ranks(body, 2)
+
+
+def test_states_of_other_parameters_are_refused() -> None:
+    def states_of(*sizes: int) -> dict[str, Any]:
+        parameters = [nn.Parameter(torch.ones(size, 2)) for size in sizes]
+        optimizer = torch.optim.AdamW(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zeroshard.shard(model, optimizer, 2)
+    with pytest.raises(UsageError, match=r"groups of \[3\] parameters, and this one of \[2\]"):
+        optimizer.load_state_dict(states_of(3, 3, 3))
+    with pytest.raises(UsageError, match=r"exp_avg of 1\.weight has shape \(4, 2\), and the parameter \(2, 3\)"):
+        optimizer.load_state_dict(states_of(3, 4))

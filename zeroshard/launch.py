@@ -17,9 +17,11 @@ import atexit
 import contextlib
 import faulthandler
 import logging
+import multiprocessing
 import os
 import re
 import socket
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -248,6 +250,12 @@ def join_ranks(
         return
     launch = read_launch()
     if launch is None and not required:
+        if multiprocessing.parent_process() is not None:
+            warnings.warn(
+                "this process was started by multiprocessing, and torch.distributed is not initialised, so it trains by itself, as "
+                "rank 0 of 1. If several processes train one model, call torch.distributed.init_process_group in each one first.",
+                stacklevel=2,
+            )
         return
     if launch is not None and required is False:
         raise UsageError(
@@ -278,7 +286,7 @@ def join_ranks(
     try:
         dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        advice = unknown or "Check that rank 0 runs there, and that this machine reaches that port."
+        advice = unknown or trap or "Check that rank 0 runs there, and that this machine reaches that port."
         raise UsageError(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. {advice}"
         ) from error

@@ -156,8 +156,8 @@ def _advice(waiting: Mapping[int, Told]) -> str:
     named = {told.operation for told in waiting.values()} - {None}
     if named:
         return (
-            f"Every rank must call {' and '.join(sorted(filter(None, named)))} at the same point of the program: "
-            "take it out of `if rank == 0:`, or leave it out on every rank."
+            f"Every rank must make the same calls: call {' and '.join(sorted(filter(None, named)))} on every rank or on none, and "
+            "move code that runs the model out of `if rank == 0:`."
         )
     advice = (
         "Every rank must make the same calls: move the code that runs the model out of `if rank == 0:`, and give every rank the "

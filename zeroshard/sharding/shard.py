@@ -388,8 +388,8 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if any(steps):  # Adagrad has a state from the start
         names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
         raise UsageError(
-            f"the optimizer ({names}) has stepped already: its state would be lost. Shard before "
-            "the first step, and then load a checkpoint."
+            f"the optimizer ({names}) has stepped already, or has loaded states, which shard() would "
+            "lose. Shard first, and then call optimizer.load_state_dict(), or load a checkpoint."
         )
     known = {id(p) for p in model.parameters()}
     groups = [p for g in optimizer.param_groups for p in g["params"]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.optim.states import refuse_whole_states
-from zeroshard.step.resident import runs_along
+from zeroshard.step.resident import ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.travelling import Travelling
 
@@ -70,15 +70,12 @@ class OptimizerStates:
         ordered = [view_of[id(value)] for value in chain.from_iterable(self._groups.shards)]
         return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
 
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
-        # torch numbers parameters, and would assign the states of other shards to the wrong parameters.
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
-            raise UsageError(
-                "this state dict is of an optimizer that zeroshard did not shard, and has states of whole parameters: a sharded "
-                "optimizer takes its own state dicts only. Begin with new states, or load a checkpoint with sharded.load."
-            )
+            state_dict = self._cut(state_dict)
+        # torch numbers parameters, and would assign the states of other shards to the wrong parameters.
         own = self._names_of_shards()
         if state_dict.get(SHARDS, own) != own:
             raise UsageError(
@@ -87,6 +84,29 @@ class OptimizerStates:
             )
         self._step.sub_groups.settle()
         self._groups.enter_shards()
+        return state_dict
+
+    def _cut(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the state dict of an unsharded optimizer of the same parameters."""
+        if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group) for group in self._groups.ids]:
+            raise UsageError(
+                "this state dict is of an optimizer with other param groups: it has groups of "
+                f"{[len(group['params']) for group in state_dict['param_groups']]} parameters, and this one of "
+                f"{[len(group) for group in self._groups.ids]}. Make the same groups."
+            )
+        states: dict[int, dict[str, Any]] = {}
+        groups = []
+        count = 0
+        for group, parameters in zip(state_dict["param_groups"], self._groups.ids, strict=True):
+            first = count
+            for number, parameter in zip(group["params"], parameters, strict=True):
+                state = state_dict["state"].get(number, {})
+                for _, view in self._step.parts_of[parameter]:
+                    if state:
+                        states[count] = {name: _part(view, name, value) for name, value in state.items()}
+                    count += 1
+            groups.append({**group, "params": list(range(first, count))})
+        return {**state_dict, "state": states, "param_groups": groups}
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
@@ -218,6 +238,24 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
                 "optimizer.state_dict(), or save a checkpoint."
             )
         return defaultdict, (dict,)
+
+
+def _part(view: ShardView, name: str, value: Any) -> Any:
+    """Return a view's part of a state of a whole parameter. States of another shape than the parameter's are not divided."""
+    placement = view.named.placement
+    if not isinstance(value, Tensor):
+        return value
+    if not value.ndim or name == "step":
+        return value.clone()  # each part of the parameter counts for itself
+    if tuple(value.shape) == tuple(placement.shape):
+        flat = placement.part(value.detach()).reshape(-1)
+        return flat[view.parameter_start : view.parameter_start + view.numel].view(view.value.shape).clone()
+    if view.value.shape == placement.shape:  # such as Adafactor's factors
+        return value.clone()
+    raise UsageError(
+        f"this state dict is of an optimizer of other parameters: {name} of {view.named.fqn} has shape {tuple(value.shape)}, "
+        f"and the parameter {tuple(placement.shape)}. Load one that was saved for this model."
+    )
 
 
 def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -1002,3 +1004,66 @@ def test_update_trainable_forgets_units_kept_for_a_backward_that_never_came() ->
         optimizer.zero_grad()
     sharded.remove()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+INTERRUPTED = ("schedule", "parameters", "gradients", "storage")
+"""The folders of zeroshard in which an interrupt comes."""
+
+
+def interrupt_at(line: int, function: Callable[[], None]) -> bool:
+    """Call a function, and raise KeyboardInterrupt at this line of those that run in INTERRUPTED. Return whether it came so far."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            folder = Path(frame.f_code.co_filename).parent.name
+            return trace if folder in INTERRUPTED and frame.f_code.co_name != "__del__" else None
+        if event == "line":
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("stage", "every"), [(3, 29), *(pytest.param(stage, 5, marks=pytest.mark.full) for stage in (0, 2, 3))]
+)
+def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: int, every: int) -> None:
+    """The next step is that of plain PyTorch. Among the lines that run, each of this distance is interrupted."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 1))
+        model.forward = lambda x: model[1](model[0][2](model[0][1](model[0][0](x)))).sum()  # type: ignore[method-assign]
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def forward_and_backward(model: nn.Module, number: int) -> None:
+        model(torch.full((2, 8), 0.01 * number)).backward()
+
+    plain, own = build()
+    model, optimizer = build()
+    zeroshard.shard(model, optimizer, stage)
+    line = 1
+    came = True
+    while came:
+        came = interrupt_at(line, partial(forward_and_backward, model, line))
+        for one, its in ((model, optimizer), (plain, own)):
+            its.zero_grad()
+            forward_and_backward(one, line)
+            its.step()
+            its.zero_grad()
+        with zeroshard.unsharded(model):
+            assert all(map(torch.equal, model.parameters(), plain.parameters())), line
+        line += every
+    assert line > 300

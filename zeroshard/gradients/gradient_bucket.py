@@ -435,9 +435,9 @@ class GradientBucket:
         else:
             self._lent = flight.reduction
             self._return_scratch(flight.scratch, _Release(flight.reduction))
+        self.flight = None
         if flight.before is not None:
             self._pool.release(*flight.before)
-        self.flight = None
 
     def _wait_released(self) -> None:
         """Wait until other ranks have read the rows, before these are written."""
@@ -480,9 +480,8 @@ class GradientBucket:
         return scratch
 
     def _return_scratch(self, scratch: list[Tensor], after: Transfer | None = None) -> None:
-        for one in scratch:
-            self._pool.release(one, after)
-        scratch.clear()
+        while scratch:  # each leaves the list first: after an interrupt, none is returned twice
+            self._pool.release(scratch.pop(0), after)
 
     def _zero(self, flat: Tensor, indices: Set[int]) -> None:
         for piece in self.layout.pieces:

@@ -84,10 +84,14 @@ class Appearance:
         try:
             self.refuse_lost_writes()
         finally:
-            self._become(self.whole_class)
-            for entry, view in zip(self._named, self._views, strict=True):
-                self._show(entry, view)
-            self._versions = self.versions()
+            self.show_current()
+
+    def show_current(self) -> None:
+        """Show the values, as `show_views` does, whatever was written to the placeholders."""
+        self._become(self.whole_class)
+        for entry, view in zip(self._named, self._views, strict=True):
+            self._show(entry, view)
+        self._versions = self.versions()
 
     def _show(self, entry: NamedParameter, view: Tensor) -> None:
         entry.show(in_own_storage(view) if self._separate else view)

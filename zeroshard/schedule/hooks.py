@@ -474,7 +474,7 @@ class OneThread:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._is_asked = any(unit.comes_and_goes for unit in units)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # after an interrupt inside `begin`, this thread may begin again
         self._thread: int | None = None
         """The thread that runs a forward."""
         self._forward: Hashable = None

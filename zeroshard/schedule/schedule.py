@@ -117,9 +117,10 @@ class _Order:
 
     def add(self, run: Run) -> None:
         if run not in self._position:
-            self._position[run] = len(self.runs)
-            self.runs.append(run)
+            # An interrupt between two of these lines must not leave a position without its number of elements.
             self._numels.append(self._numels[-1] + sum(unit.layout.numel for unit in run))
+            self.runs.append(run)
+            self._position[run] = len(self.runs) - 1
 
     def after(self, run: Run, *, reverse: bool = False) -> Iterator[Run]:
         """Return the runs after this one, or with `reverse` those before it, nearest first; none if its position is unknown."""

@@ -142,6 +142,8 @@ class Unit:
         """Whether the unit stays unsharded for a graph, until a step, `zero_grad`, or a backward that leaves no graph."""
         self._live = context.live
         self.state = UnitState.UNSHARDED
+        self._is_moving = False
+        """Whether a move has begun and has not ended. It stays true after an exception inside, such as an interrupt."""
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
         whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
         assert whole_class is not None
@@ -198,6 +200,26 @@ class Unit:
                 for piece in part.pieces:
                     self._homes[piece.index].append((gradients, piece))
 
+    def _begin_move(self) -> bool:
+        """Record that a move begins. If the one before did not end, first repair what it left, and return True."""
+        if not self._is_moving:
+            self._is_moving = True
+            return False
+        if self.sharded_at_rest and self.state is not UnitState.PARKED and not self.is_pinned:
+            for bucket in self.buckets:
+                bucket.abandon_unshard()
+            self._live.numel -= self.layout.numel * (self.state is not UnitState.SHARDED)
+            self.state = UnitState.SHARDED
+        if self.state is UnitState.UNSHARDED:
+            self.appearance.show_current()
+        elif self.state is UnitState.UPDATING:
+            self.appearance.make_readers_wait()
+        else:
+            self.appearance.hide()
+        if self.state is UnitState.SHARDED:
+            self._free()
+        return True
+
     def _move(self, move: UnitMove) -> None:
         """Change the state, and show the user the parameters of the new state."""
         there = UNIT_MOVES[self.state].get(move)
@@ -234,6 +256,8 @@ class Unit:
         """Start to unshard the parameters, unless they are unsharded or arriving. Raise if they are parked."""
         if self.state is UnitState.PARKED:
             raise UsageError(f"{self.label} is parked by offload_states(): call reload_states() before it is used.")
+        if self.state is UnitState.SHARDED or self._is_moving:
+            self._begin_move()
         if self.state is UnitState.SHARDED:
             try:
                 with self.collectives.together():
@@ -249,6 +273,7 @@ class Unit:
             assert self._cpu is not None
             self._cpu.start()
             self._move(UnitMove.GATHER)
+        self._is_moving = False
 
     def _make_room(self) -> None:
         if self.flat.nbytes:  # an earlier bucket's all-gather has asked for it
@@ -266,14 +291,18 @@ class Unit:
 
     def unshard(self) -> None:
         """Make the parameters whole and current for their next use."""
-        if self.state is UnitState.UNSHARDED:
+        if self.state is UnitState.UNSHARDED and not self._is_moving:
             return
         self.start_unshard()
+        if self.state is UnitState.UNSHARDED:
+            return
         if self._cpu is not None:
             self._cpu.land()
         for bucket in self.buckets:
             bucket.wait_unsharded()
+        self._begin_move()
         self._move(UnitMove.LAND)
+        self._is_moving = False
 
     def settle_at_rest(self) -> None:
         """Wait for values in flight to their place at rest, so that nothing reads or writes that memory afterwards."""
@@ -288,6 +317,8 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the unsharded parameters after their use. Do nothing if the unit is unsharded at rest, pinned or held."""
+        if self._is_moving and self._begin_move():
+            self._is_moving = False
         if self.state is UnitState.SHARDED and self.flat.nbytes:  # a user's view kept the memory
             self._free()
         if (
@@ -300,9 +331,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.wait_unsharded()  # a transfer in flight may still be writing to the storage
         self.write_back()
-        self._move(UnitMove.RESHARD)
-        self._live.numel -= self.layout.numel
-        self._free()
+        if not self._begin_move():  # a repair reshards the unit, too
+            self._live.numel -= self.layout.numel
+            self._move(UnitMove.RESHARD)
+            self._free()
+        self._is_moving = False
 
     def _free(self) -> None:
         self.flat.free()

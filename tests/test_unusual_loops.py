@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import sys
 import threading
 from collections.abc import Callable
@@ -1019,7 +1020,10 @@ def interrupt_at(line: int, function: Callable[[], None]) -> bool:
         if event == "call":
             folder = Path(frame.f_code.co_filename).parent.name
             return trace if folder in INTERRUPTED and frame.f_code.co_name != "__del__" else None
-        if event == "line":
+        # At the end of a block, Python delivers no signal between the line of `with` and the exit that this line stands for.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
             count += 1
             if count == line:
                 sys.settrace(None)

@@ -165,7 +165,7 @@ class Neighbours:
         told = set[int]()
         while not is_over():
             self._refuse_absent(peer)
-            waits = self._waits_for_this(peer, own)
+            waits = self._blocked_by_this(peer, own)
             waited = time.monotonic() - start
             if waited > self._timeout:
                 raise RuntimeError(f"timed out after {self._timeout:g} s")
@@ -177,7 +177,7 @@ class Neighbours:
             told |= waits
             self._take_in(min(self._timeout - waited, self._timeout if own in told else _STUCK_SECONDS) + 0.001)
 
-    def _waits_for_this(self, awaited: int, own: int) -> set[int]:
+    def _blocked_by_this(self, awaited: int, own: int) -> set[int]:
         """Return the numbers of waits that last until this rank sends. Raise if the awaited peer's or its `own` one is among them.
 
         A peer that has not received all messages yet may go on.

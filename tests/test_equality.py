@@ -292,6 +292,7 @@ def test_states_that_leave_between_steps(apart: bool, precision: str, stage: int
 @CLIPPING
 @FEW_MICROBATCHES
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick(2)
 def test_hosts(layout: str, microbatches: int, max_norm: float | None, precision: str) -> None:
     ranks, within = LAYOUTS[layout]
     work = workload(

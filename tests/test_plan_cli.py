@@ -363,6 +363,7 @@ def test_a_model_that_takes_one_batch_size_only_is_planned(folder: Path) -> None
     assert "fits:" in done.output and "the largest micro-batch is unknown: the model could not be run" in done.output
 
 
+@pytest.mark.full
 def test_a_largest_micro_batch_at_the_limit_of_the_search_says_so(folder: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json"])
     assert "the largest micro-batch that fits: at least " in done.output

@@ -502,8 +502,8 @@ class _AcceleratorsDropout(TorchFunctionMode):
                 args = (*args[:place], 0.0, *args[place + 1 :])
             else:
                 options["dropout_p"] = 0.0
-        elif func in (F.dropout, torch.dropout):
-            return _dropout(func, *args, **options)
+        elif func is F.dropout:
+            return _dropout(*args, **options)
         return func(*args, **options)
 
 
@@ -511,15 +511,10 @@ _DROPOUT_PLACE = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forw
 """The place of the argument `dropout_p` of attention functions."""
 
 
-def _dropout(func: Any, input: Tensor, p: float = 0.5, *options: Any, **named: Any) -> Tensor:
-    training, inplace = (*options, *(named.get(name, default) for name, default in _DROPOUT_OPTIONS[len(options) :]))
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if training and not inplace and 0 < p < 1:
         return torch.native_dropout(input, p, True)[0]
-    found: Tensor = func(input, p, *options, **named)
-    return found
-
-
-_DROPOUT_OPTIONS = (("training", True), ("inplace", False))
+    return F.dropout(input, p, training, inplace)
 
 
 @contextmanager

@@ -233,7 +233,7 @@ class TrainingProgress:
             self._read()
 
     def _read(self, *, wait: bool = False) -> None:
-        """Show and log the figures that have arrived."""
+        """Show and log the metrics whose copies from the device are complete; with `wait`, all of them."""
         self._read_at = monotonic()
         arrived = self._readings.take(wait=wait)
         if not arrived:

@@ -157,8 +157,8 @@ class Description(BaseModel):
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
-        adapters: for a PEFT model, the fqns by name in each adapter's file, by folder ("" or one that ends in
-            "/").
+        adapters: for a PEFT model, a dict from each adapter's folder ("" or one that ends in "/") to a dict from the
+            names in its file to fqns; otherwise None.
         problem: the reason why the model cannot be exported, or None.
     """
 

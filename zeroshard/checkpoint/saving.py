@@ -255,7 +255,7 @@ def write_checkpoint(
         outline: the manifest's outline, from `take_snapshot`.
         part: this rank's part.
         to: the place of the checkpoint.
-        control: the connections of saves.
+        control: the collectives for the small messages of saves.
         advance: a function that is called with the number of bytes written.
         refuse: a function that is called after the part is written. It raises if the values changed meanwhile.
 

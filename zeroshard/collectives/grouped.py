@@ -216,7 +216,7 @@ class PointToPoint(Grouped):
         super().close()
 
     def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
-        """Return the next tag of an operation on a bucket, the same on every rank. Messages also have a `name`."""
+        """Return the next tag of an operation on a bucket, the same on every rank. A `name` tells exchanges apart."""
         channel = bucket * 3 + kind
         number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
         code = self.watch.operation_code

@@ -152,7 +152,7 @@ class JsonMonitorBlock(MonitorBlock):
     """
 
     enabled: Annotated[bool, works(
-        "append all figures of each step to `output_path/job_name/steps.jsonl`. The figure `seconds` needs `wall_clock_breakdown`.")] = False
+        "append all metrics of each step to `output_path/job_name/steps.jsonl`. The metric `seconds` is written only with `wall_clock_breakdown`.")] = False
 
 
 class WandbBlock(Block):
@@ -168,7 +168,7 @@ class CometBlock(Block):
     """`comet`: a log of the metrics in Comet."""
 
     enabled: Annotated[bool, works("log to `comet_ml`.")] = False
-    samples_log_interval: Annotated[Positive, works("the number of samples between two logged points.")] = 100
+    samples_log_interval: Annotated[Positive, works("the minimum number of samples between two logged points.")] = 100
     project: Annotated[str | None, works("as in `comet_ml.start`.")] = None
     workspace: Annotated[str | None, works("as in `comet_ml.start`.")] = None
     api_key: Annotated[str | None, works("as in `comet_ml.start`.")] = None

@@ -336,5 +336,5 @@ def _cut(parameter: nn.Parameter, shard: Shard) -> None:
 
 
 def is_shown(parameter: Tensor) -> bool:
-    """Return whether a parameter that was born sharded is whole now, inside `unsharded`."""
+    """Return whether a parameter that was created sharded is now unsharded, inside `unsharded`."""
     return parameter in shard_of and shard_of[parameter].shows > 0

@@ -154,7 +154,7 @@ class Placement:
         return Runs(self.start * row, numel, self.shape[self.dim] * row, prod(self.shape[: self.dim]))
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return the slab of a whole, as a view."""
+        """Return this rank's slice of a whole tensor, as a view."""
         if self.is_whole:
             return whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)

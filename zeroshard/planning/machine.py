@@ -195,7 +195,7 @@ class Clock:
 
 
 class Line:
-    """A line between two places, which carries one transfer after another.
+    """A link (network, copies, disk), which carries one transfer after another.
 
     Args:
         clock: the clock of the dry run.

@@ -552,9 +552,9 @@ class Unit:
             )
 
     def refuse_frozen_gradients(self, optimized: set[int]) -> None:
-        """Raise if a frozen parameter of the optimizer has a gradient, since it would not be updated.
+        """Raise if a parameter that was frozen at `shard` and is in the optimizer has a gradient: no step would update it.
 
-        Warn if a parameter that no optimizer lists has one: another optimizer may update it, differently on each rank.
+        Warn if one that is in no optimizer of `shard` has a gradient: another optimizer may update it, differently on each rank.
 
         Args:
             optimized: `id`s of the parameters that the optimizer lists.

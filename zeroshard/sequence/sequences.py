@@ -180,7 +180,7 @@ class Sequences:
         """Return this rank's slice of a tensor whose dimension `dim` has all positions, such as `position_ids`.
 
         Raises:
-            UsageError: the number of positions is not a multiple of the number of ranks.
+            UsageError: the number of positions is not a multiple of `size`, the number of ranks that share a sequence.
         """
         return own_slice(self._ranks, tensor, dim)
 

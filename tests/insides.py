@@ -65,6 +65,11 @@ def units(sharded: Sharded) -> list[Unit]:
     return list(sharded._schedule.units)
 
 
+def live_numel(sharded: Sharded) -> int:
+    """Return the number of elements that count as unsharded, against `max_live_numel`."""
+    return sharded._schedule.live.numel
+
+
 def padded_numel(sharded: Sharded) -> int:
     """Return the number of elements of all flat buffers."""
     return sum(unit.layout.numel for unit in units(sharded))

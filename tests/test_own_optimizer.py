@@ -1031,7 +1031,23 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     ),
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.1),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
 }  # fmt: skip
+
+
+class WithScale(nn.Sequential):
+    """A model with a parameter without dimensions, as CLIP's logit_scale, and an empty one (which Adafactor does not take)."""
+
+    def __init__(self, empty: int) -> None:
+        super().__init__(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(empty, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.scale.exp()
+        return y + self.nothing.sum()
 
 
 PLACES = [(stage, Place.ACCELERATOR) for stage in range(4)] + [(stage, Place.DISK) for stage in range(1, 4)]
@@ -1051,7 +1067,7 @@ def test_it_loads_the_states_of_an_unsharded_optimizer(place: Place, kind: str, 
 
     def body(rank: int) -> None:
         torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Linear(48, 3))
+        plain = WithScale(empty=int(kind == "Adafactor"))
         one = KINDS[kind](plain)
         train(plain, one, range(2))
         model, states = copy.deepcopy(plain), copy.deepcopy(one.state_dict())

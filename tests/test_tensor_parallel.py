@@ -994,3 +994,30 @@ def test_a_copy_of_the_model_compares_no_inputs() -> None:
         sharded.remove()
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_the_states_of_an_unsharded_optimizer_of_dtensors_load(stage: int) -> None:
+    def body(rank: int) -> None:
+        mesh = meshed(2, 1)
+        plain = made()
+        vocabulary_too(plain, mesh["tp"])
+        before = adamw(plain)
+        loss_of(plain, tokens(0, 0)).backward()
+        before.step()
+        before.zero_grad()
+        model = made()
+        vocabulary_too(model, mesh["tp"])
+        model.load_state_dict(plain.state_dict())
+        optimizer = adamw(model)
+        sharded = zeroshard.shard(model, optimizer, stage, group=mesh["dp"])
+        optimizer.load_state_dict(before.state_dict())
+        for one, its in ((plain, before), (model, optimizer)):
+            loss_of(one, tokens(1, 0)).backward()
+            its.step()
+            its.zero_grad()
+        for name, parameter in plain.named_parameters():
+            expected = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            torch.testing.assert_close(sharded.states.get(name), expected.detach(), rtol=0, atol=1e-7)
+
+    on_ranks(body, 2)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from insides import counted_looks, transport_of, units
+from insides import counted_looks, live_numel, transport_of, units
 from models import Stack, tokens
 from ranks import on_ranks
 from safetensors.torch import load_file, save_model
@@ -1057,7 +1057,7 @@ def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: i
 
     plain, own = build()
     model, optimizer = build()
-    zeroshard.shard(model, optimizer, stage)
+    sharded = zeroshard.shard(model, optimizer, stage)
     line = 1
     came = True
     while came:
@@ -1069,5 +1069,6 @@ def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: i
             its.zero_grad()
         with zeroshard.unsharded(model):
             assert all(map(torch.equal, model.parameters(), plain.parameters())), line
+        assert live_numel(sharded) == 0, line
         line += every
     assert line > 300

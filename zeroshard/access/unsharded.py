@@ -261,7 +261,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
 def _restore(kept: Mapping[Unit, Tensor]) -> None:
     """Restore parameters that are unsharded at rest from their copies, without other ranks."""
     for unit, values in kept.items():
-        unit.appearance.adopt_new_data()
+        unit.appearance.show_current()  # instead of tensors that the user assigned as `.data`
         unit.flat.tensor.copy_(values)
         unit.appearance.collect_written()
         unit.appearance.restart_looks()

@@ -247,10 +247,12 @@ def plan(
         memory=memory, host_memory=host_memory,
     )  # fmt: skip
     figures = dry_run(job, config, micro_batch, draws=timeline)
-    given, planned = None if callable(batch) else _samples(batch), figures.config.batch.micro
-    if given is not None and given != planned:
+    planned = figures.config.batch.micro
+    leaves = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    sizes = {size for leaf in leaves for size in leaf.shape}
+    if sizes and planned not in sizes:
         raise UsageError(
-            f"the batch has {given} samples, and the config makes the micro-batch size {planned}. Pass a function that returns a "
+            f"no dimension of the batch has the micro-batch size of the config, {planned}. Pass a function that returns a "
             "batch of n samples, or a batch of the config's size."
         )
     return Plan(job, figures, **limits(job.machine))

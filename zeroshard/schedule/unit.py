@@ -144,6 +144,8 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self._is_moving = False
         """Whether a move has begun and has not ended. It stays true after an exception inside, such as an interrupt."""
+        self._is_counted = False
+        """Whether the unit's elements are among `Live.numel`."""
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
         whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
         assert whole_class is not None
@@ -154,8 +156,7 @@ class Unit:
         self._own_uses = storage_users(self.flat.tensor)
         """The number of tensors over the flat buffer, not counting those that parameters show or an optimizer updates."""
         self.appearance.show_views()
-        if self.sharded_at_rest:
-            self._live.numel += self.layout.numel
+        self._count()
         self.reshard()
         self.offload()
 
@@ -208,8 +209,8 @@ class Unit:
         if self.sharded_at_rest and self.state is not UnitState.PARKED and not self.is_pinned:
             for bucket in self.buckets:
                 bucket.abandon_unshard()
-            self._live.numel -= self.layout.numel * (self.state is not UnitState.SHARDED)
             self.state = UnitState.SHARDED
+            self._count()
         if self.state is UnitState.UNSHARDED:
             self.appearance.show_current()
         elif self.state is UnitState.UPDATING:
@@ -231,6 +232,7 @@ class Unit:
             )
         before = self.state
         self.state = there
+        self._count()
         if there is UnitState.UPDATING:
             self.appearance.make_readers_wait()
         elif before is UnitState.UPDATING:
@@ -239,6 +241,13 @@ class Unit:
             self.appearance.show_views()
         elif before is UnitState.UNSHARDED:
             self.appearance.hide()
+
+    def _count(self) -> None:
+        """Count the unit's elements as live while it is unsharded, or on its way there, and sharded at rest."""
+        is_live = self.sharded_at_rest and (self.is_arriving or self.state is UnitState.UNSHARDED)
+        if is_live is not self._is_counted:
+            self._is_counted = is_live
+            self._live.numel += self.layout.numel if is_live else -self.layout.numel
 
     @property
     def is_pinned(self) -> bool:
@@ -267,7 +276,6 @@ class Unit:
                 for bucket in self.buckets:
                     bucket.abandon_unshard()
                 raise
-            self._live.numel += self.layout.numel
             self._move(UnitMove.GATHER)
         elif self.state is UnitState.OFFLOADED:
             assert self._cpu is not None
@@ -332,7 +340,6 @@ class Unit:
             bucket.wait_unsharded()  # a transfer in flight may still be writing to the storage
         self.write_back()
         if not self._begin_move():  # a repair reshards the unit, too
-            self._live.numel -= self.layout.numel
             self._move(UnitMove.RESHARD)
             self._free()
         self._is_moving = False
@@ -413,7 +420,8 @@ class Unit:
         """Return every parameter to the user, whole and in a storage of its own."""
         self.unshard()
         self.appearance.release()
-        if self.sharded_at_rest:
+        if self._is_counted:
+            self._is_counted = False
             self._live.numel -= self.layout.numel
 
     # ------------------------------------------------------------------ the user's writes (see writes.py)
@@ -436,7 +444,7 @@ class Unit:
 
     def spread_owners_values(self) -> None:
         """Give all ranks the owner's value of each element, after a write on any rank. Every rank must call it."""
-        if self.is_arriving:
+        if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
         self.writes.spread_owners_values()
 

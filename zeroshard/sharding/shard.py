@@ -211,8 +211,15 @@ def _shard(
     storages = context.storages
     policy = context.policy
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    groups = group_parameters(model, optimized, units)
+    groups: list[Group] = []
+    refusal: UsageError | None = None
+    try:
+        groups = group_parameters(model, optimized, units)
+    except UsageError as error:  # other ranks, whose models may differ, wait in the comparison
+        refusal = error
     _refuse_different_models(model, groups, context, overlap=overlap)
+    if refusal is not None:
+        raise refusal
     refuse_different_replicas(model, context)
     _refuse_norms_of_two_dtypes(model, context.precision)
     _take_buffers(model, collectives, context.precision)

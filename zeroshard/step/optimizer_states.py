@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
+from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.optim.states import refuse_whole_states
 from zeroshard.step.resident import ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.travelling import Travelling
+from zeroshard.torch_private import is_distributed
 
 SHARDS = "shards"
 """The key in a state dict for the names of its shards: the state dict loads only into the same shards."""
@@ -94,19 +96,37 @@ class OptimizerStates:
                 f"{[len(group['params']) for group in state_dict['param_groups']]} parameters, and this one of "
                 f"{[len(group) for group in self._groups.ids]}. Make the same groups."
             )
+        named = {id(entry.parameter): entry for unit in self._step.schedule.units for entry in unit.named}
         states: dict[int, dict[str, Any]] = {}
         groups = []
         count = 0
         for group, parameters in zip(state_dict["param_groups"], self._groups.ids, strict=True):
             first = count
             for number, parameter in zip(group["params"], parameters, strict=True):
-                state = state_dict["state"].get(number, {})
+                state = {
+                    name: value.full_tensor() if is_distributed(value) else value
+                    for name, value in state_dict["state"].get(number, {}).items()
+                }
+                self._refuse_other_shapes(
+                    named[parameter], state
+                )  # on every rank, with or without a part of the parameter
                 for _, view in self._step.parts_of[parameter]:
                     if state:
                         states[count] = {name: _part(view, name, value) for name, value in state.items()}
                     count += 1
             groups.append({**group, "params": list(range(first, count))})
         return {**state_dict, "state": states, "param_groups": groups}
+
+    def _refuse_other_shapes(self, entry: NamedParameter, state: Mapping[str, Any]) -> None:
+        """Raise if a state cannot be this parameter's. Optimizers of whole parameters have states of other shapes."""
+        shape = tuple(entry.placement.shape)
+        for name, value in state.items():
+            has_elements = isinstance(value, Tensor) and value.ndim > 0 and name not in _COUNTS
+            if has_elements and tuple(value.shape) != shape and not self._step.whole_parameters:
+                raise UsageError(
+                    f"this state dict is of an optimizer of other parameters: {name} of {entry.fqn} has shape "
+                    f"{tuple(value.shape)}, and the parameter {shape}. Load one that was saved for this model."
+                )
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
@@ -241,21 +261,18 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
 
 def _part(view: ShardView, name: str, value: Any) -> Any:
-    """Return a view's part of a state of a whole parameter. States of another shape than the parameter's are not divided."""
-    placement = view.named.placement
+    """Return a copy of a view's part of a state. States of another shape than the parameter's are copied whole."""
     if not isinstance(value, Tensor):
         return value
-    if not value.ndim or name == "step":
-        return value.clone()  # each part of the parameter counts for itself
-    if tuple(value.shape) == tuple(placement.shape):
-        flat = placement.part(value.detach()).reshape(-1)
-        return flat[view.parameter_start : view.parameter_start + view.numel].view(view.value.shape).clone()
-    if view.value.shape == placement.shape:  # such as Adafactor's factors
+    placement = view.named.placement
+    if tuple(value.shape) != tuple(placement.shape) or name in _COUNTS:
         return value.clone()
-    raise UsageError(
-        f"this state dict is of an optimizer of other parameters: {name} of {view.named.fqn} has shape {tuple(value.shape)}, "
-        f"and the parameter {tuple(placement.shape)}. Load one that was saved for this model."
-    )
+    flat = placement.part(value.detach()).reshape(-1)
+    return flat[view.parameter_start : view.parameter_start + view.numel].view(view.value.shape).clone()
+
+
+_COUNTS = {"step", "mu_product", "eta", "mu"}
+"""The states of torch's optimizers that are one number for each parameter, also if the parameter has no dimensions."""
 
 
 def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:
@@ -265,7 +282,7 @@ def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> 
     shards = [shard for group in groups for shard in group]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for number, shard in zip(numbers, shards, strict=True):
-        for value in state_dict["state"].get(number, {}).values():
-            if isinstance(value, Tensor) and value.ndim and value.shape != shard.shape:
+        for name, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and name not in _COUNTS and value.shape != shard.shape:
                 return False
     return True

@@ -52,6 +52,7 @@ class ShardedStep:
         context: the ranks, and the places where states rest. If its layout cuts no parameter, `inner` gets their true shapes.
 
     Attributes:
+        whole_parameters: whether the optimizer reads whole parameters, so that none is cut.
         driver: the whole step of an engine, which also clips and counts: it runs when the user calls the optimizer's `step`.
         loss_scale: the factor of the next loss before its backward; 1 except under fp16.
         overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
@@ -71,6 +72,7 @@ class ShardedStep:
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
+        self.whole_parameters = context.whole_parameters
         self._taken: GradientOperations | None = None
         """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate

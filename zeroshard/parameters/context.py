@@ -23,7 +23,7 @@ class Live:
     """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numel: the number of elements of the units that are sharded at rest, and unsharded at present.
+        numels: the number of elements of each unit that is sharded at rest, and unsharded at present.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called before the first gradients of a further backward are added to those of the step.
@@ -31,12 +31,17 @@ class Live:
         data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
 
-    numel: int = 0
+    numels: dict[Any, int] = field(default_factory=dict)
     parked: frozenset[str] = frozenset()
     gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
     before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
     data_was_read: bool = False
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all units of `numels`."""
+        return sum(self.numels.values())
 
 
 @dataclass(frozen=True)

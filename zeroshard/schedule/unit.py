@@ -144,8 +144,6 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self._is_moving = False
         """Whether a move has begun and has not ended. It stays true after an exception inside, such as an interrupt."""
-        self._is_counted = False
-        """Whether the unit's elements are among `Live.numel`."""
         views = [self.flat.view(start, e.shape) for start, e in zip(self.layout.starts, self.named, strict=True)]
         whole_class = context.distributed_class if self.named[0].is_distributed else context.whole_class
         assert whole_class is not None
@@ -244,10 +242,10 @@ class Unit:
 
     def _count(self) -> None:
         """Count the unit's elements as live while it is unsharded, or on its way there, and sharded at rest."""
-        is_live = self.sharded_at_rest and (self.is_arriving or self.state is UnitState.UNSHARDED)
-        if is_live is not self._is_counted:
-            self._is_counted = is_live
-            self._live.numel += self.layout.numel if is_live else -self.layout.numel
+        if self.sharded_at_rest and (self.is_arriving or self.state is UnitState.UNSHARDED):
+            self._live.numels[self] = self.layout.numel
+        else:
+            self._live.numels.pop(self, None)
 
     @property
     def is_pinned(self) -> bool:
@@ -420,9 +418,7 @@ class Unit:
         """Return every parameter to the user, whole and in a storage of its own."""
         self.unshard()
         self.appearance.release()
-        if self._is_counted:
-            self._is_counted = False
-            self._live.numel -= self.layout.numel
+        self._live.numels.pop(self, None)
 
     # ------------------------------------------------------------------ the user's writes (see writes.py)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zeroshard.collectives.members import refuse_no_rank
 from zeroshard.construction.born import BornSharded, Shard, is_shown, shard_of
 from zeroshard.errors import UsageError
 from zeroshard.schedule.hooks import Hooks
@@ -159,7 +160,7 @@ def _units_whole(
     hooks = list(dict.fromkeys(one for one in (home.hooks() for home in ordered) if one is not None))
     for unit in units:
         if modifier_rank is not None:
-            _refuse_no_rank(modifier_rank, unit.collectives.world_size)
+            refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, unit.collectives.world_size)
             unit.refuse_parked("a change of")
         _refuse_changes(unit)
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
@@ -206,13 +207,6 @@ def _units_whole(
         )
 
 
-def _refuse_no_rank(modifier_rank: int, world_size: int) -> None:
-    if not 0 <= modifier_rank < world_size:
-        raise UsageError(
-            f"unsharded(modifier_rank={modifier_rank!r}): the ranks of the data-parallel group are 0 to {world_size - 1}. Pass one."
-        )
-
-
 def _refuse_changes(unit: Unit) -> None:
     """Raise if an outer block has changes to report or to undo: this block would store them when it begins."""
     if unit.appearance.has_changes_to_report:
@@ -252,7 +246,9 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
     """Restore the parameters that stay whole to their values on entry. `kept` has copies for units unsharded at rest."""
     _restore(kept)
     for unit, versions in looks:
-        if unit not in kept and (unit.pins > 1 or unit.state_dicts or unit not in at_rest):
+        if unit in kept:
+            continue
+        if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
             unit.writes.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
@@ -293,7 +289,8 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
     shown = list[tuple[nn.Parameter, Shard]]()
     written = list[str]()
     if born and modifier_rank is not None:
-        _refuse_no_rank(modifier_rank, born[0][1].births.collectives(born[0][0].device).world_size)
+        world_size = born[0][1].births.collectives(born[0][0].device).world_size
+        refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, world_size)
     try:
         for parameter, shard in born:
             shard.show(parameter)

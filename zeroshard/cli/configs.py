@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,19 +75,11 @@ def supplied(items: list[str]) -> dict[str, Any]:
 
 def note_superfluous(config: Path, values: Mapping[str, Any]) -> None:
     """Print a note for each value of --auto that has no effect, since the config has another value than "auto" for its key."""
+    from zeroshard.config.auto import without_effect
     from zeroshard.config.load import read
 
-    def walk(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for key, value in block.items():
-            if isinstance(value, Mapping):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    for path, value in walk(read(config)):
-        named = next((name for name in values if name in (path, path.rpartition(".")[2])), None)
-        if named is not None and value != "auto":
-            typer.echo(f"note: --auto {named} has no effect: the config has {json.dumps(value)}", err=True)
+    for name, value in without_effect(read(config), values).items():
+        typer.echo(f"note: --auto {name} has no effect: the config has {json.dumps(value)}", err=True)
 
 
 def _make_optimizer(config: Config) -> None:

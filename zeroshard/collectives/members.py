@@ -44,6 +44,12 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     return group.get_group()
 
 
+def refuse_no_rank(call: str, rank: int, world_size: int) -> None:
+    """Raise UsageError, which names the call, if the group has no such rank."""
+    if not 0 <= rank < world_size:
+        raise UsageError(f"{call}: the ranks are 0 to {world_size - 1}. Choose one of them.")
+
+
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     """Return the global ranks of a process group; None means the default group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)

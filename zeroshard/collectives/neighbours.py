@@ -27,7 +27,7 @@ _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """The tags of messages of a rank about itself: it has finished; a wait failed; it is waiting for the receiver.
 
 A waiting rank adds the number of messages that it has received from the receiver, the number of a wait, and the label of its
-operation. It passes on the numbers of waits for itself: the rank whose own number returns waits in a circle.
+operation. It also passes on the numbers in reports that it has received: a rank whose own number comes back waits in a circle.
 """
 _STUCK_SECONDS = 1.0
 _LONGEST_POLL = 3600.0

@@ -200,12 +200,29 @@ def rule_of(path: str) -> Rule:
     return RULES.get(path, _DEFAULT)
 
 
-def _find(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+def without_effect(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, by name in `supplied`, the config's own values of keys that are not "auto": the user's have no effect there."""
+    found = {}
+    for path, block, key in _leaves(dict(config)):
+        for name in {path, path.rpartition(".")[2]} & supplied.keys():
+            if block[key] != AUTO:
+                found[name] = block[key]
+    return found
+
+
+def _find(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the path of each key whose value is "auto", the block that holds it, and the key there."""
+    for path, block, key in _leaves(config):
+        if block[key] == AUTO and isinstance(block[key], str):
+            yield path, block, key
+
+
+def _leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the path of each key that is no block, the block that holds it, and the key there."""
     for key, value in block.items():
         if isinstance(value, dict):
-            yield from _find(value, f"{prefix}{key}.")
-        elif value == AUTO and isinstance(value, str):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
             yield f"{prefix}{key}", block, key
 
 

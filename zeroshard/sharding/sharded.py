@@ -16,6 +16,7 @@ from zeroshard.access.freezing import Freezing
 from zeroshard.access.named_weights import named_weights
 from zeroshard.access.unsharded import unregister
 from zeroshard.checkpoint.checkpoints import Checkpoints
+from zeroshard.collectives.members import refuse_no_rank
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.formats.hugging_face import export_live
 from zeroshard.observe.display import Display
@@ -155,10 +156,7 @@ class Sharded:
         Raises:
             UsageError: there is no such rank, or a step was aborted.
         """
-        if not 0 <= to < self.world_size:
-            raise UsageError(
-                f"consolidated_state_dict(to={to}): the ranks are 0 to {self.world_size - 1}. Choose one of them."
-            )
+        refuse_no_rank(f"consolidated_state_dict(to={to})", to, self.world_size)
         self._schedule.refuse_aborted_step()
         keeps = self.rank == to and self._context.others.rank == 0
         state = state_dict_in_memory(self.model, keeps=keeps)

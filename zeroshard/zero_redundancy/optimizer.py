@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
-from zeroshard.collectives.members import group_of
+from zeroshard.collectives.members import group_of, refuse_no_rank
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.optim.states import (
@@ -381,11 +381,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             UsageError: there is no rank `to`, or a state is neither a tensor, a number nor a string.
         """
-        if not 0 <= to < self.world_size:
-            raise UsageError(
-                f"consolidate_state_dict(to={to}): the ranks of the process group are 0 to {self.world_size - 1}. "
-                "Pass one of them."
-            )
+        refuse_no_rank(f"consolidate_state_dict(to={to})", to, self.world_size)
         self._consolidated = consolidate(
             self.optim, self._views, self._indices(), self._all_parameters, self._collectives, to
         )

@@ -444,6 +444,7 @@ def test_optimizer_and_scheduler_blocks_that_cannot_be_made() -> None:
     assert "no 'Adan'" in made(optimizer={"type": "Adan"})
     assert "optimizer.params.betta" in made(optimizer={"type": "Adam", "params": {"betta": 1}})
     assert "scheduler.type" in made(scheduler={"type": "Warmdown"})
+    assert "scheduler.type" in made(scheduler={"type": "LRScheduler"})
     assert "warmup_num_steps" in made(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}})
     engine, *_ = zeroshard.initialize(model=Stack(), config={})
     assert "for evaluation only" in refusal(lambda: engine.backward(engine(*tokens(0, 0))))

@@ -133,6 +133,10 @@ def _check_script(options: argparse.Namespace) -> None:
 
 
 def _check_meeting_point(options: argparse.Namespace) -> None:
+    if not re.fullmatch("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", options.nnodes):
+        raise UsageError(
+            f"--nnodes: pass a number of machines, or LEAST:MOST for one that may change, not {options.nnodes!r}."
+        )
     least, _, most = options.nnodes.partition(":")
     is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
     if most not in ("", least) and not is_met:

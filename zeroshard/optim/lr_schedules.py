@@ -406,12 +406,18 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, mi
     Raises:
         ConfigError: there is no such scheduler, or it does not accept these arguments.
     """
-    cls = SCHEDULES.get(block.type) or getattr(torch.optim.lr_scheduler, block.type, None)
-    if not isinstance(cls, type) or not hasattr(cls, "step"):
+    base = torch.optim.lr_scheduler.LRScheduler
+    known: dict[str, type[Any]] = {
+        name: cls
+        for name, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
+    }
+    known |= SCHEDULES
+    cls = known.get(block.type)
+    if cls is None:
         raise ConfigError(
-            "scheduler.type: unknown "
-            f"{block.type!r}{nearest(block.type, [*SCHEDULES, *vars(torch.optim.lr_scheduler)])} Choose "
-            f"{', '.join(SCHEDULES)}, or any class of torch.optim.lr_scheduler."
+            f"scheduler.type: unknown {block.type!r}{nearest(block.type, known)} Choose {', '.join(SCHEDULES)}, or any "
+            "class of torch.optim.lr_scheduler."
         )
     check_arguments(cls, block.params, "scheduler")
     try:

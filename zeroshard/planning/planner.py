@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -151,7 +152,10 @@ class Plan:
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
         }
-        return {**self.figures.config.document, **sizes}
+        document = dict(self.figures.config.document)
+        if document.get("steps_per_print") == math.inf:  # accelerate writes it, but JSON lacks it
+            document["steps_per_print"] = 10**9
+        return document | sizes
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a dict for JSON, in bytes and seconds, without its timeline."""

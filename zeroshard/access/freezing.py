@@ -83,8 +83,6 @@ class Freezing:
                     entry.parameter.grad = None
             if (unit.trainable and untrained) or (not unit.trainable and trained):
                 self._split(unit, trained, untrained)
-        for unit in self._schedule.units:
-            unit.appearance.expect_present_grads()
         self._hooks.remove()
         self._hooks.attach()
         register(self._schedule.units, self._hooks, self._step)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from zeroshard.collectives.base import Reduction, Sent, Work
 from zeroshard.gradients.norm import sum_of_squares
 from zeroshard.layout.layout import Piece
-from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import ParameterBucket, memories_in
+from zeroshard.policy import DTypes
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import Transfer
@@ -210,14 +211,14 @@ class GradientBucket:
     """The gradients of one bucket, see the module's docstring.
 
     Args:
-        parameters: the bucket's other half, of the same spec.
+        parameters: the bucket's other half.
     """
 
-    def __init__(self, spec: BucketSpec, parameters: ParameterBucket, context: Context) -> None:
-        self.number = spec.number
-        self.label = spec.label
-        self.layout = spec.layout
-        self._dtypes = spec.dtypes
+    def __init__(self, parameters: ParameterBucket, dtypes: DTypes, context: Context) -> None:
+        self.number = parameters.number
+        self.label = parameters.label
+        self.layout = parameters.layout
+        self._dtypes = dtypes
         self._policy = context.policy
         self._collectives = context.collectives
         self._predivide_factor = context.precision.predivide_factor
@@ -227,16 +228,16 @@ class GradientBucket:
         self._rows: Tensor | None = None
         """[W, S], if gradients are not sharded."""
         if not self._policy.gradients.sharded and parameters.rows.device.type == "cpu":
-            self._rows = self._collectives.buffer(self._shape.numel(), spec.dtypes.accumulate).view(self._shape)
+            self._rows = self._collectives.buffer(self._shape.numel(), dtypes.accumulate).view(self._shape)
         elif not self._policy.gradients.sharded:
-            self._rows = torch.zeros(self._shape, dtype=spec.dtypes.accumulate, device=parameters.rows.device)
+            self._rows = torch.zeros(self._shape, dtype=dtypes.accumulate, device=parameters.rows.device)
         storages = context.storages
         self.shards: list[Shard] = []
         """The shards that this rank updates: its own, or all if the optimizer is unsharded."""
         for number, master in parameters.masters.items():
             label = f"gradients of {self.label}"
             if self._rows is None:
-                gradient = storages.gradient_slot(self._policy, label, self.layout.shard_numel, spec.dtypes.accumulate)
+                gradient = storages.gradient_slot(self._policy, label, self.layout.shard_numel, dtypes.accumulate)
             else:
                 gradient = self._accelerator.around(label, self._rows[number])
             rest = parameters.rests[number]

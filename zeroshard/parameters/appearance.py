@@ -75,7 +75,6 @@ class Appearance:
         self._own_writes = [0] * len(self._named)
         """For each parameter, the number of counted writes that are not the user's."""
         self.hides = 0
-        self.expect_present_grads()
 
     # ------------------------------------------------------------------ the tensors that parameters show
 
@@ -253,15 +252,13 @@ class Appearance:
         # The storage of a shared tensor moves to other memory (`model.share_memory()`).
         return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 
-    def expect_present_grads(self) -> None:
-        """Record which parameters require a gradient now, for `refuse_unfrozen`."""
-        self._expected_grad = [entry.parameter.requires_grad for entry in self._named]
-
     def refuse_unfrozen(self, optimized: set[int]) -> None:
-        """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced."""
-        for index, entry in enumerate(self._named):
-            parameter = entry.parameter
-            if parameter.requires_grad and not self._expected_grad[index] and id(parameter) in optimized:
+        """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced.
+
+        (A parameter that required a gradient from the start is frozen only if the optimizer does not list it.)
+        """
+        for entry in self._named:
+            if entry.parameter.requires_grad and id(entry.parameter) in optimized:
                 raise UsageError(
                     f"{entry.fqn} was unfrozen, and would not train: call update_trainable() (on every rank) after "
                     "changing requires_grad."

@@ -12,7 +12,6 @@ from torch import nn
 
 from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.composed import Everyone
-from zeroshard.layout.layout import BucketLayout
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
@@ -79,19 +78,3 @@ class Context:
         self.collectives.close()
         self.others.close()
         self.storages.close()
-
-
-@dataclass(frozen=True)
-class BucketSpec:
-    """The description of a bucket, from which both of its halves, parameters and gradients, are made.
-
-    Attributes:
-        number: the bucket's number in the model, the same on every rank.
-        label: for errors and tables.
-    """
-
-    number: int
-    label: str
-    layout: BucketLayout
-    dtypes: DTypes
-    trainable: bool

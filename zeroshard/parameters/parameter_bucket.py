@@ -21,7 +21,9 @@ from torch import Tensor
 
 from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Work
 from zeroshard.errors import StorageError
-from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.layout.layout import BucketLayout
+from zeroshard.parameters.context import Context
+from zeroshard.policy import DTypes
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import LANDED, Transfer
@@ -31,6 +33,8 @@ class ParameterBucket:
     """The parameters of one bucket (see the module's docstring).
 
     Args:
+        number: the bucket's number in the model, the same on every rank.
+        label: for errors and tables.
         rows: [W, S] of the unit's flat buffer.
         whole: [n], the bucket's initial content in the master dtype, the same on all ranks.
         whole_at_rest: the unit's slot in CPU memory, where its unsharded parameters rest between steps.
@@ -44,11 +48,12 @@ class ParameterBucket:
     """
 
     def __init__(
-        self, spec: BucketSpec, rows: Tensor, whole: Tensor, whole_at_rest: Slot | None, context: Context
-    ) -> None:
-        self.number = spec.number
-        self.label = spec.label
-        self.layout = spec.layout
+        self, number: int, label: str, layout: BucketLayout, dtypes: DTypes, rows: Tensor, whole: Tensor,
+        whole_at_rest: Slot | None, context: Context, *, trainable: bool,
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.label = label
+        self.layout = layout
         self.rows = rows
         self.storages = context.storages
         self._policy = context.policy
@@ -64,10 +69,10 @@ class ParameterBucket:
         whole = whole.view(rows.shape)
         rows.copy_(whole)
         block: Slot | None = None
-        if spec.trainable and spec.dtypes.master != spec.dtypes.param and self._policy.keeps_masters_only:
-            block = _new_master(spec, whole[self.own_shard], context)
+        if trainable and dtypes.master != dtypes.param and self._policy.keeps_masters_only:
+            block = self._new_master(whole[self.own_shard], dtypes.master)
         elif self._policy.parameters.sharded:
-            block = self.storages.parameter_slot(self._policy, spec.label, self._own_block.numel(), spec.dtypes.param)
+            block = self.storages.parameter_slot(self._policy, label, self._own_block.numel(), dtypes.param)
             block.write(self._own_block)
             block.wait()
         self.block = block
@@ -78,17 +83,26 @@ class ParameterBucket:
         self.rests = {shard: self._held[shard] for shard in updated}
         self.own_rest = self.rests[self.own_shard]
         self.masters: dict[int, Slot] = {}
-        if spec.trainable:
+        if trainable:
             for shard, rest in self.rests.items():
                 # In fp32 the shard at rest is the master: a second copy of the weights would waste memory.
-                is_master = rest.dtype == spec.dtypes.master
-                self.masters[shard] = rest if is_master else _new_master(spec, whole[shard], context)
+                is_master = rest.dtype == dtypes.master
+                self.masters[shard] = rest if is_master else self._new_master(whole[shard], dtypes.master)
         self.copies = {shard: master for shard, master in self.masters.items() if master is not self.rests[shard]}
         self._reloading: Transfer | None = None
         """The copy, in flight, of this rank's part from its slot at rest to its rows."""
         self.gathering: Work | None = None
         self._spreading: Work | None = None
         """The all-gather of the rows of the block that other hosts have updated."""
+
+    def _new_master(self, values: Tensor, dtype: torch.dtype) -> Slot:
+        home = self.storages.optimizer(self._policy)
+        master = home.slot(f"master weights of {self.label}", self.layout.shard_numel, dtype)
+        master.write(values)
+        # no test needs this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
+        # which keeps its source. Without this wait the whole values of many units would be alive at start-up.
+        master.wait()
+        return master
 
     def _make_held(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
         if self.block is not None and self._replicas is None:
@@ -320,13 +334,3 @@ class InCpuMemory:
             self.is_current = True
         self.slot.wait(self._flat.tensor.device)  # the next use of the memory comes after the copy from it
         self._flat.free()
-
-
-def _new_master(spec: BucketSpec, values: Tensor, context: Context) -> Slot:
-    home = context.storages.optimizer(context.policy)
-    master = home.slot(f"master weights of {spec.label}", spec.layout.shard_numel, spec.dtypes.master)
-    master.write(values)
-    # no test needs this wait: it bounds memory, and orders nothing. Every reader of the slot waits for the write,
-    # which keeps its source. Without this wait the whole values of many units would be alive at start-up.
-    master.wait()
-    return master

@@ -35,7 +35,7 @@ from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, H
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
 from zeroshard.parameters.appearance import Appearance
-from zeroshard.parameters.context import BucketSpec, Context
+from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import Place, Residency
 from zeroshard.schedule.writes import Writes
@@ -189,12 +189,15 @@ class Unit:
         self._homes: list[list[tuple[GradientBucket, Piece]]] = [[] for _ in self.named]
         """For each parameter, the buckets that hold a part of its gradient, each with the place of this part."""
         for number, part in enumerate(self.layout.buckets, start=first_bucket):
-            spec = BucketSpec(number, f"{self.label} [bucket {number}]", part, dtypes, self.trainable)
+            label = f"{self.label} [bucket {number}]"
             rows = self.flat.rows(part.start, part.numel, world_size)
-            parameters = ParameterBucket(spec, rows, whole[part.start : part.stop], slot, context)
+            values = whole[part.start : part.stop]
+            parameters = ParameterBucket(
+                number, label, part, dtypes, rows, values, slot, context, trainable=self.trainable
+            )
             self.buckets.append(parameters)
             if self.trainable:
-                gradients = GradientBucket(spec, parameters, context)
+                gradients = GradientBucket(parameters, dtypes, context)
                 self.gradients.append(gradients)
                 for piece in part.pieces:
                     self._homes[piece.index].append((gradients, piece))

@@ -208,35 +208,31 @@ class GradientOperations:
             self._norms.clear()
             self._norms_at = now
         if order not in self._norms:
-            rows = self._own_rows(order)
             count = len(self._flags)
             own = bytes(index in unit.used for unit, index in self._flags)
             own += bytes(number in self.changed for number in range(count))
-            # An unsharded optimizer has every shard's gradients.
-            is_whole = len(rows) == self._context.everyone.world_size
-            if rows and not is_whole:
-                made = [[number, *row] for number, row in rows.items()]
-                own += torch.tensor(made, dtype=torch.float64).numpy().tobytes()
+            own += torch.tensor(self._own_row(order), dtype=torch.float64).numpy().tobytes()
             messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")
             self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
             self.agree([message[count : 2 * count] for message in messages])
-            for message in messages:
-                if len(message) > 2 * count:
-                    found = torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).view(-1, count + 1)
-                    rows |= {int(number): row for number, *row in found.tolist()}
-            in_order = [rows[number] for number in sorted(rows)]
+            rows = [
+                torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).tolist() for message in messages
+            ]
+            in_order = [row[1:] for row in sorted(rows)]
             self._norms[order] = [_root_of(_combined(parts, order), order) for parts in zip(*in_order, strict=True)]
         return self._norms[order]
 
-    def _own_rows(self, order: float) -> dict[int, list[float]]:
-        """Return this rank's sums of |x|^order (or largest |x|): by number of shard, one for each parameter.
+    def _own_row(self, order: float) -> list[float]:
+        """Return the place of this rank's shard, and its sums of |x|^order (or largest |x|), one for each parameter.
 
         A parameter that is whole on every rank of another dimension counts on the first of them.
         """
-        parts: dict[int, list[list[float]]] = {}
-        first = self._context.others.rank * self._context.collectives.world_size
+        collectives = self._context.collectives
+        first = self._context.others.rank * collectives.world_size
+        row: list[list[float]] = [[] for _ in self._flags]
         for resident in self._residents:
-            row = parts.setdefault(first + resident.shard.number, [[] for _ in self._flags])
+            if resident.shard.number != collectives.shard:
+                continue  # an unsharded optimizer has the other ranks' shards, too
             for view in resident.views:
                 if first and view.named.placement.is_whole:
                     continue
@@ -248,7 +244,7 @@ class GradientOperations:
                     if not math.isinf(order):
                         power = power**order
                 row[view.flag].append(float(power))
-        return {number: [_combined(own, order) for own in row] for number, row in parts.items()}
+        return [first + collectives.shard, *(_combined(own, order) for own in row)]
 
 
 # A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|.

@@ -293,7 +293,7 @@ class MeanGradients:
         """Open a shard's mean gradient, as it was reduced, in memory of `where`; default: where the optimizer steps."""
         where = where or shard.step
         shard.gradient.wait(where.device)
-        # Scratch that is not kept: the norm of a step needs none (see `squares_by_shard`).
+        # Scratch that is not kept: the norm of a step needs none (see `sum_of_squares`).
         with shard.gradient.borrowed(where, BufferPool(where.device, where.room), write=write) as gradient:
             yield gradient
 
@@ -352,8 +352,8 @@ class MeanGradients:
         self._multiply(shard, flat)
         return flat
 
-    def squares_by_shard(self, shards: Sequence[Shard]) -> dict[int, Tensor]:
-        """Return sums of squares by number of shard, as fp64 of shape [], of gradients as the optimizer will see them."""
+    def sum_of_squares(self, shards: Sequence[Shard]) -> Tensor:
+        """Return the sum of squares of gradients as the optimizer will see them, as fp64 of shape []."""
         found: dict[Shard, Tensor] = {}
         here: dict[Shard, Storage] = {}
         for shard in shards:
@@ -371,7 +371,7 @@ class MeanGradients:
         with ExitStack() as stack:
             gradients = [stack.enter_context(self.opened(shard, where=place)) for shard, place in here.items()]
             found |= zip(here, sums_of_squares(gradients), strict=True)
-        parts: dict[int, list[Tensor]] = {}
+        parts = []
         for shard in shards:
             if shard not in found:
                 with self.opened(shard) as gradient:
@@ -381,8 +381,10 @@ class MeanGradients:
             squares = found[shard]
             if _is_narrow(shard):
                 squares = squares * self._product**2
-            parts.setdefault(shard.number, []).append(squares)
-        return {number: sum_of_parts(own) for number, own in parts.items()}
+            parts.append(squares)
+        if not parts:
+            return torch.zeros((), dtype=torch.float64)
+        return sum_of_parts(parts)
 
 
 def _is_scaled_at_once(shard: Shard) -> bool:

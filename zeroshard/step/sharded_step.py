@@ -486,8 +486,8 @@ class ShardedStep:
             # A parameter that is whole on every rank of another dimension counts only on the first of them.
             is_first = self._context.others.rank == 0
             counted = [one.shard for one in self.residents if is_first or self._unit_of[one].is_cut]
-            sums = self.gradients.squares_by_shard(counted)
-            own = sums.get(self._context.collectives.shard, torch.zeros((), dtype=torch.float64))
+            shard = self._context.collectives.shard  # an unsharded optimizer has the other ranks' shards, too
+            own = self.gradients.sum_of_squares([one for one in counted if one.number == shard])
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
@@ -513,9 +513,6 @@ class ShardedStep:
         self._used_at = self.schedule.gradients_taken
         if not norm:
             return 0.0
-        # With an unsharded optimizer each rank has the sums of all shards, bit-identical to the owners' sums.
-        if len(sums) == self._everyone.world_size:
-            return norm_of(torch.stack([sums[shard] for shard in sorted(sums)]).to(by_rank.device))
         return norm_of(self._everyone.by_shard(by_rank))
 
     def list_group(self, param_group: dict[str, Any]) -> None:

@@ -140,14 +140,15 @@ class Outcome:
 
 
 def compared(case: Case, machine: str, rounds: int, clock: str) -> Outcome:
-    job = job_of(case.model, case.batch, case.ranks, machine)
+    job = job_of(case.model, case.batch, case.ranks, machine, memory=1 << 50, host_memory=1 << 50)
     everything = sweep(case)
     configs = {one: one.config(BASE, case.per_rank // one.micro) for one in everything}
-    plain = Search(job, BASE, case.per_rank, 1 << 50, 1 << 50)
+    plain = Search(job, BASE, case.per_rank)
     plans = {one: plan for one, _, plan in plain._dry_runs([(one, None) for one in everything])}
     least, most = (choose(plan.needed_nbytes for plan in plans.values()) for choose in (min, max))
     limit = least + int(case.share * (most - least))
-    found = Search(job, BASE, case.per_rank, limit, 1 << 50).run()
+    limited = job_of(case.model, case.batch, case.ranks, machine, memory=limit, host_memory=1 << 50)
+    found = Search(limited, BASE, case.per_rank).run()
     fitting = [one for one, plan in plans.items() if plan.needed_nbytes <= limit]
     of_ranks = run_ranks(trained, case.ranks, case, [configs[one] for one in fitting], rounds, clock, timeout=900)
     slowest = [[max(times) for times in zip(*of_one, strict=True)] for of_one in zip(*of_ranks, strict=True)]

@@ -22,7 +22,7 @@ from zeroshard.errors import UsageError
 from zeroshard.storage import base
 from zeroshard.storage.base import AcceleratorStorage
 from zeroshard.storage.buffers import FlatBuffer, PagedBuffer
-from zeroshard.storage.pages import CHUNK_NBYTES, KernelMemory, Pages, Part, Range, kernel_memory
+from zeroshard.storage.pages import CHUNK_NBYTES, KernelMemory, Pages, Range, kernel_memory
 from zeroshard.storage.transfers import CPU, STAGED_COUNT, Copies, Transfer
 from zeroshard.testing import Workload, run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -245,8 +245,7 @@ def test_an_empty_slot_is_not_read(storage: AcceleratorStorage, numel: int) -> N
     assert (out == 2).all()
 
 
-def test_neighbours_in_an_arena_keep_their_values(storage: AcceleratorStorage) -> None:
-    """Parts share pages; one that is given back takes none of the other's."""
+def test_a_slot_that_is_emptied_takes_no_memory_of_its_neighbours(storage: AcceleratorStorage) -> None:
     slots = [storage.transient_slot("gradients", 150_000, torch.float32) for _ in range(9)]
     for number, slot in enumerate(slots):
         slot.write(torch.full((150_000,), float(number)))
@@ -394,14 +393,14 @@ def test_parked_gradients_come_back_unless_forgotten(stage: int, forgets: bool, 
 # ---------------------------------------------------------------------- the pool of pages
 
 
-def a_unit(pages: Pages) -> Part:
-    part = Part(Range(pages, CHUNK_NBYTES), 0, CHUNK_NBYTES, is_unit=True)
-    part.fill()
-    return part
+def a_unit(pages: Pages) -> Range:
+    unit = Range(pages, CHUNK_NBYTES, is_unit=True)
+    unit.fill()
+    return unit
 
 
 @moves
-def test_parts_that_are_emptied_at_once_go_to_different_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_that_are_emptied_at_once_go_to_different_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's calls let other threads run; here the other one is emptied inside the first one's call."""
     kernel = kernel_memory()
     assert kernel is not None
@@ -423,8 +422,8 @@ def test_parts_that_are_emptied_at_once_go_to_different_addresses(monkeypatch: p
 
 
 @moves
-def test_a_part_whose_range_was_collected_first_touches_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cycle of references the range may be given back before its parts: its addresses may then be another's."""
+def test_a_range_that_ends_with_a_cycle_touches_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cycle of references the addresses are given back before `__del__`: they may then be another's."""
     kernel = kernel_memory()
     assert kernel is not None
     calls = []
@@ -438,8 +437,8 @@ def test_a_part_whose_range_was_collected_first_touches_no_addresses(monkeypatch
         monkeypatch.setattr(KernelMemory, name, noted)
     of = Range(Pages(kernel), CHUNK_NBYTES)
     address = of.address
-    cycle: dict[str, Any] = {"part": Part(of, 0, CHUNK_NBYTES)}
-    cycle["part"].fill()
+    of.fill()
+    cycle: dict[str, Any] = {"range": of}
     cycle["itself"] = cycle
     del cycle, of
     gc.collect()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.errors import UsageError
-from zeroshard.planning.dry_run import Figures
+from zeroshard.planning.dry_run import Figures, Job
 from zeroshard.planning.machine import Machine, Unseen, machines
 from zeroshard.planning.planner import Plan, job_of
 from zeroshard.planning.search import Choice, Search, in_processes, largest_micro_batch, micros, settings
@@ -68,15 +68,17 @@ class Remembered(Search):
             self.seen[choice, layers] = plan.figures
         self.asked.update(runs)
         for run in runs:
-            yield *run, Plan(self.job, self.seen[run], self.limit, self.host_limit)
+            yield *run, Plan(self.job, self.seen[run])
 
 
 @cache
 def search_of(model: Model) -> Remembered:
-    job = job_of(model, batch, model.ranks, machine())
-    return Remembered(
-        job, BASE, model.per_rank, PLENTY, PLENTY, depth=model.layers, shallow=lambda layers: lambda: model.of(layers)
-    )
+    job = job_of(model, batch, model.ranks, machine(), memory=PLENTY, host_memory=PLENTY)
+    return Remembered(job, BASE, model.per_rank, depth=model.layers, shallow=lambda layers: lambda: model.of(layers))
+
+
+def with_memory(job: Job, memory: int, host_memory: int = PLENTY) -> Job:
+    return replace(job, machine=job.machine.model_copy(update={"memory": memory, "host_memory": host_memory}))
 
 
 def everything(search: Search) -> dict[Choice, Plan]:
@@ -95,7 +97,7 @@ def test_the_search_finds_what_a_sweep_finds(model: Model) -> None:
     tried = []
     some = needs[:: 20 if search._is_shallow else 1]  # each search of a deep model takes 20 seconds
     for limit in sorted({0, needs[0] - 1, *some}):
-        one = replace(search, limit=limit, asked=set())
+        one = replace(search, job=with_memory(search.job, limit), asked=set())
         found = one.run()
         fitting = {choice: plan for choice, plan in plans.items() if plan.needed_nbytes <= limit}
         assert found.plan.needed_nbytes == plans[found.choice].needed_nbytes
@@ -117,9 +119,9 @@ def test_what_rests_on_a_host_is_bounded_too() -> None:
     plans = everything(search)
     least = min(plan.needed_nbytes for plan in plans.values())
     on_cpu = min(plan.host_nbytes for plan in plans.values() if plan.needed_nbytes == least)
-    found = replace(search, limit=least, host_limit=on_cpu - 1).run()
+    found = replace(search, job=with_memory(search.job, least, on_cpu - 1)).run()
     assert not found.plan.fits
-    assert replace(search, limit=least, host_limit=on_cpu).run().plan.fits
+    assert replace(search, job=with_memory(search.job, least, on_cpu)).run().plan.fits
 
 
 @pytest.mark.parametrize("first", [1, 3, 64])
@@ -143,7 +145,7 @@ def test_the_largest_micro_batch_fits_into_the_hosts_memory_too() -> None:
     made = zeroshard.plan(Model(2, 16), config, world_size=16, batch=batch, machine=machine(), sharded_init=True)
     of_sample = made.figures.host_peak.parts["activations"] // 8
     limit = 5 * of_sample * made.job.ranks_per_host
-    assert largest_micro_batch(replace(made, limit=made.needed_nbytes, host_limit=limit)) == 5
+    assert largest_micro_batch(replace(made, job=with_memory(made.job, made.needed_nbytes, limit))) == 5
 
 
 def test_what_never_exceeds_is_not_looked_for_for_ever() -> None:

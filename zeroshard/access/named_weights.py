@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeroshard.access.unsharded import unsharded
 from zeroshard.checkpoint.live_model import Description, LiveModel, describe, persistent_buffers
+from zeroshard.collectives.members import refuse_no_rank
 from zeroshard.errors import CollectiveError, UsageError
 from zeroshard.layout.named_parameter import name_of, refuse_distributed
 from zeroshard.schedule.unit import Unit
@@ -68,11 +69,8 @@ class _Part:
 def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over the weights of a model, see `Sharded.named_weights`. Raise for wrong arguments at once."""
     refuse_distributed(live.model.named_parameters(), "named_weights()")
-    world_size = live.collectives.world_size
-    if to is not None and to not in range(world_size):
-        raise UsageError(
-            f"named_weights(to={to!r}): the ranks are 0 to {world_size - 1}. Leave `to` out for all of them."
-        )
+    if to is not None:
+        refuse_no_rank(f"named_weights(to={to})", to, live.collectives.world_size)
     return _hand_over(live, to, merge_adapters=merge_adapters)
 
 

@@ -57,11 +57,6 @@ def unregister(units: Iterable[Unit]) -> None:
             _home_of.pop(entry.parameter, None)
 
 
-def is_taken(parameter: Tensor) -> bool:
-    """Return whether a sharded model holds the parameter."""
-    return parameter in _home_of
-
-
 def home_of(parameter: Tensor) -> Home | None:
     """Return the home of a parameter, or None if no sharded model holds it."""
     home: Home | None = _home_of.get(parameter)

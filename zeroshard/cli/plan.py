@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,10 +90,8 @@ def plan(
     if plot is not None:
         picture_file(plot, "--plot")
     with _uncollected():
-        from zeroshard.config.auto import supply
-        from zeroshard.config.load import read_for
         from zeroshard.planning.long_sequences import LongSequences
-        from zeroshard.planning.planner import job_of, limits
+        from zeroshard.planning.planner import job_of
 
         subject = subject_of(model, sequence or 2048)
     if sequence is not None and not subject.takes_sequences:
@@ -103,13 +101,12 @@ def plan(
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
         memory=memory, host_memory=host_memory,
     )  # fmt: skip
-    bounds = limits(job.machine)
     if config is None:
-        found = _search(subject, job, bounds, batch or 1, global_batch)
+        found = _search(subject, job, batch or 1, global_batch)
     else:
         values = supplied(auto or [])
         note_superfluous(config, values)
-        found = _judge(job, bounds, supply(read_for(config, values), values), batch, quick=quick)
+        found = _judge(job, config, values, batch, quick=quick)
     if subject.takes_sequences:
         found = replace(found, sequence=sequence or 2048)
     if plot is not None:
@@ -229,17 +226,18 @@ class _Answer:
         return f"assumed: {', '.join(parts)}"
 
 
-def _judge(
-    job: Job, bounds: Mapping[str, int], config: Mapping[str, Any], batch: int | None, *, quick: bool
-) -> _Answer:
+def _judge(job: Job, config: Path, auto: dict[str, Any], batch: int | None, *, quick: bool) -> _Answer:
     from zeroshard.planning.dry_run import dry_run
     from zeroshard.planning.planner import Plan
     from zeroshard.planning.search import in_process, judge, largest_micro_batch
 
+    micro = "train_micro_batch_size_per_gpu"
+    if batch is not None or not auto.keys() & {micro, "train_batch_size"}:
+        auto = {micro: batch or 1} | auto
     with _progress("simulating two steps") as told:
         told(0, 1)
-        figures = in_process(lambda: dry_run(job, config, batch or 1), first_here=True)
-        made = Plan(job, figures, **bounds)
+        figures = in_process(lambda: dry_run(job, config, auto), first_here=True)
+        made = Plan(job, figures)
     if batch is not None and made.figures.config.batch.micro != batch:
         raise UsageError(
             f"the config makes the micro-batch size {made.figures.config.batch.micro}, so --batch {batch} has no effect. Leave it "
@@ -257,7 +255,7 @@ def _judge(
             return _Answer(made, None, changes, why_unknown=str(error))
 
 
-def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, global_batch: int | None) -> _Answer:
+def _search(subject: Subject, job: Job, batch: int, global_batch: int | None) -> _Answer:
     from zeroshard.planning.search import BASE, Search, judge
 
     groups = job.data_ranks // job.sequences.ranks  # ranks that hold a sequence together share its sample
@@ -267,7 +265,7 @@ def _search(subject: Subject, job: Job, bounds: Mapping[str, int], batch: int, g
             f"--global-batch {global_batch} does not divide by {groups} data-parallel ranks. Choose a multiple of them."
         )
     with _progress("searching for the fastest config that fits") as told:
-        found = Search(job, BASE, per_rank, **bounds, depth=subject.depth, shallow=subject.shallow, told=told).run()
+        found = Search(job, BASE, per_rank, depth=subject.depth, shallow=subject.shallow, told=told).run()
     changes: Sequence[Change] = ()
     if not found.plan.fits:
         with _progress("trying single changes") as told:

@@ -177,22 +177,6 @@ def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], 
     return resolved, set(paths)
 
 
-def supply(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config with the user's values instead of "auto". Any other "auto" stays.
-
-    Raises:
-        ConfigError: a name in `supplied` is not the name of a key.
-    """
-    given: dict[str, Any] = copy.deepcopy(dict(config))
-    found = list(_find(given))
-    _refuse_unknown(supplied, [path for path, _, _ in found])
-    for path, block, key in found:
-        value = _supplied(supplied, path)
-        if value is not UNKNOWN:
-            block[key] = value
-    return given
-
-
 def rule_of(path: str) -> Rule:
     """Return the rule for this key's "auto"."""
     if path not in RULES and _is_argument(path):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from zeroshard.access.unsharded import is_taken, unsharded
+from zeroshard.access.unsharded import home_of, unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters, persistent_buffers
 from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
@@ -444,7 +444,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse settings that exclude each other, and then make the accelerator."""
         refuse_arguments(self.args)
-        if self.sharded is None and self.model is not None and any(is_taken(p) for p in self.model.parameters()):
+        if self.sharded is None and self.model is not None and any(map(home_of, self.model.parameters())):
             raise UsageError(
                 "the model is sharded by another trainer: call its `trainer.sharded.remove()` first, on every rank."
             )

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.collectives.composed import Within
 from zeroshard.config.load import Config, load_config, read
 from zeroshard.engine import Engine
 from zeroshard.engine.initialize import make_engine
@@ -41,10 +40,10 @@ from zeroshard.planning.ledger import (
     Peak,
 )
 from zeroshard.planning.long_sequences import LongSequences
-from zeroshard.planning.machine import Clock, Machine
+from zeroshard.planning.machine import Clock, Line, Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
 from zeroshard.planning.tensor_parallel import divide_on_paper
-from zeroshard.policy import Place, Wire
+from zeroshard.policy import Place, Policy
 from zeroshard.sharding.shard import Backend
 from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
@@ -137,13 +136,12 @@ class Figures:
     timeline: list[Moment] = field(default_factory=list)
 
 
-def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: bool = False) -> Figures:
+def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, draws: bool = False) -> Figures:
     """Run two steps as one rank of a training run, and return the figures.
 
     Args:
         job: the training run.
-        config: a config, as for `initialize`.
-        micro_batch: the samples of one call, if the config names no batch size, or leaves it "auto".
+        config, auto: a config and the values of its "auto" keys, as for `initialize`.
         draws: whether to keep the timeline.
 
     Raises:
@@ -161,7 +159,7 @@ def dry_run(job: Job, config: Any, micro_batch: int | None = None, *, draws: boo
         raw = read(config)
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
-        return _run(job, raw, micro_batch, ledger, clock)
+        return _run(job, raw, auto, ledger, clock)
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
@@ -171,28 +169,31 @@ class _Mode(FakeTensorMode):  # type: ignore[misc]
         return self
 
 
-def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger, clock: Clock) -> Figures:
+def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, clock: Clock) -> Figures:
     ledger.enter("building the model", PARAMETERS)
     model = _build(job)
     parameters = list(model.parameters())
     model_nbytes = sum(parameter.nbytes for parameter in parameters)
-    auto = {}
-    if micro_batch is not None:
-        auto["train_micro_batch_size_per_gpu"] = micro_batch
     config = load_config(raw, job.data_ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
             "neither the config nor the caller names a batch size. Pass the number of samples of one call of the model."
         )
-    members = _Members(job, config, ledger, clock)
+    hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, config.policy.optimizer.sharded)
+    collectives = _collectives(replace(hosts, ranks=job.data_ranks), config.policy)
+    line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
+    send_parts = partial(_send_parts, collectives, line)
     if job.tensor_parallel > 1:
-        divide_on_paper(model, job.tensor_parallel, members.send_parts)
+        divide_on_paper(model, job.tensor_parallel, send_parts)
     del parameters
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
     if job.sequences != LongSequences():
-        model = job.sequences.wrap(model, partial(members.send_parts, "all_to_all"))
-    backend = Backend(members.collectives, members.storages, lambda _: None, FakeTensor)
+        model = job.sequences.wrap(model, partial(send_parts, "all_to_all"))
+    make_storages = partial(
+        SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
+    )
+    backend = Backend(lambda *_, **_settings: collectives, make_storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
     if optimizer is None and config.schema.optimizer is None:
         optimizer = partial(torch.optim.AdamW, fused=True)
@@ -220,7 +221,7 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
             stack.enter_context(_AcceleratorsDropout())
         for _ in range(STEPS):
             ledger.timeline.clear()
-            spent = _step(job, engine, ledger, clock, members.made)
+            spent = _step(job, engine, ledger, clock, collectives)
             _name_states(engine, ledger)
             rest = ledger.parts()
     cost = _cost(spent, config.batch.accumulation - run_config.batch.accumulation)
@@ -244,37 +245,21 @@ def _run(job: Job, raw: dict[str, Any], micro_batch: int | None, ledger: Ledger,
     )
 
 
-class _Members:
-    """The functions of a `Backend` that make simulated collectives and storages. `made` is set when collectives are made."""
-
-    made: SimulatedRanks | SimulatedTwoLevel
-
-    def __init__(self, job: Job, config: Config, ledger: Ledger, clock: Clock) -> None:
-        shards_optimizer = config.policy.optimizer.sharded
-        hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, shards_optimizer)
-        self._hosts = replace(hosts, ranks=job.data_ranks)
-        self._line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
-        self.storages = partial(
-            SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
+def _collectives(hosts: Hosts, policy: Policy) -> SimulatedRanks | SimulatedTwoLevel:
+    """Make simulated collectives, as `create_collectives` makes real ones. Raise UsageError for lossy communication."""
+    if policy.wire.is_lossy:
+        raise UsageError(
+            "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
+            "is the same."
         )
+    return hosts.collectives(policy.within)
 
-    def send_parts(self, kind: str, nbytes: int) -> None:
-        """Send `nbytes` bytes to the neighbours that share a sequence or a model, and wait until as many have arrived."""
-        self.made.sent[kind] += nbytes
-        self.made.calls[kind] += 1
-        self._line.send(nbytes).wait()
 
-    def collectives(
-        self, _group: Any, _device: torch.device, what: str, within: Within | None, wire: Wire
-    ) -> SimulatedRanks | SimulatedTwoLevel:
-        """Make simulated collectives, as `create_collectives` makes real ones. Raise UsageError for lossy communication."""
-        if wire.is_lossy:
-            raise UsageError(
-                "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
-                "is the same."
-            )
-        self.made = self._hosts.collectives(within)
-        return self.made
+def _send_parts(collectives: SimulatedRanks | SimulatedTwoLevel, line: Line, kind: str, nbytes: int) -> None:
+    """Send `nbytes` bytes to the neighbours that share a sequence or a model, and wait until as many have arrived."""
+    collectives.sent[kind] += nbytes
+    collectives.calls[kind] += 1
+    line.send(nbytes).wait()
 
 
 # ---------------------------------------------------------------------- the model

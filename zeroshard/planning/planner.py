@@ -34,19 +34,25 @@ class Plan:
     Attributes:
         job: the training run and its machine.
         figures: the results of the dry run.
-        limit: bytes of an accelerator's memory.
-        host_limit: bytes of a host's CPU memory.
     """
 
     job: Job
     figures: Figures
-    limit: int
-    host_limit: int
 
     @property
     def machine(self) -> Machine:
         """The machine that the times are for."""
         return self.job.machine
+
+    @property
+    def limit(self) -> int:
+        """The bytes of an accelerator's memory."""
+        return self.machine.memory
+
+    @property
+    def host_limit(self) -> int:
+        """The bytes of a host's CPU memory."""
+        return self.machine.host_memory
 
     @property
     def peak_nbytes(self) -> int:
@@ -192,11 +198,6 @@ class Plan:
         }  # fmt: skip
 
 
-def limits(machine: Machine) -> Mapping[str, int]:
-    """Return the memory of an accelerator and of a host, as keyword arguments of `Plan`."""
-    return {"limit": machine.memory, "host_limit": machine.host_memory}
-
-
 def plan(
     model_factory: Callable[[], nn.Module], config: str | os.PathLike[str] | Mapping[str, Any], *, world_size: int,
     batch: Callable[[int], Any] | Any, machine: str | Machine = "h100", memory: int | None = None,
@@ -250,7 +251,8 @@ def plan(
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
         memory=memory, host_memory=host_memory,
     )  # fmt: skip
-    figures = dry_run(job, config, micro_batch, draws=timeline)
+    auto = None if micro_batch is None else {"train_micro_batch_size_per_gpu": micro_batch}
+    figures = dry_run(job, config, auto, draws=timeline)
     planned = figures.config.batch.micro
     leaves = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     sizes = {size for leaf in leaves for size in leaf.shape}
@@ -259,7 +261,7 @@ def plan(
             f"no dimension of the batch has the micro-batch size of the config, {planned}. Pass a function that returns a "
             "batch of n samples, or a batch of the config's size."
         )
-    return Plan(job, figures, **limits(job.machine))
+    return Plan(job, figures)
 
 
 def job_of(

@@ -221,7 +221,7 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
     ):
         told(done, len(changes))
         if not isinstance(figures, ZeroshardError):
-            other = Plan(plan.job, figures, plan.limit, plan.host_limit)
+            other = Plan(plan.job, figures)
             gain = plan.needed_nbytes - other.needed_nbytes
             found.append(Change(list(changes)[number], other, gain, other.seconds - plan.seconds))
     return sorted(found, key=lambda change: -change.gain)
@@ -240,7 +240,7 @@ def largest_micro_batch(plan: Plan) -> int:
             config = plan.complete_config() | {"train_micro_batch_size_per_gpu": micro}
             del config["train_batch_size"]
             figures = in_process(partial(dry_run, plan.job, config))
-            made[micro] = Plan(plan.job, figures, plan.limit, plan.host_limit)
+            made[micro] = Plan(plan.job, figures)
         return made[micro]
 
     fits = _last_that_fits(lambda micro: planned(micro).needed_nbytes, plan.limit, first)
@@ -394,7 +394,6 @@ class Search:
     Attributes:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
-        limit, host_limit: the bytes of memory of an accelerator, and of a host.
         depth, shallow: the number of blocks, and a function from fewer blocks to a factory; None: all runs are at full depth.
         told: a function that is called with the progress.
     """
@@ -402,8 +401,6 @@ class Search:
     job: Job
     base: Mapping[str, Any]
     per_rank: int
-    limit: int
-    host_limit: int
     depth: int | None = None
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     told: Told = lambda _done, _of: None
@@ -498,10 +495,11 @@ class Search:
 
     def _over(self, estimate: Estimate) -> float:
         """Return the missing share of the accelerator's or the host's memory, the larger of both; negative if there is room."""
-        return max(estimate.needed / max(self.limit, 1), estimate.host / max(self.host_limit, 1)) - 1
+        machine = self.job.machine
+        return max(estimate.needed / max(machine.memory, 1), estimate.host / max(machine.host_memory, 1)) - 1
 
     def _missing(self, estimate: Estimate) -> float:
-        return max(estimate.needed - self.limit, estimate.host - self.host_limit)
+        return max(estimate.needed - self.job.machine.memory, estimate.host - self.job.machine.host_memory)
 
     def _estimates(self, choices: Iterable[Choice]) -> dict[Choice, Estimate]:
         """Estimate the choices that have no estimate yet, from two shallow runs or from one at full depth."""
@@ -530,7 +528,7 @@ class Search:
             if isinstance(figures, ZeroshardError):
                 self._refusals.append(figures)
             else:
-                yield *runs[number], Plan(self.job, figures, self.limit, self.host_limit)
+                yield *runs[number], Plan(self.job, figures)
 
     def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
         job = self.job

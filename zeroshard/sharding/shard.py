@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from zeroshard.access.freezing import Freezing
-from zeroshard.access.unsharded import home_of, is_taken, register
+from zeroshard.access.unsharded import home_of, register
 from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.collectives.base import Alone, Collectives
@@ -353,23 +353,13 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             )
         values = buffer.data.contiguous()
         collectives.broadcast(values.view(-1).view(torch.uint8))
-        if _may_overlap(buffer):
-            buffer.data = values
-        elif values.data_ptr() != buffer.data_ptr():
-            buffer.data.copy_(values)
+        if values.data_ptr() != buffer.data_ptr():
+            try:
+                buffer.data.copy_(values)
+            except RuntimeError:  # some elements share memory, as in an expanded buffer
+                buffer.data = values
         if precision.buffer_dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(precision.buffer_dtype)
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor may share memory, as in an expanded one."""
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -464,7 +454,7 @@ def free_for_sharding(model: nn.Module) -> None:
         hooks = None if home is None else home.hooks()
         if hooks is not None and hooks.before_next_sharding is not None:
             hooks.before_next_sharding()  # afterwards its other parameters have no home
-    taken = [name for name, p in model.named_parameters() if is_taken(p)]
+    taken = [name for name, p in model.named_parameters() if home_of(p) is not None]
     if taken:
         raise UsageError(
             f"the model is sharded already (parameter {taken[0]}): call remove() on the result of shard(), or "

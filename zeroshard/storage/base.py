@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.storage.buffers import BufferPool, FlatBuffer, PagedBuffer, ResizedBuffer
-from zeroshard.storage.pages import Arena, kernel_memory
+from zeroshard.storage.pages import Pages, Range, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes, in_pages
 
 SMALL_NBYTES = 64 << 10
@@ -291,7 +291,7 @@ class AcceleratorStorage(DeviceStorage):
     def __init__(self, device: torch.device, copies: Copies) -> None:
         super().__init__(device, copies)
         kernel = kernel_memory() if device.type == "cpu" else None
-        self._arena = None if kernel is None else Arena(kernel)
+        self._pages = None if kernel is None else Pages(kernel)
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         self.nbytes += numel * dtype.itemsize
@@ -301,9 +301,9 @@ class AcceleratorStorage(DeviceStorage):
         nbytes = numel * dtype.itemsize
         self.nbytes += nbytes
         buffer: FlatBuffer | None = None
-        if self._arena is not None and nbytes >= SMALL_NBYTES:
+        if self._pages is not None and nbytes >= SMALL_NBYTES:
             with suppress(OSError):
-                buffer = PagedBuffer(label, dtype, self._arena.part(nbytes), is_filled=False)
+                buffer = PagedBuffer(label, dtype, Range(self._pages, nbytes), is_filled=False)
         if buffer is None:
             # Its memory lives until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
             buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
@@ -311,19 +311,19 @@ class AcceleratorStorage(DeviceStorage):
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
         nbytes = numel * dtype.itemsize
-        if comes_and_goes and self._arena is not None and nbytes >= SMALL_NBYTES:
+        if comes_and_goes and self._pages is not None and nbytes >= SMALL_NBYTES:
             with suppress(OSError):
-                return PagedBuffer(label, dtype, self._arena.unit(nbytes), is_filled=True)
+                return PagedBuffer(label, dtype, Range(self._pages, nbytes, is_unit=True), is_filled=True)
         return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def keep_freed_at_most(self, nbytes: int) -> None:
-        if self._arena is not None:
-            self._arena.pages.limit_nbytes = nbytes
-            self._arena.pages.trim()
+        if self._pages is not None:
+            self._pages.limit_nbytes = nbytes
+            self._pages.trim()
 
     @property
     def freed_nbytes(self) -> int:
-        return 0 if self._arena is None else self._arena.pages.freed_nbytes
+        return 0 if self._pages is None else self._pages.freed_nbytes
 
     def has_room(self, nbytes: int) -> bool:
         if self.device.type == "cpu":

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import StorageError
-from zeroshard.storage.pages import Part
+from zeroshard.storage.pages import Range
 from zeroshard.storage.transfers import LANDED, Transfer
 from zeroshard.torch_private import storage_users
 
@@ -136,19 +136,19 @@ class PagedBuffer(FlatBuffer):
         StorageError: there is no memory.
     """
 
-    def __init__(self, label: str, dtype: torch.dtype, part: Part, *, is_filled: bool) -> None:
-        super().__init__(label, part.tensor(dtype))
-        self._part = part
+    def __init__(self, label: str, dtype: torch.dtype, memory: Range, *, is_filled: bool) -> None:
+        super().__init__(label, memory.tensor(dtype))
+        self._memory = memory
         if is_filled:
             self._take()
             self.tensor.zero_()
 
     def _give_back(self) -> None:
-        self._part.empty()
+        self._memory.empty()
 
     def _take(self) -> None:
         try:
-            self._part.fill()
+            self._memory.fill()
         except OSError as error:
             raise StorageError(
                 f"no memory for {self.label} ({self.tensor.nbytes:,} bytes): {error}. Use a higher stage, offload, or smaller "
@@ -157,7 +157,7 @@ class PagedBuffer(FlatBuffer):
 
     @property
     def nbytes(self) -> int:
-        return self._part.nbytes
+        return self._memory.nbytes
 
 
 @final

@@ -15,6 +15,7 @@ import ctypes
 import mmap
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -25,10 +26,6 @@ from zeroshard.storage.transfers import in_pages
 
 CHUNK_NBYTES = 2 << 20
 """The bytes that a kernel maps as one huge page, and that move at once."""
-
-BLOCK_NBYTES = 64 << 20
-"""Addresses that an arena reserves at once for parts."""
-_LINE_NBYTES = 64
 _RESERVED = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 3
 _FIXED = 0x10
@@ -210,124 +207,66 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 
 
 class Range:
-    """A range of `nbytes` addresses, in pieces of CHUNK_NBYTES and a shorter last one. A piece has memory while any part uses it.
+    """Addresses of at least one byte, with memory or without. The memory is freed when neither this nor its tensor is alive.
 
-    The addresses are reserved as long as this, or a part of it, lives.
+    Args:
+        is_unit: whether the pool counts its memory as memory of a unit.
 
     Raises:
         OSError: there are no addresses (RLIMIT_AS).
     """
 
-    def __init__(self, pages: Pages, nbytes: int) -> None:
-        self.pages = pages
-        self.nbytes = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, in_pages(nbytes))
-        self.address = pages.kernel.reserve(self.nbytes)
-        self._unmap = weakref.finalize(self, pages.kernel.unmap, self.address, self.nbytes)
-        self._unmap.atexit = False
-        self._users = [0] * -(-self.nbytes // CHUNK_NBYTES)
-
-    def fill(self, pieces: range) -> None:
-        """Start to use pieces. Pieces without memory get memory of undefined content.
-
-        Raises:
-            OSError: there is none left.
-        """
-        for number, piece in enumerate(pieces):
-            if not self._users[piece]:
-                try:
-                    self.pages.put(*self._piece(piece))
-                except OSError:
-                    self.empty(pieces[:number])
-                    raise
-            self._users[piece] += 1
-
-    def empty(self, pieces: range) -> None:
-        """Stop using pieces. Memory of pieces that no part uses returns to the pool or the kernel."""
-        if not self._unmap.alive:
-            return  # the garbage collector ended the range of a cycle before its parts: the addresses may be in other use
-        start = end = 0
-        for piece in pieces:
-            self._users[piece] -= 1
-            if not self._users[piece]:  # only the first and the last piece of a part have other users
-                address, nbytes = self._piece(piece)
-                self.pages.take(address, nbytes)
-                start = start or address
-                end = address + nbytes
-        if start:
-            self.pages.kernel.hide(start, end - start)
-
-    def _piece(self, number: int) -> tuple[int, int]:
-        start = number * CHUNK_NBYTES
-        return self.address + start, min(CHUNK_NBYTES, self.nbytes - start)
-
-
-class Arena:
-    """The addresses of one model, and its pool of pages. Ranges and parts refer to the pool, but not to the arena.
-
-    Raises:
-        OSError: there are no addresses (in `unit` and `part`).
-    """
-
-    def __init__(self, kernel: KernelMemory) -> None:
-        self.pages = Pages(kernel)
-        self._block: Range | None = None
-        self._used = 0
-
-    def unit(self, nbytes: int) -> Part:
-        """Make a part for a unit, in a range of its own, without memory. The pool counts the memory of units."""
-        return Part(Range(self.pages, nbytes), 0, nbytes, is_unit=True)
-
-    def part(self, nbytes: int) -> Part:
-        """Make a part of at least one byte, without memory. Parts that are made one after another share huge pages."""
-        if self._block is None or self._used + nbytes > self._block.nbytes:
-            self._block = Range(self.pages, max(BLOCK_NBYTES, -(-nbytes // CHUNK_NBYTES) * CHUNK_NBYTES))
-            self._used = 0
-        part = Part(self._block, self._used, nbytes)
-        self._used += -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
-        return part
-
-
-class Part:
-    """Bytes of a range, with memory or without. The memory is freed when neither this nor its tensor is alive.
-
-    Args:
-        is_unit: whether the pool counts its memory as memory of a unit.
-    """
-
-    def __init__(self, of: Range, offset: int, nbytes: int, *, is_unit: bool = False) -> None:
-        self._range = of
-        self._offset = offset
-        self._all_nbytes = nbytes
-        self._pieces = range(offset // CHUNK_NBYTES, -(-(offset + nbytes) // CHUNK_NBYTES))
-        self._is_unit = is_unit
+    def __init__(self, pages: Pages, nbytes: int, *, is_unit: bool = False) -> None:
         self.nbytes = 0
         """The number of bytes of live memory now."""
+        size = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, in_pages(nbytes))
+        self.address = pages.kernel.reserve(size)
+        self._pages = pages
+        self._all_nbytes = nbytes
+        self._size = size
+        self._is_unit = is_unit
+        self._unmap = weakref.finalize(self, pages.kernel.unmap, self.address, size)
+        self._unmap.atexit = False
 
     def __del__(self) -> None:
         self.empty()
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return all of the part as a 1-D tensor, in a storage of its own."""
-        array: Any = (ctypes.c_uint8 * self._all_nbytes).from_address(self._range.address + self._offset)
+        """Return all of the range as a 1-D tensor, in a storage of its own."""
+        array: Any = (ctypes.c_uint8 * self._all_nbytes).from_address(self.address)
         array.owner = self  # the array lives as long as the storage
         return torch.frombuffer(array, dtype=dtype)
 
     def fill(self) -> None:
-        """Give the part memory of undefined content.
+        """Give the range memory of undefined content.
 
         Raises:
             OSError: there is none left.
         """
-        self._range.fill(self._pieces)
+        try:
+            for address, nbytes in self._pieces():
+                self._pages.put(address, nbytes)
+        except OSError:
+            self._pages.kernel.hide(self.address, self._size)
+            raise
         self.nbytes = self._all_nbytes
         if self._is_unit:
-            self._range.pages.hold(self.nbytes)
-            self._range.pages.trim()
+            self._pages.hold(self.nbytes)
+            self._pages.trim()
 
     def empty(self) -> None:
-        """Give the part's memory back."""
-        if self.nbytes:
-            if self._is_unit:
-                self._range.pages.hold(-self.nbytes)
-            self.nbytes = 0
-            self._range.empty(self._pieces)
+        """Give the memory back to the pool or the kernel."""
+        if not self.nbytes:
+            return
+        if self._is_unit:
+            self._pages.hold(-self.nbytes)
+        self.nbytes = 0
+        if self._unmap.alive:  # if the garbage collector ended a cycle, the addresses may be in other use
+            for address, nbytes in self._pieces():
+                self._pages.take(address, nbytes)
+            self._pages.kernel.hide(self.address, self._size)
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield (address, bytes) of the pieces that move at once: of CHUNK_NBYTES, and a shorter last one."""
+        for start in range(0, self._size, CHUNK_NBYTES):
+            yield self.address + start, min(CHUNK_NBYTES, self._size - start)

@@ -317,37 +317,17 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
     Raises:
         CheckpointError: the file is missing, unreadable, altered, or of a different size.
     """
-    path = folder / record.name
     by_chunk: dict[int, list[ReadRequest]] = defaultdict(list)
     for request in requests:
         for number in range(request.offset // CHUNK_NBYTES, -(-request.stop // CHUNK_NBYTES)):
             by_chunk[number].append(request)
     if not by_chunk:
         return 0
-    buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
     read = 0
-    with _reading(path):
-        descriptor = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != record.nbytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes, not {record.nbytes}: it was truncated or replaced. {ANOTHER}"
-            )
-        for number in sorted(by_chunk):
-            start = number * CHUNK_NBYTES
-            chunk = buffer[: min(CHUNK_NBYTES, size - start)]
-            memory = memory_of(chunk)
-            _read_fully(descriptor, memory, start, path)
-            if zlib.crc32(memory) != record.checksums[number]:
-                raise CheckpointError(
-                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have a wrong checksum. {ANOTHER}"
-                )
-            read += len(memory)
-            for request in by_chunk[number]:
-                advance(request.take(chunk, start))
-    finally:
-        os.close(descriptor)
+    for number, chunk in _verified_chunks(folder / record.name, record, sorted(by_chunk)):
+        read += chunk.numel()
+        for request in by_chunk[number]:
+            advance(request.take(chunk, number * CHUNK_NBYTES))
     return read
 
 
@@ -360,23 +340,42 @@ def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance:
         verify: whether to read the file and compare checksums; otherwise only the size is checked.
         advance: a function that is called with the number of bytes read.
     """
+    numbers = range(len(record.checksums) if verify else 0)
     try:
-        with (folder / record.name).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != record.nbytes:
-                return f"{record.name} has {size} bytes, not {record.nbytes}"
-            if not verify:
-                return None
-            for number, checksum in enumerate(record.checksums):
-                chunk = file.read(CHUNK_NBYTES)
-                advance(len(chunk))
-                if zlib.crc32(chunk) != checksum:
-                    return f"{record.name} is damaged at or after byte {number * CHUNK_NBYTES}"
-    except FileNotFoundError:
-        return f"{record.name} is missing"
-    except OSError as error:
-        return f"{record.name} cannot be read: {error.strerror}"
+        for _, chunk in _verified_chunks(folder / record.name, record, numbers):
+            advance(chunk.numel())
+    except CheckpointError as error:
+        return str(error)
     return None
+
+
+def _verified_chunks(path: Path, record: FileRecord, numbers: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number, bytes) of chunks of a file after a check of its size and their checksums. All share one memory.
+
+    Raises:
+        CheckpointError: as `read_verified`.
+    """
+    with _reading(path):
+        descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != record.nbytes:
+            raise CheckpointError(
+                f"{path} has {size} bytes, not {record.nbytes}: it was truncated or replaced. {ANOTHER}"
+            )
+        buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
+        for number in numbers:
+            start = number * CHUNK_NBYTES
+            chunk = buffer[: min(CHUNK_NBYTES, size - start)]
+            memory = memory_of(chunk)
+            _read_fully(descriptor, memory, start, path)
+            if zlib.crc32(memory) != record.checksums[number]:
+                raise CheckpointError(
+                    f"{path} is damaged: its bytes {start} to {start + len(memory)} have a wrong checksum. {ANOTHER}"
+                )
+            yield number, chunk
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import Place, Residency
 from zeroshard.schedule.writes import Writes
 from zeroshard.storage.base import Slot
-from zeroshard.torch_private import grad_of, storage_users
+from zeroshard.torch_private import grad_of
 
 
 class UnitState(enum.Enum):
@@ -151,8 +151,7 @@ class Unit:
         separate = self.flat.has_address and not self.comes_and_goes
         self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
         self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
-        self._own_uses = storage_users(self.flat.tensor)
-        """The number of tensors over the flat buffer, not counting those that parameters show or an optimizer updates."""
+        self.flat.count_uses()  # not those of the tensors that parameters show or an optimizer updates
         self.appearance.show_views()
         self._count()
         self.reshard()
@@ -396,14 +395,6 @@ class Unit:
         self.write_back()  # otherwise values that the user wrote or assigned through `.data` would be lost
         self.offload()
         self._move(UnitMove.PARK)
-
-    def is_looked_at(self, updated: int) -> bool:
-        """Return whether the user has a view of the parked parameters, such as `parameter.detach()`.
-
-        Args:
-            updated: the number of views of the flat buffer that an optimizer updates.
-        """
-        return storage_users(self.flat.tensor) - updated > self._own_uses
 
     def unpark(self) -> None:
         """Return a parked unit to its state at rest. The model states must be in their slots again."""

@@ -6,7 +6,6 @@ the user's tensors show placeholders in the meantime.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import BufferPool, FlatBuffer
 from zeroshard.storage.storages import Storages
-from zeroshard.torch_private import storage_id
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -32,13 +30,11 @@ class _Parked:
     Attributes:
         content: all of the memory, as bytes, in its present place.
         is_transient: whether `zero_grad` drops the content.
-        is_kept: whether a view of the user's keeps the memory, so that it was not freed.
     """
 
     memory: FlatBuffer
     content: Slot
     is_transient: bool
-    is_kept: bool
 
 
 class Parking:
@@ -92,26 +88,19 @@ class Parking:
         self._step.park(states="optimizer" in wanted)
         self._schedule.live.parked = frozenset(wanted)
         for one in pending:
-            if not one.is_kept:
-                one.memory.free()
+            one.memory.free()
         self._parked = pending
         return sum(one.content.nbytes for one in pending if not one.memory.nbytes)
 
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None
-        kept: set[int] = set()
-        if "parameters" in states:
-            # The user may have views of parameters: a read of freed memory would end the process.
-            updated = Counter(storage_id(view.value) for view in self._step.views)
-            storages = {storage_id(unit.flat.tensor): unit for unit in self._schedule.units if not unit.sharded_at_rest}
-            kept = {storage for storage, unit in storages.items() if unit.is_looked_at(updated[storage])}
         copied: dict[int, _Parked] = {}
         for memory, is_transient in self._memory(states):
             address = memory.tensor.untyped_storage().data_ptr()
             if memory.nbytes and address not in copied:
                 content = self._storage.slot("parked model states", memory.nbytes, torch.uint8)
                 content.write(memory.tensor.view(torch.uint8))
-                copied[address] = _Parked(memory, content, is_transient, storage_id(memory.tensor) in kept)
+                copied[address] = _Parked(memory, content, is_transient)
         for one in copied.values():
             one.content.wait()
         return list(copied.values())
@@ -119,6 +108,9 @@ class Parking:
     def _memory(self, states: Sequence[str]) -> Iterator[tuple[FlatBuffer, bool]]:
         """Yield the accelerator memory of these states, and whether `zero_grad` frees it."""
         tensors: list[Tensor] = []
+        if "parameters" in states:
+            # A flat buffer keeps its memory if the user has a view of a parameter: a read of freed memory would end the process.
+            yield from ((unit.flat, False) for unit in self._schedule.units if not unit.sharded_at_rest)
         if "gradients" in states:
             for unit in self._schedule.units:
                 for gradients in unit.gradients:

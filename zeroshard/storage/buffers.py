@@ -44,7 +44,7 @@ class FlatBuffer(ABC):
         self.label = label
         self.tensor = tensor
         self.kept_count = 0
-        self._own_uses: int | None = None
+        self._own_uses = 0
 
     def view(self, start: int, shape: torch.Size) -> Tensor:
         """Return the elements from `start` on as a view of this shape."""
@@ -55,10 +55,15 @@ class FlatBuffer(ABC):
         return self.tensor[start : start + numel].view(count, numel // count)
 
     @final
+    def count_uses(self) -> None:
+        """Record that whatever uses the memory now is the owner's: `free` keeps memory that has more users."""
+        self._own_uses = storage_users(self.tensor)
+
+    @final
     def free(self) -> None:
         """Free the memory, if no other code uses it. See [Note: freed storage]."""
-        if self._own_uses is None:  # no other code has it yet
-            self._own_uses = storage_users(self.tensor)
+        if not self._own_uses:  # no other code has it yet
+            self.count_uses()
         if not self.nbytes:
             return
         if storage_users(self.tensor) <= self._own_uses:
@@ -75,7 +80,7 @@ class FlatBuffer(ABC):
         """
         if not self.nbytes:
             self._take()
-            self._own_uses = storage_users(self.tensor)
+            self.count_uses()
 
     @abstractmethod
     def _give_back(self) -> None: ...

@@ -63,7 +63,7 @@ def main() -> None:
             failed.append(part)
     print(f"results in {arguments.out / RESULTS} and {ARCHIVE}")
     if failed:
-        raise SystemExit(f"not all is well: {', '.join(failed)}")
+        raise SystemExit(f"failed parts: {', '.join(failed)}")
 
 
 def _build_simulated() -> None:

@@ -84,7 +84,7 @@ def join(group: Path) -> None:
 
 
 class SampledSession:
-    """The same figures for the processes of a session (see setsid), sampled by a thread. It needs no rights."""
+    """The peak memory of a session's processes (see setsid), sampled by a thread. It needs no rights."""
 
     def __init__(self, session: int) -> None:
         self.peak = 0

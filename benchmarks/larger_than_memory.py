@@ -62,7 +62,7 @@ def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dic
             group.close()
     failed = [(rank, process.returncode) for rank, process in enumerate(processes) if process.returncode]
     if failed:
-        raise SystemExit(f"ranks failed (rank, status): {failed}; -9 is the kernel's answer to too much memory")
+        raise SystemExit(f"ranks failed (rank, status): {failed}; -9: killed, for example at the memory limit")
     yield [json.loads(output.splitlines()[-1]) | {"peak": peak} for output, peak in zip(outputs, peaks, strict=True)]
 
 

@@ -3,7 +3,7 @@
     python benchmarks/many_units.py [--blocks 2000] [--steps 5] [--one-unit]
 
 The table has the CPU seconds of a rank's process, including its threads, under zeroshard, DDP and FSDP2. They are
-medians over steps, for a step, for its backward, and for a step of a tenth of the blocks. With --one-unit, one unit
+medians over steps, for a step, for its backward, and for a step with a tenth of the blocks. With --one-unit, one unit
 has all parameters.
 """
 

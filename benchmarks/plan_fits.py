@@ -58,7 +58,7 @@ class Training:
 
 
 def drawn(random_: random.Random) -> Training:
-    """Draw a run whose settings vary in every respect that a plan knows."""
+    """Draw a run whose settings vary in every respect that a plan covers."""
     stage, dtype = random_.randrange(4), random_.choice(("fp32", "bf16"))
     offload = {"offload_optimizer": {"device": "cpu"}} if stage and random_.random() < 0.25 else {}
     config = config_of(
@@ -172,7 +172,7 @@ def main() -> None:
             }
             with options.out.open("a") as file:
                 file.write(json.dumps(one) + "\n")
-    print(f"{options.cases} cases; not true of {lies}")
+    print(f"{options.cases} cases; wrong in {lies}")
 
 
 if __name__ == "__main__":

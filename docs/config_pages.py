@@ -44,18 +44,18 @@ def pages() -> dict[str, str]:
         "belongs to one of three kinds:\n\n"
         "- It *works*.\n"
         "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
-        "- It is *not offered*: switching it on raises an error.\n\n"
+        "- It is *not supported*: switching it on raises an error.\n\n"
         'The value "auto" means the default, unless the table names another value. You must pass the value to '
         '`initialize`, for example `auto={"lr": 3e-3}`, if the table says that you must supply it, or if the key is an argument of '
         'an optimizer or a scheduler that no table lists. A block cannot be "auto". The [glossary](../glossary.md) defines unit, '
         "shard, bucket and other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
         f"## Blocks\n\n{listed}\n"
-        f"[Keys of the top level that have no meaning here, or are not offered]({_OTHERS})\n"
+        f"[Keys of the top level that have no meaning here, or are not supported]({_OTHERS})\n"
     )
     made[_OTHERS] = (
         "# Other config keys\n\n"
-        "These keys of the top level either *have no meaning here*, or are *not offered*. [Config keys](README.md) explains both "
+        "These keys of the top level either *have no meaning here*, or are *not supported*. [Config keys](README.md) explains both "
         "kinds.\n\n"
         f"{_table('', Schema, [Kind.NO_MEANING, Kind.REFUSED])}\n[All blocks]({_INDEX})\n"
     )
@@ -91,7 +91,7 @@ def _tables(prefix: str, block: type[BaseModel]) -> str:
         parts.append(_table(prefix, block, [Kind.WORKS]))
     for kind, title in (
         (Kind.NO_MEANING, "Keys that have no meaning here"),
-        (Kind.REFUSED, "Keys that are not offered"),
+        (Kind.REFUSED, "Keys that are not supported"),
     ):
         if kind in kinds:
             summary = f"<summary>{title}: {kinds.count(kind)}</summary>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ STAGES = range(4)
 
 
 def gigabytes(nbytes: float) -> str:
-    """Write bytes as GB of 1e9 bytes, with one digit after the point below 10."""
-    digits = 1 if nbytes < 9.95e9 else 0
-    return f"{nbytes / 1e9:,.{digits}f}"
+    """Write bytes as GB of 1e9 bytes, with one digit after the point below 10. Halves are rounded up."""
+    last_digit = Decimal("0.1") if nbytes < 9.95e9 else Decimal(1)
+    return f"{(Decimal(nbytes) / 10**9).quantize(last_digit, ROUND_HALF_UP):,}"
 
 
 def rows() -> list[str]:

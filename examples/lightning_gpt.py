@@ -90,7 +90,7 @@ def main() -> None:
         saved = torch.load(arguments.out / "weights.ckpt")["state_dict"]
         same = all(torch.equal(value.cpu(), saved[name]) for name, value in model.state_dict().items())
         print(
-            f"\nloss {second.callback_metrics['loss']:.3f} nats per byte; {'lost nothing' if same else 'WEIGHTS DIFFER'}"
+            f"\nloss {second.callback_metrics['loss']:.3f} nats per byte; {'same weights' if same else 'WEIGHTS DIFFER'}"
         )
 
 

@@ -3,8 +3,7 @@
     pip install 'zeroshard[ray]'
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. It trains
-on this file.
+All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. The text is this file.
 """
 
 from __future__ import annotations

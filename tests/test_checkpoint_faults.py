@@ -266,7 +266,7 @@ def test_a_missing_file_is_named_and_the_one_before_is_found(tmp_path: Path) -> 
         torch.distributed.barrier()
         with pytest.raises(CheckpointError, match=f"{broken.name} cannot be read: No such file"):
             sharded.load(tmp_path)
-        with pytest.raises(CheckpointError, match="step7 is no checkpoint"):
+        with pytest.raises(CheckpointError, match="step7 is not a checkpoint"):
             sharded.load(tmp_path, "step7")
 
     run_ranks(body, 2)

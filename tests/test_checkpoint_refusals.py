@@ -148,7 +148,7 @@ def test_the_advice_of_an_error_can_be_followed_in_a_loop_and_in_an_engine(tmp_p
         engine.load_checkpoint(tmp_path)
     engine.load_checkpoint(tmp_path, **advised(refused.value, engine.load_checkpoint))
     larger = zeroshard.initialize(model=nn.Sequential(Stack(), nn.Linear(2, 2)), config=config)[0]
-    with pytest.raises(CheckpointError, match="is of another model") as refused:
+    with pytest.raises(CheckpointError, match="is of a different model") as refused:
         larger.load_checkpoint(tmp_path, load_optimizer_states=False)
     larger.load_checkpoint(tmp_path, load_optimizer_states=False, **advised(refused.value, larger.load_checkpoint))
 

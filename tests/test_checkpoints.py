@@ -342,7 +342,7 @@ def test_tags_latest_and_retention(tmp_path: Path) -> None:
     for tag in ("", "a/b", "..", ".hidden", "latest"):
         with pytest.raises(CheckpointError, match="cannot be a tag"):
             sharded.save(tmp_path, tag)
-    with pytest.raises(CheckpointError, match="step9 is no checkpoint"):
+    with pytest.raises(CheckpointError, match="step9 is not a checkpoint"):
         sharded.load(tmp_path, "step9")
 
 
@@ -617,7 +617,7 @@ def test_a_buffer_is_not_a_parameter_of_the_same_name(tmp_path: Path) -> None:
 
     for is_buffer in (True, False):
         shard(is_buffer).save(tmp_path, f"{is_buffer}")
-        with pytest.raises(CheckpointError, match="is of another model"):
+        with pytest.raises(CheckpointError, match="is of a different model"):
             shard(not is_buffer).load(tmp_path, f"{is_buffer}", optimizer_states=False)
 
 

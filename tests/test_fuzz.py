@@ -89,7 +89,7 @@ EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"was unfrozen", lambda facts: facts.toggled),
     (r"without a modifier rank", lambda facts: facts.action == "write_inside_unasked"),
     (r"has no (gradient|state '\w+') to set", lambda facts: facts.action in ("set_state", "set_mean_gradient")),
-    (r"is no checkpoint", lambda facts: facts.action == "load"),
+    (r"is not a checkpoint", lambda facts: facts.action == "load"),
     # Taken up between a forward and its backward, other data are another write to torch.
     (r"modified by an inplace operation", lambda facts: facts.new_data),
     (r"is of other shards", lambda facts: facts.action == "restore_optimizer" and facts.toggled),

@@ -186,7 +186,7 @@ def test_what_a_config_leaves_out_is_what_deepspeed_takes(made: dict[str, Any]) 
     block = OptimizerBlock(type=made["type"], params=made["params"])
     parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
     if made["class"] in (None, "FusedLamb"):
-        with pytest.raises(ConfigError, match=f"{made['type']} is not offered"):
+        with pytest.raises(ConfigError, match=f"{made['type']} is not supported"):
             create_optimizer(block, parameters)
         return
     optimizer = create_optimizer(block, parameters)
@@ -242,8 +242,8 @@ def test_muon_parts_the_param_groups_of_a_trainer() -> None:
         ({"type": "Adam", "params": {"betas": [0.9]}}, "optimizer.params"),
         ({"type": "LBFGS"}, "LBFGS uses all parameters at once"),
         ({"type": "SparseAdam"}, "SparseAdam needs sparse gradients"),
-        ({"type": "Muon", "params": {"ns_method": "gram"}}, "ns_method is not offered.*Leave it out"),
-        ({"type": "Muon", "params": {"adam_w_mode": False}}, "adam_w_mode = false is not offered with Muon"),
+        ({"type": "Muon", "params": {"ns_method": "gram"}}, "ns_method is not supported.*Leave it out"),
+        ({"type": "Muon", "params": {"adam_w_mode": False}}, "adam_w_mode = false is not supported with Muon"),
     ],
 )
 def test_optimizers_that_cannot_be_made(block: dict[str, Any], expected: str) -> None:

@@ -873,7 +873,7 @@ def test_a_subclass_with_a_step_of_its_own_is_unknown(stage: int) -> None:
             values = whole(model) if sharded else {fqn: p.detach() for fqn, p in model.named_parameters()}
             return {fqn: value.clone() for fqn, value in values.items()}
 
-        with pytest.raises(UsageError, match=r"Centred may need whole ones.*pass elementwise=True"):
+        with pytest.raises(UsageError, match=r"Centred may need whole parameters.*pass elementwise=True"):
             trained(Centred, stage)
         plain = trained(Centred, None)
         for fqn, value in trained(Centred, stage, elementwise=False).items():

@@ -133,7 +133,7 @@ def test_a_missing_log_is_named_before_a_missing_matplotlib(tmp_path: Path, monk
     assert isinstance(done.exception, UsageError) and "no log at" in str(done.exception)
     folder = write(tmp_path / "run", [step(1)])
     done = CliRunner().invoke(app, ["report", str(folder)])
-    assert "zeroshard report draws with matplotlib, which is not installed" in str(done.exception)
+    assert "zeroshard report needs matplotlib, which is not installed" in str(done.exception)
     assert not (folder / "report.html").exists()
 
 

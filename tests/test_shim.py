@@ -349,7 +349,7 @@ def a_feature_that_is_missing_says_what_to_use() -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(tp_size=2)
-    assert "tp_size=2) is not offered" in raised(
+    assert "tp_size=2) is not supported" in raised(
         lambda: deepspeed.initialize(model=nn.Linear(1, 1)), zeroshard.UsageError
     )
     del AcceleratorState._shared_state["parallelism_config"]
@@ -362,7 +362,7 @@ def a_feature_that_is_missing_says_what_to_use() -> None:
     linear = parallelize_module(nn.Linear(1, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
     assert deepspeed.tp_model_init(linear, 1) is linear
     assert "already divided over 1 ranks" in raised(lambda: deepspeed.tp_model_init(linear, 2), zeroshard.UsageError)
-    assert "tp_group=...) is not offered" in raised(
+    assert "tp_group=...) is not supported" in raised(
         lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2, tp_group=1), zeroshard.UsageError
     )
     assert "engine.export" in raised(lambda: deepspeed.init_inference(None), NotImplementedError)

@@ -217,7 +217,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         assert "leave group= (mpu, sp_size) out" in refusal(lambda: divide(model=llama(), group=group))
         model = llama()
         model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_colwise"
-        assert 'as "packed_colwise", which is not offered' in refusal(lambda: divide(model=model))
+        assert 'as "packed_colwise", which is not supported' in refusal(lambda: divide(model=model))
         model = llama()
         model.lm_head.weight = model.model.embed_tokens.weight
         model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
@@ -272,5 +272,5 @@ def test_doors_that_divide_nothing_refuse_the_key(tmp_path: Path) -> None:
     from zeroshard.integrations.transformers import ZeroTrainer
 
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
-    with pytest.raises(ConfigError, match=r"autotp_size = 2 is not offered by ZeroTrainer"):
+    with pytest.raises(ConfigError, match=r"autotp_size = 2 is not supported by ZeroTrainer"):
         ZeroTrainer(llama(), arguments, zero=settings(1), train_dataset=[{"input_ids": [1], "labels": [1]}]).train()

@@ -157,7 +157,7 @@ def _port(env: Mapping[str, str]) -> int:
     if "MASTER_PORT" in env:
         port = _number(env, "MASTER_PORT", 1)
         if port > _LAST_PORT:
-            raise UsageError(f"the environment's MASTER_PORT={port} is no port. Set one from 1 to {_LAST_PORT}.")
+            raise UsageError(f"the environment's MASTER_PORT={port} is invalid. Set one from 1 to {_LAST_PORT}.")
         return port
     job = env.get("SLURM_JOB_ID", "")
     if not _DIGITS.fullmatch(job):
@@ -324,7 +324,7 @@ def _meeting_point(launch: Launch) -> str:
     if launch.address is None:
         raise UsageError(
             f"{launch.launcher} started {launch.world_size} ranks, and the address at which they meet is missing: "
-            "set MASTER_ADDR to the machine of rank 0 (and MASTER_PORT to a free port of it), or start with torchrun."
+            "set MASTER_ADDR to the machine of rank 0 (and MASTER_PORT to a free port there), or start with torchrun."
         )
     if launch.launcher == "torchrun":
         return "env://"  # torchrun itself listens on the port, and sets variables from which torch learns this
@@ -332,7 +332,7 @@ def _meeting_point(launch: Launch) -> str:
     if ":" in address and not address.startswith("["):  # IPv6
         address = f"[{address}]"
     if not _ADDRESS.fullmatch(address):
-        raise UsageError(f"MASTER_ADDR={launch.address!r} is no address: set it to the machine of rank 0.")
+        raise UsageError(f"MASTER_ADDR={launch.address!r} is invalid: set it to the machine of rank 0.")
     return f"tcp://{address}:{launch.port}"
 
 
@@ -355,7 +355,7 @@ def leave_ranks() -> None:
     """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
 
     Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
-    While the backend waits for collectives that have begun, it holds Python's lock: only faulthandler can enforce the limit.
+    While the backend waits for collectives that have begun, it holds the GIL: only faulthandler can enforce the limit.
     """
     if not dist.is_initialized():
         return

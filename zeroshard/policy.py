@@ -285,7 +285,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: there is no such stage, or the stage excludes `within` or `wire`.
+            PolicyError: there is no such stage, `within` is invalid, or `wire` lacks it.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")

@@ -61,9 +61,9 @@ def progress(
         begin: the number of steps before this run, if it continues another one. An engine has its own count.
         samples: the number of samples in one step, over all ranks. An engine has its own count.
         tokens: the number of tokens in one sample.
-        flops: the operations of one sample, forward and backward; default: for each token, 6 for each trained parameter
+        flops: the FLOPs of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
-        peak_flops: the peak of one accelerator in operations per second, for MFU; default: zeroshard's entry for
+        peak_flops: the peak of one accelerator in FLOPs per second, for MFU; default: zeroshard's entry for
             this accelerator and dtype. Without a peak, no MFU is shown.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 

@@ -144,7 +144,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     if isinstance(parameter, nn.Parameter) and (isinstance(parameter, BornSharded) or is_shown(parameter)):
         return _Born(parameter)
     raise UsageError(
-        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is a parameter of no sharded model. "
+        f"this {type(parameter).__name__} of shape {tuple(parameter.shape)} is not in any sharded model. "
         "Call shard() or initialize() first, and pass the model's own parameter, not a copy."
     )
 

@@ -80,7 +80,7 @@ def unsharded(
     Args:
         target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
             too. Tensors that belong to no sharded model, and None, are ignored.
-        modifier_rank: the rank of the data-parallel group whose in-place changes count. At the end of the block, they
+        modifier_rank: the data-parallel rank whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is for reading.
         undo: without a modifier rank: undo changes at the end of the block instead of raising an error. This copies
             parameters that are unsharded at rest.
@@ -105,7 +105,7 @@ def unsharded(
 def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed:
     """Unshard parameters of other blocks while `module` runs its forward, and its backward if that needs them.
 
-    Call it for a module that uses a parameter of another block, before or after the model is sharded. Every rank must
+    Call it, before or after the model is sharded, for a module that uses a parameter of another block. Every rank must
     run the module equally often.
 
     Returns:

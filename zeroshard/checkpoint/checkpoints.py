@@ -169,7 +169,8 @@ class Checkpoints:
                 not write, or the last asynchronous save failed. The message names the cause. Earlier checkpoints do not change.
             UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `values` is not a
                 dict, `keep_last` is less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local`
-                differs between ranks, `node_local` is set for a model with DTensors, or the states lack a change to the model.
+                differs between ranks, `node_local` is set for a model with DTensors, or the states do not contain a change that
+                was made to the model.
         """
         if keep_last is not None and (
             isinstance(keep_last, bool) or not isinstance(keep_last, Integral) or keep_last < 1
@@ -293,7 +294,7 @@ class Checkpoints:
                 checkpoint, or restart.
             UsageError: a backward is waiting for its step, model states are parked, `tag` or `node_local` differs between ranks,
                 `node_local` is set for a model with DTensors, a model that trains is loaded in `torch.inference_mode()`, or the
-                states lack a change to the model.
+                states do not contain a change that was made to the model.
         """
         if torch.is_inference_mode_enabled() and self.live.inner is not None:
             raise UsageError(
@@ -412,6 +413,6 @@ class Checkpoints:
                     set_random_state(state)
             except Exception as error:  # torch, numpy and Python each raise their own errors
                 raise CheckpointError(
-                    f"{path} is damaged: its random state cannot be set ({error}). Load it without, by random=False."
+                    f"{path} is damaged: its random state cannot be set ({error}). Load it with random=False."
                 ) from error
         return Loaded(path, tag, values, manifest.world_size, reader.nbytes)

@@ -146,7 +146,7 @@ def _file_of_an_export(name: str) -> str:
 
 def _folder_of_an_export(name: str) -> str:
     if not _is_subfolder(name):
-        raise ValueError("it names a folder outside of the export's")
+        raise ValueError("it names a folder outside the export")
     return name
 
 

@@ -257,12 +257,12 @@ class Loader:
                 missing.pop(first, None)
                 if stored.shape != shape:
                     raise CheckpointError(
-                        f"{self.reader.folder}: {first} was saved with shape {stored.shape}, and the model's has "
+                        f"{self.reader.folder}: {first} was saved with shape {stored.shape}, but has "
                         f"{tuple(shape)}. Build the model with the saved shapes."
                     )
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"{self.reader.folder} is of another model: it lacks {some_of(list(missing))}, and the model lacks "
+                f"{self.reader.folder} is of a different model: it lacks {some_of(list(missing))}, and the model lacks "
                 f"{some_of(unexpected)}. Pass strict=False (an engine: load_module_strict=False) to load the tensors that both "
                 "have."
             )

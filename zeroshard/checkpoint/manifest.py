@@ -276,9 +276,9 @@ def is_folder_name(name: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag. Raise a `CheckpointError` if it is `latest`, is no folder name, or has a leading dot or outer spaces."""
+    """Return the tag. Raise a `CheckpointError` if it is `latest`, is not a folder name, or has a leading dot or outer spaces."""
     if not isinstance(tag, str):
-        raise CheckpointError(f"{tag!r} cannot be a tag, which is text: give {str(tag)!r}.")
+        raise CheckpointError(f"{tag!r} cannot be a tag, a string: give {str(tag)!r}.")
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
         shown = repr(tag if len(tag) <= _SHOWN else f"{tag[:_SHOWN]}...")
         raise CheckpointError(
@@ -304,7 +304,7 @@ def whole_path(folder: str | os.PathLike[str]) -> Path:
         return Path(folder).absolute()
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{os.fspath(folder)} is relative, and this program's working folder was removed. Name the whole path."
+            f"{os.fspath(folder)} is relative, and this program's working folder was removed. Name an absolute path."
         ) from error
 
 
@@ -354,8 +354,8 @@ def _absent(folder: Path) -> str:
     if is_of_deepspeed(folder):
         return _import_first(folder)
     if not folder.is_dir():
-        return f"{folder} is no checkpoint: there is no such folder. Look for the tag in {folder.parent}."
-    return f"{folder} is no checkpoint: it has no {MANIFEST}."
+        return f"{folder} is not a checkpoint: there is no such folder. Look for the tag in {folder.parent}."
+    return f"{folder} is not a checkpoint: it has no {MANIFEST}."
 
 
 def _without_latest(folder: Path) -> str:
@@ -363,9 +363,7 @@ def _without_latest(folder: Path) -> str:
     if is_of_deepspeed(folder):
         return _import_first(folder)
     if (folder / MANIFEST).is_file():
-        return (
-            f"{folder} is one checkpoint, and not the folder of all: name {folder.parent} and the tag {folder.name!r}."
-        )
+        return f"{folder} is one checkpoint, not the folder of checkpoints: name {folder.parent} and the tag {folder.name!r}."
     if not folder.is_dir():
         return f"{folder} has no file {LATEST!r}: there is no such folder."
     return f"{folder} has no file {LATEST!r}: name a tag, or check that this is the folder of checkpoints."

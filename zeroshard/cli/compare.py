@@ -69,7 +69,7 @@ def compare(
             f"--within {within} does not divide --ranks {ranks}: all hosts have the same number of ranks. Choose a divisor."
         )
     factory = load_factory(model)
-    # In a separate process, since later forks would not inherit the threads and devices that the model starts.
+    # In a separate process, since later forks could not use the threads and devices that the model starts.
     problem = run_ranks(lambda _: _problem(model, factory), 1, timeout=3600, initialise=False)[0]
     if problem is not None:
         raise UsageError(problem)

@@ -131,7 +131,7 @@ def _refuse_unused(
     if auto and config is None:
         raise UsageError('--auto supplies values for keys that are "auto" in a config: name the config with --config.')
     if quick and config is None:
-        raise UsageError("--quick leaves out what follows the plan of a config: name the config with --config.")
+        raise UsageError("--quick skips the searches after a config's plan: name the config with --config.")
     if global_batch is not None and config is not None:
         raise UsageError("--global-batch is for a search. With --config, set the config's train_batch_size instead.")
     if global_batch is not None and batch is not None:

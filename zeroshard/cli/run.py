@@ -134,14 +134,12 @@ def _check_script(options: argparse.Namespace) -> None:
 
 def _check_meeting_point(options: argparse.Namespace) -> None:
     if not re.fullmatch("[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?", options.nnodes):
-        raise UsageError(
-            f"--nnodes: pass a number of machines, or LEAST:MOST for one that may change, not {options.nnodes!r}."
-        )
+        raise UsageError(f"--nnodes: pass a number of machines, or MIN:MAX for a range, not {options.nnodes!r}.")
     least, _, most = options.nnodes.partition(":")
     is_met = options.standalone or (options.rdzv_backend != "static" and options.rdzv_endpoint)
     if most not in ("", least) and not is_met:
         raise UsageError(
-            f"--nnodes {options.nnodes}: a changing number of machines needs the address of one, where all meet. "
+            f"--nnodes {options.nnodes}: a changing number of machines needs a rendezvous address. "
             "Pass --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29400 on each machine."
         )
 

@@ -49,7 +49,7 @@ class Work(Sent, ABC):
         """Block, or let only this stream wait, until the data may be used. Raise `CollectiveError` if it cannot arrive."""
 
     def push(self) -> None:
-        """Finish the operation now if it needs another call on this rank, since no wait may follow soon."""
+        """Finish the operation now if it needs another call on this rank, since `wait` may come late."""
 
     def abandon(self) -> None:
         """Block until the operation writes nothing more. Its data is no longer needed."""
@@ -115,7 +115,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        """Start to copy rank `source`'s contiguous `tensor` to rank `target`'s. Every rank must call it, others with any tensor."""
+        """Start to copy rank `source`'s contiguous `tensor` to rank `target`'s. All ranks call it, the others with any tensor."""
 
     # ------------------------------------------------------------------ when operations start and end
 
@@ -169,7 +169,7 @@ class Collectives(ABC):
         raise NotImplementedError
 
     def workspace_numel(self, rows: Tensor) -> int:
-        """Return the elements of scratch that `reduce_scatter` needs for such rows."""
+        """Return how many scratch elements `reduce_scatter` needs for such rows."""
         return 0
 
     @property
@@ -246,9 +246,9 @@ class Collectives(ABC):
         others = [rank for rank, message in enumerate(messages) if message[0] != answer]
         if others:
             raise CollectiveError(
-                f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, and of the group's ranks "
+                f"rank {self.rank} {'asked' if answer else 'did not ask'} for {label}, but the group's ranks "
                 f"{others} did the opposite: every rank must make the same calls. Look for an `if rank == 0:` "
-                "around this one."
+                "around this call."
             )
         return [message[1:] for message in messages]
 

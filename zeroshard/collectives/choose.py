@@ -1,4 +1,4 @@
-"""Owns the choice of the transport for a process group and a device."""
+"""Chooses the transport for a process group and a device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create_collectives(
 
     Args:
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
-        lasting: False for a few operations, at a point where the user's own could run too. A backend with expensive communicators
+        lasting: False for a few operations, made where the user's collectives could run too. A backend with expensive communicators
             then uses those of the user's group, and makes and closes none.
         within: the policy's `within`: sums are computed host by host.
         wire: the policy's lossy communication, which only the hosts of `within` use between them.

@@ -26,7 +26,7 @@ Make = Callable[[Members, torch.device, Watch], Grouped]
 
 
 class OneHost(Exception):
-    """The error when there is only one host, so that nothing has to cross."""
+    """Raised when there is only one host, so that nothing crosses hosts."""
 
 
 class Composed(Grouped):
@@ -99,7 +99,7 @@ class ComposedGather(Work):
             work.wait()
 
     def push(self) -> None:
-        # no test needs this wait: it only starts early the operation that readers wait for.
+        # no test needs this wait: without it, what readers wait for would only start later.
         self.wait()
 
 
@@ -184,8 +184,8 @@ class TwoLevel(Composed):
         inside   over the S ranks of its host
         across   over the H ranks at the same place s, one on each host
 
-    The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [W, n] are also blocks [S, H * n], and
-    `inside` reduces and gathers blocks. Hosts sum first, and sums of several ranks cross in fp32 at least, or as codes:
+    The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [H * S, n] are also blocks [S, H * n],
+    and `inside` reduces and gathers blocks. Each host is summed first; sums of several ranks cross in fp32 at least, or as codes:
     (g0 + g1) + (g2 + g3) for two hosts of two ranks. The order of a sum depends on the hosts, and is the same for every policy.
 
     Args:
@@ -303,7 +303,7 @@ class TwoLevel(Composed):
         self._near.broadcast(tensor, place)
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
-        # Two hops: across at the source's place, then inside the target's host. A rank in between learns the size first.
+        # Two hops: across at the source's place, then inside the target's host. A rank in between needs the size first.
         lengths = self.exchange(tensor.nbytes.to_bytes(8, "little"), f"the length of {label}")
         nbytes = int.from_bytes(lengths[source], "little")
         host, place = self._where(source)

@@ -53,7 +53,7 @@ class Grouped(Collectives):
         self.end_watch: Callable[[], object] = nothing
         """Ends the watch, if this transport owns it."""
         self.warn_others: Callable[[], None] = nothing
-        """Warns the ranks that are waiting for this one over other connections that a wait failed."""
+        """Reports a failed wait to the ranks that wait for this one over other connections."""
 
     def close(self) -> None:
         self.end_watch()
@@ -178,7 +178,7 @@ class Transfer(Work):
 class PointToPoint(Grouped):
     """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
 
-    gloo's own reduce-scatter moves twice these bytes. gloo reads and writes CPU memory, so tensors of other devices are
+    gloo's own reduce-scatter moves twice as many bytes. gloo reads and writes CPU memory, so tensors of other devices are
     copied through CPU memory.
 
     Args:
@@ -226,7 +226,7 @@ class PointToPoint(Grouped):
         return self._begun[channel]
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
-        # The engine's own methods: dist.isend and irecv run checks that take 20 times as long, 200 times a step.
+        # The engine's own methods: dist.isend and irecv take 20 times as long, for checks, 200 times a step.
         land = nothing
         if self._is_staged:
             # A tensor for several members is copied once.

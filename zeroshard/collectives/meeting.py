@@ -1,4 +1,4 @@
-"""Owns the meeting of the ranks of one host: they connect, or agree on the reason why they cannot.
+"""Owns the rendezvous of one host's ranks: they connect, or agree on the reason why they cannot.
 
 They find each other by addresses in the store, and a secret in the store keeps other programs out. If one rank may not share
 memory, none does, and every rank gets the same reason.
@@ -31,11 +31,11 @@ TURNED_OFF = f"{VARIABLE} turns it off"
 _HELLO_NBYTES = 256
 """The most bytes that are read from a caller: more than a rank sends, and a limit for any other program."""
 _LOOK_SECONDS = 0.2
-"""The seconds between two looks into the store, since the awaited rank may have given up."""
+"""The seconds between checks of the store for an awaited rank that has given up."""
 
 
 class _Forsaken(OSError):
-    """The error when another rank gave up. That rank reports the reason."""
+    """Raised when another rank gave up. That rank reports the reason."""
 
 
 class Met(NamedTuple):
@@ -53,7 +53,7 @@ class Met(NamedTuple):
 
 
 class NotShared(Exception):
-    """The error when ranks cannot share memory. Its reason is the same sentence on every rank.
+    """Raised when ranks cannot share memory. Its reason is the same sentence on every rank.
 
     Attributes:
         hosts: the members of each host, if the number of hosts is the only reason; otherwise empty.
@@ -98,7 +98,7 @@ def meet(members: Members) -> Met:
                 _hand_over(sockets, file.descriptor, windows)
             except (OSError, ValueError) as error:
                 is_cause = not isinstance(error, _Forsaken)
-                problem = f"rank {members.own} could not connect to the others of its host ({_reason(error)})"
+                problem = f"rank {members.own} could not connect to the other ranks here ({_reason(error)})"
         undo.callback(_close_all, [*sockets.values(), *windows.values()])
         if problem:
             undo.close()  # ranks that wait for this one then fail too
@@ -154,7 +154,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 
 
 def host_id() -> str:
-    """Return an id of this boot of the kernel and its network namespace, in which socket addresses exist; else the host's name."""
+    """Return an id of the kernel's boot and the network namespace, the scope of socket addresses; otherwise the host's name."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()
@@ -169,7 +169,7 @@ def _agree(store: PrefixStore, members: Members, what: str, value: Any) -> list[
 
 def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # in no folder
+    listener.bind(f"\0zeroshard-{secrets.token_hex(8)}")  # abstract: no file
     listener.listen(socket.SOMAXCONN)  # calls of other programs must not keep ranks out
     listener.settimeout(_LOOK_SECONDS)
     return listener
@@ -200,7 +200,7 @@ def _connect(
                 looked = now
                 given_up = any(store.check([f"met/{peer}"]) for peer in missing)
             if given_up or now > deadline:
-                raise _Forsaken(f"rank {members.ranks[min(missing)]} does not come")
+                raise _Forsaken(f"rank {members.ranks[min(missing)]} did not connect")
             for one in cast(list[socket.socket], ready):
                 if one is listener:
                     with suppress(TimeoutError):  # the caller is gone again
@@ -236,7 +236,7 @@ def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict
             data = b""
             numbers = []
         if not data:
-            raise _Forsaken("a rank of this host handed nothing over")
+            raise _Forsaken("a rank of this host sent no descriptor")
         if not numbers:
-            raise OSError("no descriptor is left")
+            raise OSError("no file descriptor is free")
         windows[peer] = Window(numbers[0])

@@ -22,12 +22,12 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     """Return the process group of a mesh with one dimension; a group is returned unchanged.
 
     Raises:
-        UsageError: the mesh has several dimensions, this rank is not in the group, or it is no group.
+        UsageError: the mesh has several dimensions, this rank is not in the group, or it is not a group.
     """
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError(
-            "this rank is not in the group that was passed. If each rank has a group, make all groups on every rank, and keep its "
-            "own; otherwise leave the call out on this rank."
+            "this rank is not in the group that was passed. If each rank has a group, make all groups on every rank, "
+            "and pass the one with this rank; otherwise leave the call out here."
         )
     if group is not None and not isinstance(group, dist.ProcessGroup | DeviceMesh):
         raise UsageError(
@@ -38,7 +38,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
         return group
     if group.ndim != 1:
         raise UsageError(
-            f"group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, and zeroshard takes one: name it, such as "
+            f"group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, but zeroshard takes one: select it, as in "
             'group=mesh["dp"].'
         )
     return group.get_group()
@@ -166,7 +166,7 @@ class Members:
 
 
 def refuse_split(members: Members) -> None:
-    """Raise if torch would make communicators for these ranks by splitting the communicator of all ranks, which waits for all.
+    """Raise if torch would split the communicator of all ranks to serve these ranks: the split would wait for every rank.
 
     Raises:
         UsageError: the group is a part of a world whose backend is bound to a device and splits communicators.
@@ -179,5 +179,5 @@ def refuse_split(members: Members) -> None:
         raise UsageError(
             f"group= has {len(members.ranks)} of {members.world} ranks, and init_process_group was given device_id: "
             "torch would split the communicator of all ranks, and wait for those that are not in the group. Leave "
-            "device_id out, and call torch.accelerator.set_device_index(local_rank) before."
+            "device_id out, and call torch.accelerator.set_device_index(local_rank) first."
         )

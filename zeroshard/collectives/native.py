@@ -1,6 +1,6 @@
 """Owns the transport for backends whose own collectives can be used: NCCL and similar ones.
 
-Tensors go over the backend, and the host waits for none of them. Small messages go between the hosts over gloo, so a step does
+Tensors go over the backend, and the host waits for none of them. Small messages go from CPU to CPU over gloo, so a step does
 not wait for the device to receive them.
 """
 
@@ -68,7 +68,7 @@ class _OnDevice(Transfer):
 class Native(Grouped):
     """The backend's own collectives. Reductions and gathers have separate groups, so that neither waits for the other.
 
-    A device may run only one operation of the two communicators at a time, so all ranks start operations in one order.
+    A device may be able to run only one of the two communicators' operations at a time, so all ranks use one order.
 
     Args:
         lasting: if False, all operations use the user's own group.
@@ -86,7 +86,7 @@ class Native(Grouped):
         """Whether operations that begin now are launched later, together."""
         self._begun: dict[str, list[_Launch]] = {_GATHER: [], _REDUCE: []}
         self._moves: list[_Move] = []
-        if lasting:  # a group's first operation must be one of all its ranks, which a transfer is not
+        if lasting:  # a group's first operation must involve all its ranks; a transfer does not
             self.broadcast(torch.zeros(1, device=device))
             self.sent.clear()
 

@@ -1,7 +1,7 @@
 """Owns the connections between the ranks of one host: messages under tags, and reports of ended processes.
 
-A connection is a pair of unix sockets. On every processor the kernel orders writes to memory before a message is sent, and reads
-after it has arrived. The kernel also reports an ended process at once.
+A connection is a pair of unix sockets. On every processor, memory written before a message is sent can be read after the message
+has arrived. The kernel also reports an ended process at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LIMIT = 1 << 16
 READ = 1 << 63
 """The bit that turns the tag of an offer into the tag of the report that it was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
-"""The tags of messages of a rank about itself: it has finished; a wait failed; it is waiting for the receiver.
+"""The tags of a rank's messages about itself: it has finished; a wait failed; it is waiting for the receiver.
 
 A waiting rank adds the number of messages that it has received from the receiver, the number of a wait, and the label of its
-operation. It also passes on the numbers in reports that it has received: a rank whose own number comes back waits in a circle.
+operation. It also passes on the numbers in reports that it has received: a rank whose own number comes back is deadlocked.
 """
 _STUCK_SECONDS = 1.0
 _LONGEST_POLL = 3600.0
@@ -35,7 +35,7 @@ _LONGEST_POLL = 3600.0
 
 
 class Lost(RuntimeError):
-    """The error when ranks of this host no longer send messages.
+    """Raised when ranks of this host no longer send messages.
 
     Attributes:
         peers: the ranks whose processes have ended.
@@ -133,7 +133,7 @@ class Neighbours:
                 self._take_in(0.001)  # the peer may be waiting for room here, too
                 self._refuse_absent(peer)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out: rank {peer} takes no messages") from None
+                    raise RuntimeError(f"timed out: rank {peer} receives nothing") from None
             except OSError as error:
                 self._drain(peer)
                 raise self._lost(peer, error.strerror or str(error)) from error
@@ -142,7 +142,7 @@ class Neighbours:
         """Block until bytes under this tag have arrived, and return them.
 
         Args:
-            label: the operation that this rank waits for, for the error on the peer.
+            label: the operation that this rank waits for; the peer's error names it.
 
         Raises:
             Lost: the peer no longer takes part, or a process of this host has ended.
@@ -186,7 +186,7 @@ class Neighbours:
         for peer, stuck in self._stuck.items():
             if stuck.heard == self._sent[peer]:
                 if peer == awaited or own in stuck.waits:
-                    raise RuntimeError(f"rank {peer} waits for this one meanwhile, for {stuck.label}")
+                    raise RuntimeError(f"rank {peer} is itself waiting for this one, for {stuck.label}")
                 waits |= stuck.waits
         return waits
 
@@ -195,7 +195,7 @@ class Neighbours:
         if self._dead:
             raise self._lost(min(self._dead), "its process is gone")
         if peer in self._finished | self._failed:
-            raise self._lost(peer, "it has finished" if peer in self._finished else "a wait of it failed")
+            raise self._lost(peer, "it has finished" if peer in self._finished else "one of its waits failed")
 
     def _lost(self, peer: int, why: str) -> Lost:
         return Lost(f"Connection closed by peer [{peer}] ({why})", frozenset(self._dead))

@@ -2,9 +2,9 @@
 
 The sum over ranks is made in fp32 at least, in rank order. This rank's own contribution is exact.
 
-A block has 256 elements; the last block of a row may be shorter. The scale is the largest magnitude over the largest code, in fp32
-(fp64 for fp64). An element arrives as its code times the scale, which is off by half a scale at most. A block with an infinite or
-NaN element arrives as NaN only, so checks for such values find it.
+A block has 256 elements; the last block of a row may be shorter. The scale is the largest magnitude over the largest code, in
+fp32 (fp64 for fp64). An element arrives as its code times the scale, which is off by half a scale at most. A block with an
+infinite or NaN element arrives as all NaN, so checks for such values find it.
 
 A row is sent as its scales, followed by its codes: int8, or two int4 in a byte.
 """
@@ -42,7 +42,7 @@ class QuantizedGradients:
         nbytes = codes.nbytes(rows.shape[1])
         room = workspace.view(torch.uint8)[: 2 * len(rows) * nbytes].view(2, len(rows), nbytes)
         outgoing, incoming = room.unbind()
-        if rows.device.type == "cpu":  # row by row, in its caches
+        if rows.device.type == "cpu":  # row by row, in the CPU's caches
             for place, row in enumerate(rows):
                 if place != own:
                     codes.encode(row, outgoing[place])
@@ -66,7 +66,7 @@ class _RoundedMean(Reduction):
         row = self._own_row
         for low, high in _chunks(row):
             own = row[low:high].to(self._codes.wide)
-            if row.device.type == "cpu":  # row by row, in its caches
+            if row.device.type == "cpu":  # row by row, in the CPU's caches
                 parts = []
                 for place, coded in enumerate(self._incoming):
                     parts.append(own if place == self._own else self._codes.decode(coded, row.numel(), low, high))
@@ -101,7 +101,7 @@ class Codes:
         return torch.promote_types(self.dtype, torch.float32)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a row, padded to whole scales so that rows can follow one another."""
+        """Return the bytes of a row, padded to a multiple of a scale, which aligns the next row."""
         unit = self.wide.itemsize
         blocks = -(-numel // BLOCK_NUMEL)
         codes = -(-numel * self.bits // 8)

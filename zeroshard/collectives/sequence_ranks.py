@@ -1,6 +1,6 @@
 """Owns the messages that a computation itself sends: parts of activations, sums, small objects.
 
-They belong to no step and to no bucket. So they go over the user's own process group, when the model reaches them on every rank.
+They belong to no step and to no bucket. So they go over the user's own process group, at the same point of the model on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SequenceRanks:
         self.size = dist.get_world_size(self.group) if joined else 1
         if self.rank < 0:
             raise UsageError(
-                "this rank is in none of the groups that were made. Make all groups on every rank, and keep its own."
+                "this rank is in none of the groups that were made. Make all groups on every rank, and pass the one with it."
             )
         self.members = dist.get_process_group_ranks(self.group) if joined else [0]
         self.messages = 0

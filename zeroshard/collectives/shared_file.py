@@ -30,7 +30,7 @@ class SharedFile:
     """The memory of this process that others may read. A forked process does not have it.
 
     Attributes:
-        descriptor: for the other ranks, which receive it; -1 once it is closed.
+        descriptor: the file descriptor that other ranks receive; -1 once it is closed.
 
     Raises:
         OSError: the system does not allow it.
@@ -116,7 +116,7 @@ class SharedFile:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Close the descriptor. Later, freed ranges keep their pages until the last mapping ends: others may still read them."""
+        """Close the descriptor. Ranges freed later keep their pages until the last mapping ends: others may still read them."""
         self.hand_over()
         self._is_closed = True
 

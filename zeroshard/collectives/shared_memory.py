@@ -156,8 +156,8 @@ class SharedMemory(Grouped):
             raise UsageError(CLOSED)
         if os.getpid() != self._process:  # it would take the messages that are for its parent
             raise UsageError(
-                "a forked process used a model that its parent trains, which only the ranks can. Give it a copy of "
-                "the values, or make the call in the parent."
+                "a forked process used a model that its parent trains: only ranks can use it. Pass it a copy of the "
+                "values, or make the call in the parent."
             )
         return self._met
 
@@ -172,7 +172,7 @@ class SharedMemory(Grouped):
     sends_in_place = is_lent_by_system
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
-        return super().numel_in_flight(units) // 2  # nothing progresses behind the computation
+        return super().numel_in_flight(units) // 2  # nothing progresses during computation
 
     def control(self) -> Collectives:
         # Existing connections report a dead rank at once; for new ones there is only the timeout.
@@ -247,7 +247,7 @@ class SharedMemory(Grouped):
         with self.guarded(label, peer):
             offset, nbytes = _OFFER.unpack(self._here.neighbours.receive(peer, tag, label))
             if nbytes != expected:
-                raise RuntimeError(f"rank {peer} offers {nbytes} bytes, and this rank expects {expected}")
+                raise RuntimeError(f"rank {peer} offers {nbytes} bytes, but this rank expects {expected}")
         return self._here.windows[peer].view(offset, numel, dtype)
 
     def release(self, peer: int, tag: int, label: str) -> None:
@@ -341,7 +341,7 @@ class SharedMemory(Grouped):
             with self.guarded(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
                 if len(found[peer]) != len(data):
-                    raise RuntimeError(f"rank {peer} says {len(found[peer])} bytes, and this rank expects {len(data)}")
+                    raise RuntimeError(f"rank {peer} sent {len(found[peer])} bytes, but this rank expects {len(data)}")
         return [found[rank] for rank in range(self.world_size)]
 
 
@@ -431,7 +431,7 @@ class SentRows(Sent):
 
 @dataclass(eq=False)
 class SharedMean(SentRows, Reduction):
-    """A reduce-scatter that sums the ranks' rows in place, in their memory."""
+    """A reduce-scatter that reads the ranks' rows in place, and sums them."""
 
     _rows: Tensor
     _divisor: float

@@ -53,7 +53,7 @@ class Pairing:
 
         Args:
             own: the number of this rank among all ranks.
-            reported: by the awaited rank, about a wait that is still in progress.
+            reported: the awaited rank's `report` of a wait still in progress.
         """
         connections, tag, ranks, begun = reported
         if connections != self._connections or own not in ranks or self.awaited not in self._ranks:

@@ -1,4 +1,4 @@
-"""Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's present wait through the store.
+"""Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's current wait through the store.
 
 Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection. So a store that does
 not answer blocks no wait for other ranks.
@@ -37,7 +37,7 @@ REPORT_SECONDS = 5.0
 """The seconds that a rank whose wait failed waits for the others' messages."""
 
 GONE_SECONDS = 0.4
-"""The same, if a dead rank is known."""
+"""The same, if a rank is known to be dead."""
 
 _LOOKS = 6
 """The number of looks at the waits before the first notice."""
@@ -138,7 +138,7 @@ def describe_failure(
         if awaited in silent:
             lines.append(f"rank {awaited} did not answer")
         lines.append(
-            f"no answer from {spell(silent)} or from the store: that host, or this one, may have lost its network"
+            f"no answer from {spell(silent)} or from the store: their hosts, or this one, may have lost the network"
         )
         remedy = f"Check that the host of {spell(silent)} runs, and that this one reaches it. {remedy}"
     elif silent:
@@ -167,7 +167,7 @@ def _advice(waiting: Mapping[int, Told]) -> str:
     # Forwards that are waiting for different units.
     if len(texts) > 1 and all(text.startswith("all-gather") for text in texts):
         advice += (
-            " A module that runs a part of itself, by its input, is declared a leaf: Units(leaf_classes=...), or "
+            " Declare a module a leaf if its input decides what it runs: Units(leaf_classes=...), or "
             "zero_optimization.leaf_module."
         )
     return advice
@@ -191,7 +191,7 @@ class Watch(Waits):
         store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
         ranks: the global ranks of the members.
         own: this process's global rank.
-        notice_seconds: the length of a wait from which it is logged.
+        notice_seconds: the seconds after which a wait is logged.
         device: the accelerator whose events are watched, if there is one.
     """
 
@@ -329,7 +329,7 @@ class Watch(Waits):
         self._seen = pairing, rank, post
         is_present = before is not None and before[:2] == (pairing, rank) and before[2] < post
         if is_present and pairing.is_in_vain(self._own, reported):
-            pairing.interrupt(f"rank {rank} waits for this one meanwhile, for {other.text}")
+            pairing.interrupt(f"rank {rank} is itself waiting for this one, for {other.text}")
 
     def _may_log(self) -> bool:
         """Return whether no other rank of the group has logged lately, and record that this one does."""

@@ -46,7 +46,7 @@ class Facts:
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Find the hidden size as transformers does: `hidden_size` or the largest of `hidden_sizes`, also of the text model."""
+    """Find the hidden size as transformers does: `hidden_size` or the largest of `hidden_sizes`, also in `text_config`."""
     for candidate in (config, getattr(config, "text_config", None)):
         size = getattr(candidate, "hidden_size", None) or max(getattr(candidate, "hidden_sizes", None) or [0])
         if isinstance(size, int) and size:
@@ -185,7 +185,7 @@ def rule_of(path: str) -> Rule:
 
 
 def without_effect(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by name in `supplied`, the config's own values of keys that are not "auto": the user's have no effect there."""
+    """Return, by name in `supplied`, the config's own values of keys that are not "auto": the supplied values have no effect."""
     found = {}
     for path, block, key in _leaves(dict(config)):
         for name in {path, path.rpartition(".")[2]} & supplied.keys():
@@ -202,7 +202,7 @@ def _find(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the path of each key that is no block, the block that holds it, and the key there."""
+    """Yield the path of each key that is not a block, the block that holds it, and the key there."""
     for key, value in block.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
 """Owns the descriptions of config keys: their types, and their effects in zeroshard.
 
-Every key has an `Effect`: it works, has no meaning in zeroshard, or is not offered. zeroshard accepts a key without meaning,
-and lists it in the resolved config. A key that is not offered would change the result, so switching it on raises an
+Every key has an `Effect`: it works, has no meaning in zeroshard, or is not supported. zeroshard accepts a key without meaning,
+and lists it in the resolved config. A key that is not supported would change the result, so switching it on raises an
 error. No key is ignored silently.
 """
 
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
     WORKS = "works"
     NO_MEANING = "has no meaning here"
-    REFUSED = "not offered"
+    REFUSED = "not supported"
 
 
 @dataclass(frozen=True)

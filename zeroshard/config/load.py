@@ -252,7 +252,7 @@ def load_config(
     _refuse_unknown(schema)
     for path, value, _, effect in walk(schema):
         if effect.refuses(value):
-            raise ConfigError(f"{path} = {value!r} is not offered: {effect.text} Leave it out to train without it.")
+            raise ConfigError(f"{path} = {value!r} is not supported: {effect.text} Leave it out to train without it.")
     on = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(schema, name).enabled]
     if len(on) > 1:
         raise ConfigError(f"{' and '.join(on)} are both enabled: a model trains in one precision. Enable one of them.")
@@ -285,8 +285,8 @@ def refuse_tensor_parallel(config: Config, what: str) -> None:
     size = config.schema.tensor_parallel.autotp_size
     if size > 1:
         raise ConfigError(
-            f"tensor_parallel.autotp_size = {size} is not offered by {what}: use zeroshard.initialize, or the stock Trainer under "
-            "`zeroshard run`; or leave tensor_parallel out."
+            f"tensor_parallel.autotp_size = {size} is not supported by {what}: use zeroshard.initialize, or the stock Trainer "
+            "under `zeroshard run`; or leave tensor_parallel out."
         )
 
 
@@ -366,7 +366,7 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
     DeepSpeed's Python names are short: `prefetch_bucket_size` for `stage3_prefetch_bucket_size`. TRL's names are paths
-    at the top level: `zero_optimization.reduce_bucket_size`. Sizes under such paths lose fractions of an element. A path
+    at the top level: `zero_optimization.reduce_bucket_size`. Fractional sizes under such paths are truncated. A path
     counts only if its block does not have the key.
     """
     raw = dict(raw)

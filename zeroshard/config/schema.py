@@ -56,7 +56,7 @@ class OptimizerBlock(Block):
         "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
         "the optimizer needs whole parameters, each parameter is whole on one rank for the step.")]
     params: Annotated[dict[str, Any], works(
-        "the optimizer's arguments. Others have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
+        "the optimizer's arguments. Missing ones have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
         "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
         "true.")] = {}
     torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
@@ -81,7 +81,7 @@ class BF16Block(Block):
     enabled: Annotated[bool, works("train in bfloat16. \"auto\": true if the model's parameters are in bfloat16.")] = False
     check_grad_overflow: Annotated[bool, works("skip a step if its gradients are not finite.")] = True
     immediate_grad_update: Annotated[bool, no_meaning("gradients are always accumulated or reduced in the backward.")] = False
-    bf16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
+    bf16_master_weights_and_grads: Annotated[bool, refused("master weights are never in 16 bits.")] = False
     bf16_optimizer_states: Annotated[bool, refused("optimizer states are always in fp32.")] = False
 
 
@@ -100,7 +100,7 @@ class FP16Block(Block):
         "it.")] = False
     min_loss_scale: Annotated[PositiveNumber, works(
         "the smallest dynamic scale. An overflow that would halve it raises an error.")] = 1
-    fp16_master_weights_and_grads: Annotated[bool, refused("master weights are always in fp32.")] = False
+    fp16_master_weights_and_grads: Annotated[bool, refused("master weights are never in 16 bits.")] = False
 
 
 class AutocastBlock(Block):
@@ -141,7 +141,7 @@ class MonitorBlock(Block):
 class CsvMonitorBlock(MonitorBlock):
     """`csv_monitor`: one CSV file for each metric, written by rank 0.
 
-    A file, such as `Train_Samples_lr.csv`, has a row (samples, value) for each step.
+    Each file, such as `Train_Samples_lr.csv`, has a row (samples, value) for each step.
     """
 
 
@@ -203,7 +203,7 @@ class ActivationCheckpointingBlock(Block):
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
         "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
-        "same inputs. Without such a group (`checkpoint_units` has none), zeroshard warns and keeps saved inputs whole.")] = False
+        "same inputs. Without such a group (as with `checkpoint_units`), zeroshard issues a warning and keeps saved inputs whole.")] = False
     cpu_checkpointing: Annotated[bool, works(
         "keep saved inputs in pinned CPU memory, and prefetch them. It has no effect if the model computes on the CPU.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
@@ -287,7 +287,7 @@ class Schema(BaseModel):
         "top-level keys that belong to other programs. Any other unknown key raises an error. Not in DeepSpeed.")] = ()
     train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all data-parallel ranks and microbatches.")] = None
     train_micro_batch_size_per_gpu: Annotated[Positive | None, works(
-        "samples per forward on one rank. A config that trains needs this key or `train_batch_size`.")] = None
+        "samples per forward on one rank. A config for training needs this key or `train_batch_size`.")] = None
     gradient_accumulation_steps: Annotated[Positive | None, works("microbatches per optimizer step.")] = None
     managed_gradient_accumulation: Annotated[bool, works(
         "the engine counts microbatches. false: each `engine.step()` is an optimizer step, after any number of backwards.")] = True

@@ -15,7 +15,7 @@ class OffloadParamBlock(Block):
     """`offload_param`: where parameters are stored while they are not in use.
 
     At stage 3 the block applies to the shards of parameters. At stages 1 and 2 it applies to whole parameters between steps.
-    At stage 0 it has no effect, as in DeepSpeed. TRL's configs of reference models combine the two.
+    At stage 0 it has no effect, as in DeepSpeed. TRL's configs for reference models combine stage 0 with this block.
     """
 
     device: Annotated[Literal["none", "cpu", "nvme"], works(
@@ -42,7 +42,7 @@ class OffloadOptimizerBlock(Block):
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
-        "for `nvme`: states in transfer or in use take at most the CPU memory of `buffer_count` x `buffer_size` fp32 elements, "
+        "for `nvme`: states in transfer or in use take the CPU memory of at most `buffer_count` x `buffer_size` fp32 elements, "
         "whatever the size of the model.")] = 4
     buffer_size: Annotated[Positive, works(
         "for `nvme`: see `buffer_count`.")] = 100_000_000
@@ -105,7 +105,7 @@ class ZeroBlock(Block):
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states, except that a larger shard is one call. Values above 4 Mi act "
+        "maximum elements per optimizer call for offloaded states, except that a larger shard takes one call. Values above 4 Mi act "
         "as 4 Mi. 0: one shard per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "prefetch units until these have at least this many elements in all. 0 turns prefetching off. Default: the next unit.")] = None
@@ -155,7 +155,7 @@ class ZeroBlock(Block):
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
     zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
         'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). In '
-        'DeepSpeed, true means int4, also inside hosts. Requires '
+        'DeepSpeed, true means int4, inside hosts too. Requires '
         '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 

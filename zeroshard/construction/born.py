@@ -1,8 +1,7 @@
 """Owns parameters that are born sharded: they are divided over ranks before a unit has them.
 
-Until `shard` takes the model, such a parameter has a special class. The class gathers the parts for every torch
-operation, and divides them again if the operation wrote to the parameter. So a model may initialise all its parameters
-again at the end.
+Until `shard` takes the model, such a parameter has a special class. The class gathers the parts for every torch operation, and
+divides them again if the operation wrote to the parameter. So a constructor may end by reinitialising all parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ shard_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 @dataclass(eq=False)
 class Births:
-    """The settings and registers that the parameters of one `sharded_init` share.
+    """The settings and records that the parameters of one `sharded_init` share.
 
     Attributes:
         device: the device for parameters that are on the meta device now.
@@ -124,7 +123,7 @@ class Shard:
 
     @own.setter
     def own(self, own: Tensor) -> None:
-        # As with `parameter.data = ...`, views of the former values have no effect.
+        # As with `parameter.data = ...`, writes to views of old values have no effect.
         self._own = own
         self._whole = None
 

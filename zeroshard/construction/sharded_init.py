@@ -47,7 +47,7 @@ def sharded_init(
         group: the data-parallel process group; default: all ranks.
         folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. They may then be larger than memory.
         dtype: torch's default dtype in the context.
-        source: the rank of the group whose values all ranks get, also in later writes. Writes to a view of a parameter
+        source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
             (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and send none.
         attributes: a class whose properties these parameters get in addition to their own, see `shard`.
         detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their

@@ -29,7 +29,7 @@ EMBEDDING, COLWISE, ROWWISE = "embedding_rowwise", "colwise", "rowwise"
 GATHERED = ("colwise_gather_output", "colwise_rep")
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 NORM = "replicated_with_grad_allreduce"
-"""The style of a norm between divided matrices: each rank has the whole norm, and its heads add a part of the gradient."""
+"""The style of a norm between divided matrices: each rank has the whole norm, but its heads give only part of the gradient."""
 WHOLE = "replicate"
 STYLES = (COLWISE, *GATHERED, ROWWISE, *SPLIT, EMBEDDING, NORM, WHOLE)
 """The supported styles of a plan."""
@@ -53,7 +53,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
         raise UsageError(
-            f"tensor parallelism of a PEFT model ({kind}) is not offered: ranks would train different adapters of a divided "
+            f"tensor parallelism of a PEFT model ({kind}) is not supported: ranks would train different adapters of a divided "
             "matrix. Leave tensor_parallel out of the config, and use stage 3."
         )
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
@@ -76,7 +76,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         fits = {EMBEDDING: nn.Embedding}.get(style, nn.Linear)
         if style not in STYLES or not (style == NORM or isinstance(module, fits)):
             raise UsageError(
-                f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not offered. {_REMEDY}'
+                f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not supported. {_REMEDY}'
             )
         _refuse_uneven_matrix(name, module, style, size)
         styles[name] = style
@@ -85,7 +85,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
         if plan.get(pattern, WHOLE) != WHOLE:
             raise UsageError(
                 f'the plan of {kind} divides the single parameter {name} as "{plan[pattern]}": packed matrices and experts are '
-                f"not offered. {_REMEDY}"
+                f"not supported. {_REMEDY}"
             )
     if not set(styles.values()) - {NORM}:
         raise UsageError(f"the plan of {kind} names no module that can be divided. {_REMEDY}")
@@ -93,7 +93,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
 
 
 def _refuse_uneven_matrix(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Raise if the ranks cannot evenly divide a matrix with a side that meets another divided matrix."""
+    """Raise if the side between two divided matrices does not divide evenly over the ranks."""
     sides = {COLWISE: "out_features", ROWWISE: "in_features"}
     side = sides.get(style)
     if side is not None and getattr(module, side) % size:
@@ -144,7 +144,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
         precision: the dtypes of the parameters, which are converted before the division. Buffers keep their dtypes.
 
     Returns:
-        The new parameters by the parameters that they replace.
+        The new parameters, keyed by those that they replace.
 
     Raises:
         UsageError: the model has no plan that can be used (see `plan_of`), is already divided, or has no values; or, after the

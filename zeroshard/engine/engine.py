@@ -421,7 +421,7 @@ class Engine(Saving, nn.Module):
         self._reshard_adapters()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
         if place is None:
-            raise UsageError(f'offload_states to the device {_value(device)!r} is not offered. Pass "cpu" or "nvme".')
+            raise UsageError(f'offload_states to the device {_value(device)!r} is not supported. Pass "cpu" or "nvme".')
         policy = self.resolved.policy
         folder = nvme_path or policy.offload_optimizer.path or policy.offload_parameters.path
         if place is Place.DISK and folder is None:
@@ -447,7 +447,7 @@ class Engine(Saving, nn.Module):
         """Set the number of microbatches, between steps, so that a step has this number of samples over all ranks.
 
         Raises:
-            UsageError: a step has begun, or the number is no multiple of the samples in one microbatch of all ranks.
+            UsageError: a step has begun, or the number is not a multiple of all ranks' samples in one microbatch.
         """
         batch = self.resolved.batch
         step = batch.micro * batch.world_size
@@ -496,7 +496,9 @@ class Engine(Saving, nn.Module):
             route, pin_memory, num_local_io_workers: no effect. (`data_sampler` must be None.)
         """
         if data_sampler is not None:
-            raise UsageError("deepspeed_io(data_sampler=...) is not offered: use torch's DataLoader with your sampler.")
+            raise UsageError(
+                "deepspeed_io(data_sampler=...) is not supported: use torch's DataLoader with your sampler."
+            )
         batch = self.resolved.batch
         drop_last = self._schema.dataloader_drop_last
         size = batch.micro if batch_size is None else batch_size

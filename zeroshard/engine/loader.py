@@ -38,7 +38,7 @@ class ShardedSampler(Sampler[int]):
         order = torch.randperm(self.length, generator=generator).tolist()
         order = (order * -(-self.total // max(self.length, 1)))[: self.total]
         rest = order[self.position :]
-        uneven = len(rest) % self._world_size  # of a position that was saved at another world size
+        uneven = len(rest) % self._world_size  # if the position was saved at another world size
         if uneven and self._drop_last:
             rest = rest[:-uneven]
         elif uneven:
@@ -73,7 +73,7 @@ class StatefulLoader(DataLoader[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise UsageError(
                 f"training_data ({type(data).__name__}) has no length or cannot be indexed, so it cannot be divided over "
-                "ranks. Iterate over it yourself, over a part of it on each rank."
+                "ranks. Iterate over it yourself, a part of it on each rank."
             )
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
@@ -97,7 +97,7 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.epoch += 1
 
     def begin_step(self) -> None:
-        """Note that the next batch is the first of a step."""
+        """Mark the next batch as the first of a step."""
         self._at_step = self.state_dict()
 
     def state_of_step(self) -> dict[str, int]:

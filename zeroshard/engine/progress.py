@@ -30,7 +30,7 @@ _MIB = 2**20
 _SETTINGS = ("ZEROSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
 """Prefixes of the environment variables that a log records."""
 _PRIVATE = ("wandb", "comet")
-"""Blocks of a config that a log leaves out: they may contain the keys of an account."""
+"""Blocks of a config that a log leaves out: they may contain API keys."""
 
 
 @dataclass(frozen=True)

@@ -292,4 +292,4 @@ class _OnRank0(dict[str, Tensor]):
     """An empty state dict, for ranks other than 0. It cannot be pickled, since only rank 0 has the complete state dict."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("this rank's state dict is empty: rank 0 has the whole. Save it on that rank only.")
+        raise UsageError("this rank's state dict is empty: rank 0 has all of it. Save it on that rank only.")

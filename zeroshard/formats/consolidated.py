@@ -115,7 +115,7 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
 
 
 def _read(reader: Reader, tensors: Sequence[Exported]) -> dict[str, Tensor]:
-    """Return tensors by name, in their dtypes of the export. A tied tensor is under all its names."""
+    """Return tensors by name, in the export's dtypes. A tied tensor is under all its names."""
     by_fqn = {stored.names[0]: stored for stored in reader.model()}
     state: dict[str, Tensor] = {}
     for one in tensors:

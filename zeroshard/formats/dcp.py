@@ -97,7 +97,7 @@ class Parts(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(
-            f"{func} is not supported: the tensor's parts are on several ranks, for torch.distributed.checkpoint only."
+            f"{func} is not supported: it stands for parts on several ranks; only torch.distributed.checkpoint reads it."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

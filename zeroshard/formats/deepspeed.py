@@ -381,7 +381,7 @@ def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, cove
     if not covered.get(span.name, 0) == span.start <= span.stop <= numel:
         raise ValueError(f"it holds elements {span.start} to {span.stop} of {span.name}, which has {numel}")
     if not 0 <= start <= start + span.numel <= flat.states[PARAMETERS].numel():
-        raise ValueError(f"it places {span.name} beyond its own end")
+        raise ValueError(f"it places {span.name} beyond its tensors")
 
 
 def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:

@@ -44,7 +44,7 @@ _OF_ADAPTERS = re.compile(rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json")
 _OF_MODELS = re.compile(
     rf"{_OF_ADAPTERS.pattern}|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?"
 )
-"""The files that an export of a whole model replaces. An export of adapters leaves a model's: it may be their base."""
+"""The files that an export of a whole model replaces. An export of adapters keeps these: the model may be their base."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does, and return the paths. The memory is about 64 MiB for any model.
+    """Write the model of a checkpoint as transformers does, and return the paths. It needs about 64 MiB for any model.
 
     Args:
         reader: the checkpoint.

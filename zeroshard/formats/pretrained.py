@@ -85,7 +85,7 @@ def load_pretrained(
     unexpected = sorted(home.keys() - used)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} is of another model: it lacks {some_of(missing)}, and {type(model).__name__} lacks "
+            f"{path} is of a different model: it lacks {some_of(missing)}, and {type(model).__name__} lacks "
             f"{some_of(unexpected)}. Pass strict=False to load the tensors that both have."
         )
     return missing, unexpected
@@ -98,7 +98,7 @@ def materialise(
     """Initialise a model on the meta device, and shard each module as soon as it is initialised. Every rank must call it.
 
     Args:
-        model: the model. Modules without own tensors on the meta device do not change.
+        model: the model. Modules with no tensor of their own on the meta device do not change.
         initialise: a function that fills a module's own parameters and buffers; default: its `reset_parameters`. Random
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.

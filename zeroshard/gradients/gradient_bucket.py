@@ -211,7 +211,7 @@ class GradientBucket:
     """The gradients of one bucket, see the module's docstring.
 
     Args:
-        parameters: the bucket's other half.
+        parameters: those of this bucket.
     """
 
     def __init__(self, parameters: ParameterBucket, dtypes: DTypes, context: Context) -> None:

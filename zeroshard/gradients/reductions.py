@@ -184,7 +184,7 @@ class Reductions:
             self._land()
 
     def finish(self) -> None:
-        """Block until every gradient that this rank updates with is the mean over ranks. Every rank must call it."""
+        """Block until every gradient that this rank's update uses is the mean over ranks. Every rank must call it."""
         self.land()
         unreduced = [bucket.label for bucket in self._buckets() if bucket.holds is Holds.LOCAL_SUM]
         if unreduced:

@@ -1,4 +1,4 @@
-"""Owns corrections of accelerate's backend and batch size, and errors for its wrong uses with tensor parallelism.
+"""Owns corrections of accelerate's backend and batch size, and errors for invalid uses with tensor parallelism.
 
 On a CPU, accelerate has no backend for DeepSpeed. It lets `deepspeed.comm.init_distributed(None)` join the ranks, and
 then treats "no backend" as "one process" (accelerate/state.py, `PartialState.__init__`). Without this module, every
@@ -69,8 +69,8 @@ def refuse_tensor_parallel() -> None:
     size = _tensor_parallel_size()
     if size > 1:
         raise UsageError(
-            f'ParallelismConfig(tp_size={size}) is not offered: leave it out, and set "tensor_parallel": {{"autotp_size": {size}}} '
-            "in the DeepSpeed config instead (docs: Composing)."
+            f'ParallelismConfig(tp_size={size}) is not supported: leave it out, and set "tensor_parallel": '
+            f'{{"autotp_size": {size}}} in the DeepSpeed config instead (docs: Composing).'
         )
 
 

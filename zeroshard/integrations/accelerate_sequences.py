@@ -1,4 +1,4 @@
-"""Owns the answers to accelerate's `ParallelismConfig(sp_backend="deepspeed")`: groups of ranks that share sequences.
+"""Owns what accelerate reads of its `ParallelismConfig(sp_backend="deepspeed")`: groups of ranks that share sequences.
 
 accelerate finds these names in the package named deepspeed.
 """
@@ -111,7 +111,7 @@ class SequenceLoader:
         for batch in self._sequences.cut(self.dl, in_turn=True):
             if "shift_labels" not in batch:
                 raise UsageError(
-                    f"a batch without labels ({', '.join(sorted(batch))}) cannot be cut over ranks here, since its trainer's "
+                    f"a batch without labels ({', '.join(sorted(batch))}) cannot be split across ranks here, since its trainer's "
                     "loss (DPO, KTO) needs whole sequences. Train without sp_size, or use Sequences.log_probabilities "
                     "and Sequences.sum in your own loop."
                 )

@@ -53,7 +53,7 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
     stage = dist_config.get("stage", 1)
     if stage != 1:
         raise UsageError(
-            f"dist_config: stage {stage} is not offered under the name zeroshard, since the training loop needs whole "
+            f"dist_config: stage {stage} is not supported under the name zeroshard, since the training loop needs whole "
             'gradients on every rank. For stages 0 to 3, set "name: deepspeed" and a config_file, under `zeroshard run`.'
         )
     unknown = [key for key in dist_config if key not in ("name", "stage", "timeout", "dp_size", "mp_replicate_size")]

@@ -44,7 +44,7 @@ _logger = logging.get_logger(__name__)
 
 
 _Trainer: Any = object
-"""The base class, to type checkers: the Trainer that follows the mixin."""
+"""A base class for type checkers; really the Trainer after the mixin."""
 
 
 # ---------------------------------------------------------------------- settings
@@ -610,7 +610,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
         elif Path(checkpoint, "optimizer.pt").exists() or Path(checkpoint, "optimizer.bin").exists():
             raise UsageError(
-                f"{checkpoint} holds the optimizer's state of another Trainer. Continue with that Trainer, or start a new "
+                f"{checkpoint} holds another Trainer's optimizer state. Continue with that Trainer, or start a new "
                 "run from its weights: from_pretrained(checkpoint), and train() without resume_from_checkpoint."
             )
         else:

@@ -78,7 +78,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that `rule` or `MIXTURES` declares as units: the model only for a class that no module inside has."""
+    """Return the modules that `rule` or `MIXTURES` declares as units: the model only if no module inside has the class."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -99,7 +99,7 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
             )
         if not matching:
             raise UsageError(
-                f"a leaf module of {what} was declared, and none is so in {type(model).__name__}: name them, or their "
+                f"a leaf module of {what} was declared, but there is none in {type(model).__name__}: name them, or their "
                 "classes, as model.named_modules() lists them."
             )
         found |= matching
@@ -249,11 +249,11 @@ def _refuse_overlap(one: _Extent, other: _Extent) -> None:
     if not buffers:
         raise UsageError(
             f"parameters {one.name} and {other.name} lie over the same memory and are two Parameters (tied through `.data`?): they "
-            "would part. Assign one Parameter to both modules (`b.weight = a.weight`), or give one a copy: `.data.clone()`."
+            "would diverge. Assign one Parameter to both modules (`b.weight = a.weight`), or give one a copy: `.data.clone()`."
         )
     names = [one.name, other.name]
     names.remove(buffers[0])
     raise UsageError(
-        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would part. Read the parameter "
+        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would diverge. Read the parameter "
         "instead, or give the buffer a copy: `.clone()`."
     )

@@ -10,7 +10,7 @@ A unit's parameters follow one another in one flat buffer. The buffer is cut int
 An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter (see `lay_out_whole`).
 
 The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer gets the same 1-D views
-under every policy. The last bits of a fused kernel's results depend on the borders of tensors, so these bits are equal, too.
+under every policy. The last bits of a fused kernel's results depend on tensor boundaries, so these bits are equal, too.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ModelTree:
                 )
             if by_name.get(fqn, parameter) is not parameter:
                 raise UsageError(
-                    f"{fqn} is another parameter than when zeroshard took the model: modules changed places, and files "
+                    f"{fqn} is not the parameter that zeroshard took: modules changed places, and files "
                     "would mix them up. Change the model before shard(), or call remove() and shard again."
                 )
         self._record()

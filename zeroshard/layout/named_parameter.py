@@ -89,7 +89,7 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     (kind,) = cut.placements
     if type(kind).__name__ not in ("Shard", "Replicate"):
         raise UsageError(
-            f"parameter {fqn} is a DTensor placed as {kind}, and zeroshard takes Shard and Replicate: name those in "
+            f"parameter {fqn} is a DTensor placed as {kind}, but zeroshard takes only Shard and Replicate: use those in "
             "the plan of parallelize_module."
         )
     placement = last = Placement.whole(parameter.shape)
@@ -101,8 +101,8 @@ def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     if own != placement.local_shape or (0 in last.local_shape and parameter.numel()):
         raise UsageError(
             f"parameter {fqn} of shape {tuple(parameter.shape)} is a DTensor cut over {mesh.size()} ranks, of which "
-            f"this one has {own}: choose a number of ranks that gives chunks of one size, of which the last may "
-            "be smaller and none empty."
+            f"this one has {own}: choose a number of ranks that gives equal chunks (the last may be smaller, but not "
+            "empty)."
         )
     return placement
 

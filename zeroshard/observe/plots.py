@@ -17,4 +17,4 @@ def require_matplotlib(purpose: str) -> None:
         UsageError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise UsageError(f"{purpose} draws with matplotlib, which is not installed: pip install 'zeroshard[plots]'.")
+        raise UsageError(f"{purpose} needs matplotlib, which is not installed: pip install 'zeroshard[plots]'.")

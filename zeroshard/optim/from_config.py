@@ -78,7 +78,7 @@ def _class_of(block: OptimizerBlock) -> type[torch.optim.Optimizer]:
     name = block.type.lower()
     if name in _NOT_OFFERED:
         raise ConfigError(
-            f"optimizer.type: {block.type} is not offered ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
+            f"optimizer.type: {block.type} is not supported ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
             "Adagrad, Lion, Muon or another class of torch.optim, or pass an optimizer of your own to `initialize`."
         )
     cls = _NAMES.get(name) or getattr(torch.optim, block.type, None)
@@ -116,7 +116,7 @@ def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torc
     """Translate DeepSpeed's arguments of Adam to torch's arguments, in place. Return the class to use."""
     if not params.pop("bias_correction", True):
         raise ConfigError(
-            "optimizer.params.bias_correction = false is not offered: torch's Adam always corrects the bias. Leave it out."
+            "optimizer.params.bias_correction = false is not supported: torch's Adam always corrects the bias. Leave it out."
         )
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels; torch's AdamW has 0.01
@@ -129,11 +129,11 @@ def _muon(params: dict[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
     if "ns_method" in given:
         raise ConfigError(
-            "optimizer.params.ns_method is not offered: torch's Muon has one Newton-Schulz iteration. Leave it out."
+            "optimizer.params.ns_method is not supported: torch's Muon has one Newton-Schulz iteration. Leave it out."
         )
     if not params.get("adam_w_mode", True):
         raise ConfigError(
-            "optimizer.params.adam_w_mode = false is not offered with Muon: its Adam is AdamW. Leave it out."
+            "optimizer.params.adam_w_mode = false is not supported with Muon: its Adam is AdamW. Leave it out."
         )
     rates = {} if "lr" in given else {"muon_lr": 0.02, "adam_lr": 3e-4}
     return {"weight_decay": 0.0, "eps": 1e-10, "adjust_lr_fn": "original", **rates, **given}

@@ -215,7 +215,7 @@ class WarmupCosineLR(_WarmsUp):
 
 
 class LRRangeTest(LRSchedule):
-    """A schedule with a rising rate, to find the rate at which training diverges (Smith, arXiv:1803.09820).
+    """A rising schedule, to find the rate at which training diverges (Smith, arXiv:1803.09820).
 
     lr = min * (1 + rate * (i + 1) / size)
 
@@ -359,7 +359,7 @@ class Floor:
         return {"schedule": self.schedule.state_dict(), "unfloored": self._unfloored}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the schedule, also from the state of one without a floor."""
+        """Load the state of a schedule with or without a floor."""
         load_schedule(self.schedule, state)
         self._hold()
 

@@ -80,13 +80,13 @@ REFUSED = {
 
 
 _NEAREST = 10
-"""The callers that are looked at: torch's wrappers of `step` and `state_dict` lie between."""
+"""How many stack frames to check: torch's wrappers of `step` and `state_dict` add some."""
 
 
 def wants_whole_states() -> bool:
     """Return whether torch.distributed.checkpoint.state_dict is calling. Looking at the stack takes a microsecond.
 
-    That module takes each state for a whole parameter's. Before `state_dict()`, it makes missing states by a step with learning
+    That module assumes that parameters are whole. Before `state_dict()`, it makes missing states by a step with learning
     rates of 0. After an error, it does not restore the learning rates.
     """
     frame = inspect.currentframe()
@@ -167,7 +167,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         return known
     name = type(optimizer).__name__
     raise UsageError(
-        f"zeroshard cuts parameters into shards, and {name} may need whole ones. If its update of an element uses only "
+        f"zeroshard cuts parameters into shards, and {name} may need whole parameters. If its update of an element uses only "
         "that element's gradient and state, pass elementwise=True. If it uses the whole parameter (its norm, its rows), pass "
         'elementwise=False, or set "zero_allow_untested_optimizer": true in a config: no parameter is then cut. '
         f"Or use one of {', '.join(KNOWN)}."

@@ -175,7 +175,7 @@ class Appearance:
     def versions(self) -> list[int]:
         """Return a count for each parameter, which rises with each in-place write of the user."""
         count = writes_of if self._is_distributed else version_of
-        with past_torch_function():  # a count is no read
+        with past_torch_function():  # counting reads nothing
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
 
     def begin_look(self) -> list[int]:

@@ -256,7 +256,7 @@ class TakenGradient(Tensor):
         fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
-            f"GradScaler work on it (as do norm, and mul_, div_ and clamp_ by a number), and this {func.__name__} does not. To "
+            f"GradScaler work on it (as do norm, and mul_, div_ and clamp_ with numbers), but {func.__name__} does not. To "
             f'read or change it, call sharded.states.get("{fqn}", "gradients") and set; to drop gradients, optimizer.zero_grad().'
         )
 

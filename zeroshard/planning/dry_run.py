@@ -474,9 +474,9 @@ def _untraced() -> Iterator[None]:
 
 
 class _AcceleratorsDropout(TorchFunctionMode):
-    """A mode in which dropout takes the memory that it takes on an accelerator, where the CPU's kernels take more.
+    """A mode in which dropout takes as much memory as on an accelerator; the CPU's kernels would take more.
 
-    There, fused attention accepts dropout, and other dropout keeps one byte for each element.
+    Accelerators' fused attention accepts dropout; other dropout keeps one byte for each element.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

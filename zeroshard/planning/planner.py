@@ -234,8 +234,8 @@ def plan(
         tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles. This and
             `sequence_parallel` are for causal models of transformers, whose batch has `input_ids` and `labels`.
         tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
-            Divided modules have their local size, and send sums of activations. The plan does not count the separate
-            buckets of parameters that stay whole, or each step's message about the norm between these ranks.
+            Divided modules have their local size, and send sums of activations. The plan does not count the separate buckets of
+            parameters that stay whole, or these ranks' message about each step's norm.
 
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run

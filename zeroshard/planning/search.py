@@ -494,7 +494,7 @@ class Search:
         return _DOUBT if self._is_shallow else 0.0
 
     def _over(self, estimate: Estimate) -> float:
-        """Return the missing share of the accelerator's or the host's memory, the larger of both; negative if there is room."""
+        """Return the missing share of the accelerator's or the host's memory, whichever is larger; negative if there is room."""
         machine = self.job.machine
         return max(estimate.needed / max(machine.memory, 1), estimate.host / max(machine.host_memory, 1)) - 1
 

@@ -472,7 +472,7 @@ class SimulatedStorages(Storages):
         super().__init__(policy, device, param_itemsize, collectives)
 
     def host_copies(self, slots: Slots | None) -> SimulatedHostCopies:
-        """Make the object that keeps checkpoints' inputs in CPU memory."""
+        """Make the object that keeps recomputation's inputs in CPU memory."""
         return SimulatedHostCopies(slots, self._ledger, self._copies)
 
     def _make_copies(self, device: torch.device) -> Copies:

@@ -192,7 +192,7 @@ class Checkpointer:
         return _Clock(cost, "forward"), _Clock(cost, "recompute")
 
     def table(self) -> Table:
-        """Return rich's table with the mean time and bytes per call of each checkpoint. Without `profile`, it is empty."""
+        """Return a `rich` table: mean ms and MiB per call of each checkpoint. Without `profile`, it is empty."""
         table = Table("checkpoint", "calls", "forward ms", "recompute ms", "saved inputs MiB")
         for name, cost in self.costs.items():
             calls = max(cost.calls, 1)

@@ -270,7 +270,7 @@ class Hooks:
         if not in_backward():
             self._forget_what_aborted()
         part = self._parts[module]
-        part.close()  # of a call that raised
+        part.close()  # if the last call raised
         missing = [unit for unit in part.units if unit.state is not UnitState.UNSHARDED]
         if missing:
             refuse_transforms(missing)
@@ -297,7 +297,7 @@ class Hooks:
 
     @contextmanager
     def whole(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Keep results differentiable that are computed inside the block, from units that are unsharded temporarily."""
+        """Keep results that the block computes from temporarily unsharded units differentiable."""
         own = object()
         self._push(own, units)
         try:

@@ -42,7 +42,7 @@ _CUDA_GRAPHS = (
 _WRAPPER = "get_compiler_config"
 """A public attribute of each function that torch.compile returns: a function that returns the options."""
 _NEAREST = 12
-"""If compiled code runs a unit, torch.compile's wrapper is fewer frames than this above the unit's hook."""
+"""If compiled code runs a unit, torch.compile's wrapper is within this many frames of the unit's hook."""
 
 
 class Hook:
@@ -221,7 +221,7 @@ def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
         if unit.named[0].is_distributed:
             raise UsageError(
                 f"{unit.named[0].fqn} is a DTensor, and {type(module).__name__} runs inside torch.compile, which "
-                "cannot describe sharded DTensors: leave torch.compile out, or the tensor parallelism."
+                "cannot describe sharded DTensors: leave out torch.compile or tensor parallelism."
             )
 
 

@@ -242,7 +242,7 @@ class _Unpacked(Tensor):
         if func is not torch.ops.aten.detach.default:  # no code of the user's has this tensor
             raise NotImplementedError(f"{func} of a saved parameter that was not detached")
         values = own.whole.detach()
-        if type(values) is not Tensor:  # of a dry run: a tensor without values is a subclass already
+        if type(values) is not Tensor:  # in a dry run, tensors without values are subclasses already
             return values
         copy = values.as_subclass(_Copy)
         copy.parameter = own.parameter

@@ -427,7 +427,7 @@ class Schedule:
         self.give_back(leaves_graph=False)
 
     def finish_gradients(self) -> None:
-        """Block until every gradient that this rank updates with is the mean over ranks.
+        """Block until every gradient that this rank's update uses is the mean over ranks.
 
         Each `parameter.grad` that the user set counts as this rank's gradient, as if a backward had made it.
         """

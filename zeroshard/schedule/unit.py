@@ -227,7 +227,7 @@ class Unit:
         is_kept = self.is_pinned or (self.is_held and move is UnitMove.RESHARD)
         if there is None or (is_kept and move in MOVES_TO_REST):
             raise RuntimeError(
-                f"zeroshard's own fault, please report it: {self.label} is {self.state.value}, with {self.pins} pins and "
+                f"a bug in zeroshard, please report it: {self.label} is {self.state.value}, with {self.pins} pins and "
                 f"{self.state_dicts} state dicts, and was to make the move {move.name}."
             )
         before = self.state
@@ -243,7 +243,7 @@ class Unit:
             self.appearance.hide()
 
     def _count(self) -> None:
-        """Count the unit's elements as live while it is unsharded, or on its way there, and sharded at rest."""
+        """If the unit is sharded at rest, count its elements as live while it is unsharded or arriving."""
         if self.sharded_at_rest and (self.is_arriving or self.state is UnitState.UNSHARDED):
             self._live.numels[self] = self.layout.numel
         else:
@@ -359,7 +359,7 @@ class Unit:
             self.writes.save_traced()
         else:
             self.appearance.collect_written()
-        # A write through `.data` leaves no trace. Frozen parameters, such as a teacher's average, may be updated in this way.
+        # A write through `.data` leaves no trace. Frozen parameters, such as an EMA teacher's, may be updated in this way.
         self._leave(changed=not self._cpu.is_current or not self.trainable)
 
     @property
@@ -377,7 +377,7 @@ class Unit:
         self.state_dicts = 0
         if self.pins:
             raise UsageError(
-                f"{what} inside zeroshard.unsharded(), or a loop over named_weights(), which holds {self.label}. "
+                f"{what} was called inside zeroshard.unsharded() or a loop over named_weights(), which holds {self.label}. "
                 "Call it outside."
             )
 
@@ -439,7 +439,7 @@ class Unit:
         self.writes.spread_owners_values()
 
     def load_masters(self, updated: Iterable[int] | None = None) -> None:
-        """Copy set master weights to the parameters. Outdate graphs of those `updated` (default: all). All ranks must call it."""
+        """Copy new master weights to the parameters. Outdate graphs of those `updated` (default: all). All ranks must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
@@ -564,7 +564,7 @@ class Unit:
                 continue
             if id(entry.parameter) not in optimized:
                 warnings.warn(
-                    f"{entry.fqn} has a gradient of this rank's own, which nobody averages over ranks: the optimizer that "
+                    f"{entry.fqn} has a gradient that is not averaged over ranks: the optimizer that "
                     "zeroshard took does not list it. Make one optimizer of all parameters that train, or freeze this one.",
                     stacklevel=2,
                 )

@@ -227,7 +227,7 @@ class CutAttention:
 def _cannot(module: nn.Module, why: str) -> UsageError:
     """Return the error about a module that would give wrong results on slices of sequences."""
     return UsageError(
-        f"{type(module).__name__} {why}: its sequences cannot be cut over ranks. Train it without Sequences."
+        f"{type(module).__name__} {why}: its sequences cannot be split across ranks. Train it without Sequences."
     )
 
 
@@ -345,7 +345,7 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     if not (decoder._supports_attention_backend and decoder._can_set_attn_implementation()):
         raise UsageError(
             f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so its sequences "
-            "cannot be cut over ranks: use a model that does."
+            "cannot be split across ranks: use a model that does."
         )
     for name, module in decoder.named_modules():
         if _scales_by_position(module):

@@ -180,7 +180,7 @@ def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) ->
         return
     if not isinstance(mask, Tensor) or mask.shape != (rows, length):
         raise UsageError(
-            "the batch has an attention mask of another shape than [rows, tokens], and masks are made from positions: leave "
+            "the batch has an attention mask that is not [rows, tokens], and masks are made from positions: leave "
             "it out, and pass position_ids that begin at 0 in each document."
         )
     kept = mask != 0

@@ -35,7 +35,7 @@ def head_log_probabilities(
     Args:
         hidden: the head's input, [..., D].
         weight: the head's weight, [V, D].
-        labels: the next token of each token, [...], integers.
+        labels: the next token of each token, [...], int64.
         bias: the head's bias, [V], if it has one.
         tiles: the number of tiles of tokens. Logits exist for one tile at a time. Gradients of weight and bias are
             summed in fp32 over tiles.

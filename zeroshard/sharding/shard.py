@@ -64,7 +64,7 @@ from zeroshard.storage.storages import Storages
 from zeroshard.torch_private import distributed_class, past_torch_function
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
-"""The default bucket size, as in DeepSpeed: in practice, a bucket is a unit or a large parameter."""
+"""The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _refuse_unready(model: nn.Module) -> None:
             )
     if torch.is_inference_mode_enabled():
         raise UsageError(
-            "shard() was called inside torch.inference_mode(), where its buffers could not train. Call it outside."
+            "shard() was called inside torch.inference_mode(), where it would make tensors that cannot be trained. Call it outside."
         )
     with past_torch_function():
         made_there = [fqn for fqn, parameter in model.named_parameters() if parameter.is_inference()]
@@ -448,7 +448,7 @@ def _refuse_different_models(model: nn.Module, groups: Sequence[Group], context:
 
 
 def free_for_sharding(model: nn.Module) -> None:
-    """End a sharding that only waits for the next one, on every rank. Raise if the model is still sharded."""
+    """End a sharding whose `remove` was deferred to this call, on every rank. Raise if the model is still sharded."""
     for parameter in model.parameters():
         home = home_of(parameter)
         hooks = None if home is None else home.hooks()

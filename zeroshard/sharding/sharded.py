@@ -80,7 +80,7 @@ class Sharded:
 
         Args:
             max_norm: the largest norm; None: do not clip.
-            loss_scale: the factor of the loss in the backward, see `DynamicLossScaler`. Gradients are first divided by
+            loss_scale: the loss scale of the backward, see `DynamicLossScaler`. Gradients are first divided by
                 it. If the norm is not finite, they are left unchanged: skip the step.
 
         Returns:
@@ -133,7 +133,7 @@ class Sharded:
             yield
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the sum of a small CPU tensor over ranks, in rank order. Every rank must call it, with one shape and dtype."""
+        """Return a small CPU tensor's sum over ranks, added in rank order. All ranks must call it, with one shape and dtype."""
         if not isinstance(values, Tensor):
             raise UsageError(f"sum_over_ranks takes a tensor, not a {type(values).__name__}. Pass torch.tensor(value).")
         if not values.numel():
@@ -170,9 +170,8 @@ class Sharded:
         For a PEFT model, only its adapters are included. Names for an adapter other than "default" begin with
         the adapter's name.
 
-        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors may be
-        the model's own memory, for reading: copy tensors that you keep after the loop. Writes to sharded parameters have no
-        effect.
+        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors may share the
+        model's memory: only read them, and copy any that you keep after the loop. Writes to sharded parameters have no effect.
 
         Args:
             to: the rank that gets the weights. On other ranks, the loop yields nothing, and ends when that rank leaves
@@ -240,7 +239,7 @@ class Sharded:
             The number of freed bytes.
 
         Raises:
-            UsageError: a step has begun, states are parked already, a name is no model state, or a parameter is of a
+            UsageError: a step has begun, states are parked already, a name is not a model state, or a parameter is of a
                 class of your own.
             PolicyError: there is no such place, or the place is the disk and `offload` names no folder.
             StorageError: there is no room; nothing has changed.
@@ -305,7 +304,7 @@ class Sharded:
         return any(unit.trainable for unit in self._schedule.units)
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
-        """Update the training state after changes of parameters' `requires_grad`.
+        """Update the training state after changes to parameters' `requires_grad`.
 
         Every rank must call it between steps, with the same arguments. Frozen parameters lose their gradient and
         optimizer states. Unfrozen ones begin with new states, in the param group that listed them when the model was

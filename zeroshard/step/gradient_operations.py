@@ -169,7 +169,7 @@ class GradientOperations:
                 unit, index = self._flags[number]
                 ranks = [rank for rank, answer in enumerate(answers) if answer]
                 raise UsageError(
-                    f"the gradient of {unit.named[index].fqn} {what} through its `grad` on ranks {ranks} only, and "
+                    f"the gradient of {unit.named[index].fqn} {what} through its `grad` on ranks {ranks} only, but "
                     "each rank has a part of the mean. Change gradients on every rank; to clip where ranks use "
                     "different parameters, call sharded.clip_grad_norm_(max_norm)."
                 )
@@ -213,7 +213,7 @@ class GradientOperations:
             own += bytes(number in self.changed for number in range(count))
             own += torch.tensor(self._own_row(order), dtype=torch.float64).numpy().tobytes()
             messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")
-            self._refuse_some_ranks([message[:count] for message in messages], "is to be seen")
+            self._refuse_some_ranks([message[:count] for message in messages], "is visible")
             self.agree([message[count : 2 * count] for message in messages])
             rows = [
                 torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).tolist() for message in messages

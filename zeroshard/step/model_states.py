@@ -2,7 +2,7 @@
 
     states = sharded.states
     states.get("head.weight")                  the whole master weights, on every rank
-    states.get("head.weight", "exp_avg")       the whole of a state of the optimizer
+    states.get("head.weight", "exp_avg")       a whole state of the optimizer
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
 
@@ -247,7 +247,7 @@ class ModelStates:
         raise UsageError(f"{state} of {fqn} is {value!r}, not numbers. Read it in optimizer.state.")
 
     def whole(self, fqn: str, state: str) -> Any:
-        """Return what `get` returns, but other values than tensors as they are, and MISSING for None. Every rank must call it."""
+        """Return what `get` returns, but values other than tensors as they are, and MISSING for None. Every rank must call it."""
         unit, index = self._find(fqn)
         entry = unit.named[index]
         is_empty = not entry.parameter.numel()  # no rank holds a part of it

@@ -261,7 +261,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
 
 def _part(view: ShardView, name: str, value: Any) -> Any:
-    """Return a copy of a view's part of a state. States of another shape than the parameter's are copied whole."""
+    """Return a copy of a view's part of a state. States whose shape is not the parameter's are copied whole."""
     if not isinstance(value, Tensor):
         return value
     placement = view.named.placement
@@ -272,7 +272,7 @@ def _part(view: ShardView, name: str, value: Any) -> Any:
 
 
 _COUNTS = {"step", "mu_product", "eta", "mu"}
-"""The states of torch's optimizers that are one number for each parameter, also if the parameter has no dimensions."""
+"""The states of torch's optimizers that are one number for each parameter, even if the parameter has no dimensions."""
 
 
 def _fits(state_dict: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> bool:

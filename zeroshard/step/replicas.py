@@ -1,8 +1,8 @@
 """The comparison of inputs and of replicated parameters' gradients over another mesh dimension, in the step's small message.
 
-Such parameters start equal, and stay equal if their gradients are equal. Gradients differ if the ranks draw different dropout, or
-get different batches. If the first module is divided, different batches give equal gradients, which are wrong: so the tensors
-that enter the model are compared too.
+Such parameters start equal, and stay equal if their gradients are equal. Gradients differ if the ranks have different dropout
+masks or batches. If the first module is divided, different batches give equal gradients, which are wrong: so the tensors that
+enter the model are compared too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INPUTS = ""
 _MOST_INPUTS = 4096
 """The maximum number of tensors that are remembered: more come only from calls that no step follows."""
 PLACED_NUMEL = 1 << 20
-"""The number of a gradient's elements that are weighted by their place at once: each takes 8 bytes, three times."""
+"""The number of a gradient's elements that are weighted at once: each needs three fp64 temporaries."""
 
 
 class Replicas:
@@ -106,13 +106,13 @@ class Replicas:
                     continue
                 if _INPUTS in (name, other_name):
                     raise UsageError(
-                        f"the model got other inputs on rank {rank} than on rank {reference} of those that divide it: give these "
-                        "ranks the same batches (a sampler of the data-parallel rank), and tensors that are meant to differ as "
+                        f"the model got different inputs on ranks {reference} and {rank}, which divide it: give these "
+                        "ranks the same batches (a sampler of the data-parallel rank), and pass tensors that are to differ as "
                         "DTensors."
                     )
                 raise UsageError(
-                    f"{name} is whole on the ranks that divide other parameters, and got another gradient on rank "
-                    f"{rank} than on rank {reference} of them: it would no longer be the same. Give these ranks "
+                    f"{name} is whole on tensor-parallel ranks, but its gradient differs on ranks "
+                    f"{reference} and {rank}: its values would drift apart. Give these ranks "
                     "the same batches, draw dropout from the same seed (outside of divided modules), put no adapters "
                     "(LoRA) on divided matrices, and on accelerators use kernels and sums in a fixed order "
                     "(torch.use_deterministic_algorithms(True))."

@@ -28,7 +28,7 @@ from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import storage_users
 
 LENT_NUMEL = 1 << 26
-"""The maximum number of elements whose gradients are lent at once if they must first be cast to a wider dtype: 256 MiB."""
+"""The maximum number of gradient elements that are cast to a wider dtype at once for the optimizer: 256 MiB."""
 SUB_GROUP_NUMEL = 1 << 22
 """The elements of a sub-group, if the policy allows more: large enough for a disk, small enough that several fit in memory."""
 
@@ -261,10 +261,10 @@ class Casts:
 
 
 class MeanGradients:
-    """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when they are lent.
+    """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when it gets them.
 
     Gradients in the master weights' dtype and the optimizer's memory are multiplied in place. Others are not: 16-bit gradients
-    would lose digits, and gradients in other places would be copied twice. Their factors are kept until they are lent.
+    would lose digits, and gradients in other places would be copied twice. Their factors are kept until then.
 
     Args:
         accelerator: the storage of unsharded gradients, even if the optimizer steps elsewhere.

@@ -54,7 +54,7 @@ class ShardedStep:
     Attributes:
         whole_parameters: whether the optimizer reads whole parameters, so that none is cut.
         driver: the whole step of an engine, which also clips and counts: it runs when the user calls the optimizer's `step`.
-        loss_scale: the factor of the next loss before its backward; 1 except under fp16.
+        loss_scale: the loss scale of the next backward; 1 except under fp16.
         overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
     """
 
@@ -371,7 +371,7 @@ class ShardedStep:
         return self._mean_gradients
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before.
+        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the unclipped norm.
 
         See `Sharded.clip_grad_norm_`.
         """

@@ -96,7 +96,7 @@ class Travelling(Resident):
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._in_slots: dict[int, Tensor] = {}
-        """By `id`, the optimizer's tensors whose values are in the slots. The next write stores others, also the user's."""
+        """By `id`, the optimizer's tensors whose values are in the slots. The next write stores others, e.g. the user's."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
         self._reading: list[Transfer] = []

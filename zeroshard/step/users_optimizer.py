@@ -199,7 +199,7 @@ class ParamGroups:
         ]
         if len(now) != len(self.ids) or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
             raise UsageError(
-                "the optimizer's param groups are not those that zeroshard took: to free parameters, call "
+                "the optimizer's param groups are not those that `shard` received: to free parameters, call "
                 "optimizer.add_param_group(group) on every rank."
             )
 

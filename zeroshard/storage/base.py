@@ -66,7 +66,7 @@ class Slot(ABC):
     def read(self, out: Tensor) -> Transfer:
         """Start to copy the content into `out` [numel], of the slot's dtype, on any device.
 
-        Slots in memory also round to other dtypes.
+        A slot in memory also converts to other dtypes.
         """
 
     @abstractmethod

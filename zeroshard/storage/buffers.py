@@ -265,7 +265,7 @@ class BufferPool:
 def in_own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of a contiguous view, in a storage that ends where the view ends.
 
-    The tensor keeps the memory. The safetensors library takes tensors that share a storage for tied tensors, and `torch.save`
+    The tensor keeps the memory. The safetensors library treats tensors that share a storage as tied, and `torch.save`
     writes whole storages.
     """
     user = view.detach()  # a further tensor, which `storage_users` of the memory counts until the returned one is gone

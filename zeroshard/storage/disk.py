@@ -85,7 +85,7 @@ class DirectFile:
         except OSError as error:
             raise StorageError(
                 f"{self.folder}, where model states are to rest, cannot hold a file: {error.strerror}. Name a folder "
-                "that is there and can be written to (in a config, nvme_path)."
+                "that exists and is writable (in a config, nvme_path)."
             ) from error
         self._descriptor = self._file.fileno()
         self.is_direct = self._go_direct()
@@ -130,7 +130,7 @@ class DirectFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise StorageError(
-                    f"{self.folder} has no room for {label} ({nbytes:,} bytes, after {start:,} that are there): "
+                    f"{self.folder} has no room for {label} ({nbytes:,} bytes, after {start:,} in use): "
                     f"{error.strerror}. Make room, or name another folder."
                 ) from error
         self._nbytes += nbytes
@@ -174,7 +174,7 @@ class DirectFile:
         if zlib.crc32(data) != self._checksums.get(start):
             raise StorageError(
                 f"the file for {label} in {self.folder} does not match its checksum: bytes {start:,} to {start + len(data):,} have "
-                "changed. The disk is failing, or another program writes to it. Go on from the last checkpoint."
+                "changed. The disk is failing, or another program writes to it. Resume from the last checkpoint."
             )
 
     def _in_pages(self, data: Any) -> Iterator[tuple[int, Any, Any]]:
@@ -199,12 +199,12 @@ class DirectFile:
             except OSError as error:
                 raise StorageError(
                     f"the file for {label} in {self.folder} cannot be {'written' if call is os.pwritev else 'read'} at "
-                    f"byte {start + done:,}: {error.strerror}. Go on from the last checkpoint."
+                    f"byte {start + done:,}: {error.strerror}. Resume from the last checkpoint."
                 ) from error
             if count == 0:
                 raise StorageError(
-                    f"the file for {label} in {self.folder} ends at byte {start + done:,}, before its end: it was cut. "
-                    "Go on from the last checkpoint."
+                    f"the file for {label} in {self.folder} ends at byte {start + done:,}, too early: it was truncated. "
+                    "Resume from the last checkpoint."
                 )
             done += count
 

@@ -77,7 +77,7 @@ class Storages:
 
     def _make_file(self, offload: Offload) -> DirectFile:
         if offload.path is None:
-            raise PolicyError("states are to go to disk, and no folder is named: pass Offload(path=...).")
+            raise PolicyError("the policy stores states on disk, but names no folder: pass Offload(path=...).")
         return DirectFile(offload.path, offload.block_nbytes, offload.requests, self.accelerator.device)
 
     def _make_staging(self, count: int, nbytes: int, *, pin: bool) -> Staging:
@@ -89,7 +89,7 @@ class Storages:
         return DiskStorage(self._make_file(offload), self._copies, self._make_staging(count, nbytes, pin=pin))
 
     def step(self, policy: Policy) -> Storage:
-        """Return the storage in which the optimizer of a bucket under `policy` steps: the CPU updates states that rest on disk."""
+        """Return the storage in which the optimizer updates a bucket under `policy`: the CPU updates states on disk."""
         return self.accelerator if policy.optimizer.place is Place.ACCELERATOR else self.host
 
     def optimizer(self, policy: Policy) -> Storage:
@@ -104,7 +104,7 @@ class Storages:
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for parameters at rest. Of parameters for the disk, as many as the policy allows stay in CPU memory."""
+        """Make a slot for parameters at rest. As many parameters for the disk as the policy allows stay in CPU memory."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK

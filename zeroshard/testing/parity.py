@@ -40,7 +40,7 @@ class Workload:
     Attributes:
         make_model: builds the module. Every rank calls it under the same seed.
         make_batch: returns the module's positional arguments for a rank and a microbatch, counted over all steps.
-        make_optimizer: creates an optimizer of parameters or param groups.
+        make_optimizer: makes an optimizer for parameters or param groups.
         compute_loss: returns the scalar loss of the model for such a batch; default: the module's output.
         param_groups: returns the parameters or groups for the optimizer; default: the model's parameters.
         steps: the number of optimizer steps.
@@ -157,7 +157,7 @@ def train(
     elementwise: bool | None = None,
     inspect: Callable[[Sharded], None] | None = None,
 ) -> Run:
-    """Train a workload in a plain loop under one policy. Every rank must call it.
+    """Train a workload in a plain loop, and return its results. Every rank must call it.
 
     Args:
         rank: this rank, for `workload.make_batch`.

@@ -356,7 +356,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
         A consolidated state is returned until the next step, load or new param group. The call runs no collective, and works
-        without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index of its list `pieces`
+        without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index into its list `pieces`
         of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
         """
         refuse_whole_states(_SAVE_WHOLE)
@@ -389,13 +389,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
 
-        A consolidated state dict loads at any number of ranks.
+        A consolidated state dict loads on any number of ranks.
 
         Args:
             state_dict: the state dict, which is not changed.
 
         Raises:
-            ValueError: its param groups have other numbers of parameters than this optimizer's groups.
+            ValueError: the sizes of its param groups differ from those of this optimizer's groups.
             UsageError: it lacks shards that this rank needs, or holds whole parameters' states, which cannot be divided.
         """
         load_with_hooks(self, state_dict, self._load)

@@ -232,7 +232,7 @@ def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
         _, numel, first = needed[0]
         for name, value in first.items():
             is_divided = isinstance(value, Tensor) and value.ndim and name != "step"
-            if is_divided and value.numel() == numel:  # of an elementwise optimizer, or of one of whole parameters
+            if is_divided and value.numel() == numel:  # from an elementwise or a whole-parameter optimizer
                 found[name] = torch.cat([state[name].reshape(-1)[part] for part, _, state in needed])
                 if view.is_whole:
                     found[name] = found[name].view(view.parameter.shape)

@@ -214,7 +214,7 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
     if "gradient_clipping" in schema.model_fields_set and schema.gradient_clipping != clipping:
         where = f"and gradient_clip_val is {clipping}: set both to the same value."
         if facts.clipping is None:
-            where = "and Fabric's loop is yours: leave it out, and call fabric.clip_gradients."
+            where = "but Fabric clips in your loop: leave it out, and call fabric.clip_gradients."
         raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, {where}")
 
 

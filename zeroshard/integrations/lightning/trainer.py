@@ -258,5 +258,5 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         if any(checkpoint["optimizer_states"]):
             raise UsageError(
                 "the checkpoint is one file with another strategy's optimizer states, and ZeroStrategy resumes only "
-                "from its own folders. To use only the weights, load them in the module and fit without ckpt_path."
+                "from its own folders. To use only the weights, load them into the module and fit without ckpt_path."
             )

@@ -53,7 +53,7 @@ def initialize(
     """
     if mesh_param is not None:
         raise UsageError(
-            "initialize(mesh_param=...) is not offered. Set ParallelismConfig(sp_size=...), or use zeroshard.sequence."
+            "initialize(mesh_param=...) is not supported. Set ParallelismConfig(sp_size=...), or use zeroshard.sequence."
         )
     refuse_tensor_parallel()
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -132,7 +132,7 @@ def tp_model_init(
     """
     if any(value is not None for value in kwargs.values()):
         raise UsageError(
-            f"tp_model_init({', '.join(kwargs)}=...) is not offered: neighbouring ranks divide a model. Leave it out."
+            f"tp_model_init({', '.join(kwargs)}=...) is not supported: neighbouring ranks divide a model. Leave it out."
         )
     mesh = mesh_of(model)
     if mesh is not None and mesh.size() != tp_size:

@@ -38,7 +38,7 @@ class DeepSpeedConfig:
     def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
         if mesh_device is not None:
             raise ConfigError(
-                "DeepSpeedConfig(mesh_device=...) is not offered. Leave it out, and use zeroshard.sequence for long sequences."
+                "DeepSpeedConfig(mesh_device=...) is not supported. Leave it out, and use zeroshard.sequence for long sequences."
             )
         group = None if mpu is None else mpu.get_data_parallel_group()
         joined = dist.is_initialized()

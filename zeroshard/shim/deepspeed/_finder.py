@@ -24,7 +24,7 @@ _ADVICE = "It has the names of DeepSpeed 0.19.8 that trainers use. `import zeros
 
 
 def fill(module: ModuleType) -> None:
-    """Add to a module the names of its row, `__all__`, and a `__getattr__` for names that are not offered."""
+    """Add to a module the names of its row, `__all__`, and a `__getattr__` for names that are not supported."""
     row = TABLE.get(module.__name__, Row())
     own = vars(module)
     defined = [name for name, value in own.items() if not name.startswith("_") and _is_of(value, module.__name__)]

@@ -78,9 +78,9 @@ def _check(name: str, amsgrad: bool = False, bias_correction: bool = True, fp32_
         raise UsageError(f"{name} has no amsgrad, like DeepSpeed's class: use torch.optim.AdamW(amsgrad=True).")
     if not bias_correction:
         raise UsageError(
-            f"{name}(bias_correction=False) is not offered: torch's Adam always corrects the bias. Leave it out."
+            f"{name}(bias_correction=False) is not supported: torch's Adam always corrects the bias. Leave it out."
         )
     if not fp32_states:
         raise UsageError(
-            f"{name}(fp32_optimizer_states=False) is not offered: states have the master weights' dtype. Leave it out."
+            f"{name}(fp32_optimizer_states=False) is not supported: states have the master weights' dtype. Leave it out."
         )

@@ -82,7 +82,7 @@ class Init:
     ) -> None:  # fmt: skip
         if zero_param_parallel_group is not None:
             raise UsageError(
-                "zero.Init(zero_param_parallel_group=...) is not offered. Set zero_hpz_partition_size in the config instead."
+                "zero.Init(zero_param_parallel_group=...) is not supported. Set zero_hpz_partition_size in the config instead."
             )
         said = config_dict_or_path if config_dict_or_path is not None else config
         # Do not shard for tensor parallelism: `tp_model_init` or `initialize` later divides whole parameters.

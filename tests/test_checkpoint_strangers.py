@@ -129,7 +129,9 @@ def test_a_folder_that_was_not_meant_is_named_in_full(tmp_path: Path) -> None:
         sharded.save("ckpt", "end")
         with pytest.raises(CheckpointError, match=f"{tmp_path}/wrong has no file 'latest': there is no such folder"):
             sharded.load("wrong")
-        with pytest.raises(CheckpointError, match=f"{tmp_path}/ckpt/other is not a checkpoint: there is no such folder"):
+        with pytest.raises(
+            CheckpointError, match=f"{tmp_path}/ckpt/other is not a checkpoint: there is no such folder"
+        ):
             sharded.load("ckpt", "other")
         for load in (sharded.load, engine.load_checkpoint):  # the engine began afresh, with a warning
             with pytest.raises(CheckpointError, match=f"name {tmp_path}/ckpt and the tag 'end'"):

@@ -251,6 +251,22 @@ def test_optimizers_that_cannot_be_made(block: dict[str, Any], expected: str) ->
         create_optimizer(OptimizerBlock(**block), Stack().parameters())
 
 
+class Lamb(torch.optim.SGD):
+    """Clips by the norm of all gradients inside `step`, as timm's and Apex's Lamb do."""
+
+    def __init__(self, parameters: Any, max_grad_norm: float | None) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.defaults["max_grad_norm"] = max_grad_norm
+
+
+@pytest.mark.parametrize("elementwise", [None, True, False])
+def test_an_optimizer_that_clips_by_itself_is_refused(elementwise: bool | None) -> None:
+    model = Stack()
+    with pytest.raises(zeroshard.UsageError, match=r"Lamb\(max_grad_norm=1\.0\).*call clip_grad_norm_"):
+        zeroshard.shard(model, Lamb(model.parameters(), 1.0), elementwise=elementwise)
+    zeroshard.shard(model, Lamb(model.parameters(), None), elementwise=elementwise)
+
+
 def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
     def body(rank: int) -> None:
         model = Stack(tied=False)

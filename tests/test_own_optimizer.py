@@ -421,6 +421,66 @@ def test_zero_grad_drops_what_no_step_used(by: str, stage: int) -> None:
 
 
 @STAGES
+@pytest.mark.parametrize("clips_first", [True, False])
+@pytest.mark.parametrize("clip", ["not at all", "torch's", "ours"])
+def test_a_parameter_whose_gradient_is_set_to_none_is_left_out_of_the_step(
+    clip: str, clips_first: bool, stage: int
+) -> None:
+    """As in DINO, which cancels the last layer's gradients in its first epoch. Its weights and states must not move."""
+
+    def clip_gradients(model: Stack, sharded: Any) -> None:
+        if clip == "ours" and sharded is not None:
+            sharded.clip_grad_norm_(0.1)
+        elif clip != "not at all":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def trained(losses: Callable[[int], Tensor], model: Stack, optimizer: Any, sharded: Any) -> dict[str, Tensor]:
+        for number in range(4):
+            losses(number).backward()
+            if clips_first:
+                clip_gradients(model, sharded)
+            if number % 2:
+                model.head.weight.grad = model.blocks[0].up.bias.grad = None
+            if not clips_first:
+                clip_gradients(model, sharded)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        mean = lambda number: (model(*tokens(0, number)) + model(*tokens(1, number))) / 2  # noqa: E731
+        expected = trained(mean, model, optimizer, None)
+        model, own, sharded = sharded_of(stage)
+        found = trained(lambda number: model(*tokens(rank, number)), model, own, sharded)
+        for fqn, value in expected.items():
+            torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(found)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_gradient_that_some_ranks_set_to_none_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, own, _ = sharded_of(stage)
+        model(*tokens(rank, 0)).backward()
+        if rank:
+            model.head.weight.grad = None
+        with pytest.raises(UsageError, match=r"weight\.grad was set to None on ranks \[1\] only"):
+            own.step()
+        own.zero_grad()
+        model(*tokens(rank, 0)).backward()
+        model.head.weight.grad = None
+        with pytest.raises(UsageError, match="set None after the last one"):
+            model(*tokens(rank, 1)).backward()
+
+    on_ranks(body, 2)
+
+
+@STAGES
 def test_a_gradient_of_the_users_is_not_dropped_with_the_others(stage: int) -> None:
     def body(rank: int) -> None:
         model, own, _ = sharded_of(stage)
@@ -606,7 +666,7 @@ def test_a_parameter_that_no_optimizer_lists_is_named() -> None:
     optimizer = torch.optim.SGD(listed, lr=0.1)
     zeroshard.shard(model, optimizer, 2)
     model(*tokens(0, 0)).backward()
-    with pytest.warns(UserWarning, match=r"blocks\.1\..* has a gradient of this rank's own"):
+    with pytest.warns(UserWarning, match=r"blocks\.1\..* has a gradient that is not averaged"):
         optimizer.step()
     optimizer.zero_grad()
     model.zero_grad()

@@ -28,6 +28,23 @@ def test_a_sparse_gradient_is_refused_by_name(stage: int) -> None:
     on_ranks(body, 1)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_trained_embeddings_that_a_forward_rescales_are_refused_on_several_ranks(kind: type[nn.Module]) -> None:
+    """Each rank would rescale the rows of its own batch, and half of a row where a shard ends."""
+
+    def body(rank: int) -> None:
+        model = nn.Sequential(kind(23, 4, max_norm=1.0), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(zeroshard.UsageError, match=r"0 has max_norm=1\.0.*Pass max_norm=None"):
+            zeroshard.shard(model, optimizer, Policy.stage(2))
+        model[0].weight.requires_grad_(False)
+        zeroshard.shard(model, optimizer, Policy.stage(2))
+
+    on_ranks(body, 2)
+    model = nn.Sequential(kind(23, 4, max_norm=1.0), nn.Linear(4, 1))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(2))
+
+
 def test_buffers_of_every_kind_are_rank_0s() -> None:
     def body(rank: int) -> None:
         model = Net()

@@ -158,14 +158,16 @@ class OwnNorm(nn.Module):
         return x + torch.tanh(F.linear(x, self.weight, self.bias))
 
 
-class MaxNorm(nn.Module):
+class Rescaled(nn.Module):
     """A block with embeddings to which a forward writes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(23, WIDTH, max_norm=1.0)
+        self.table = nn.Embedding(23, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.table.weight.renorm_(2, 0, 1.0)
         return x + self.table((x.detach() * 1000).long().remainder(23)[:, 0])
 
 
@@ -255,7 +257,7 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], 
     "weight_norm inside": (lambda: Net(Normed), plain_loss),
     "weight_norm": (lambda: Net(lambda: OwnNorm(nn.utils.weight_norm)), plain_loss),
     "spectral_norm": (lambda: Net(lambda: OwnNorm(nn.utils.spectral_norm)), plain_loss),
-    "max_norm": (lambda: Net(MaxNorm), plain_loss),
+    "rescaled": (lambda: Net(Rescaled), plain_loss),
     "reversible": (Reversible, plain_loss),
     "frozen ends": (FrozenEnds, plain_loss),
     "frozen ends, reversible": (FrozenReversible, plain_loss),

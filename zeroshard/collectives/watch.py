@@ -168,7 +168,8 @@ def _advice(waiting: Mapping[int, Told]) -> str:
     if len(texts) > 1 and all(text.startswith("all-gather") for text in texts):
         advice += (
             " Declare a module a leaf if its input decides what it runs: Units(leaf_classes=...), or "
-            "zero_optimization.leaf_module."
+            "zero_optimization.leaf_module. If the whole model decides, keep small alternatives in the root unit: "
+            "Units(min_numel=...)."
         )
     return advice
 

@@ -95,7 +95,7 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
         if containers:
             raise UsageError(
                 f"a leaf module of {what} was declared, and {containers[0]} is a container, which is never called: declare the "
-                f'modules inside it (leaf_names=("{containers[0]}.*",)), or the module that runs them.'
+                f'module that runs its modules or, if each of these chooses what it runs, them (leaf_names=("{containers[0]}.*",)).'
             )
         if not matching:
             raise UsageError(

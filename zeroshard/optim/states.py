@@ -155,6 +155,11 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each call may raise
         return any(whole)
     refuse_what_cannot_be_sharded(type(optimizer))
+    if optimizer.defaults.get("max_grad_norm"):
+        raise UsageError(
+            f"{type(optimizer).__name__}(max_grad_norm={optimizer.defaults['max_grad_norm']}) clips by the norm of all gradients, "
+            "of which each rank has a part. Pass max_grad_norm=None, and call clip_grad_norm_ before step."
+        )
     known = looks_at_whole_parameters(type(optimizer))
     if elementwise and known and type(optimizer).__name__ in KNOWN:
         raise UsageError(
@@ -169,6 +174,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     raise UsageError(
         f"zeroshard cuts parameters into shards, and {name} may need whole parameters. If its update of an element uses only "
         "that element's gradient and state, pass elementwise=True. If it uses the whole parameter (its norm, its rows), pass "
-        'elementwise=False, or set "zero_allow_untested_optimizer": true in a config: no parameter is then cut. '
+        'elementwise=False, or set "zero_allow_untested_optimizer": true in a config: no parameter is then cut. If it uses '
+        "all parameters at once (a norm of all gradients), neither is right: turn that off. "
         f"Or use one of {', '.join(KNOWN)}."
     )

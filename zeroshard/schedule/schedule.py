@@ -454,11 +454,10 @@ class Schedule:
         """Return each trained parameter whose `grad` the user has set and no call has taken yet, with its unit and index.
 
         Raises:
-            UsageError: the user has put a gradient, or None, where it would have no effect; or a backward was aborted.
+            UsageError: a frozen parameter has a gradient that would have no effect, or a backward was aborted.
         """
         after(self.state, Move.STEP)
         for unit in self.units:
-            unit.refuse_replaced_gradients()
             unit.refuse_frozen_gradients(self.optimized)
         return [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
 

@@ -533,6 +533,10 @@ class Unit:
             return []
         return [(index, e.parameter) for index, e in enumerate(self.named) if grad_of(e.parameter) is not None]
 
+    def dropped_gradients(self) -> set[int]:
+        """Return the parameters of `used` whose `grad` the user has set to None: the step leaves them out."""
+        return {index for index in self.replaced_gradients if grad_of(self.named[index].parameter) is None}
+
     def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.
 
@@ -545,8 +549,9 @@ class Unit:
             fqn = self.named[index].fqn
             raise UsageError(
                 f"{fqn}.grad was set after a backward of this step had given it a gradient: by DDP or accelerator.prepare(model) "
-                "around the sharded model (leave that out), by model.zero_grad() (call the optimizer's), or by hand (set it before "
-                f'any backward, or the mean over ranks with sharded.states.set("{fqn}", "gradients", value)).'
+                "around the sharded model (leave that out), by zero_grad() of a module (call the optimizer's), or by hand (set it "
+                "before any backward; set None after the last one, to leave the parameter out of the step; or set the mean "
+                f'over ranks with sharded.states.set("{fqn}", "gradients", value)).'
             )
 
     def refuse_frozen_gradients(self, optimized: set[int]) -> None:

@@ -117,7 +117,8 @@ def shard(
         overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
         elementwise: a fact about the optimizer. An optimizer of an unknown class is refused without this argument.
             True: it updates each element only from that element's own history, so ranks may divide a parameter.
-            False: it reads whole parameters, so each parameter stays whole on one rank.
+            False: it reads whole parameters, so each parameter stays whole on one rank. An optimizer that reads several
+            parameters together, such as a norm of all gradients, cannot be sharded.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be DTensors
@@ -222,6 +223,8 @@ def _shard(
         raise refusal
     refuse_different_replicas(model, context)
     _refuse_norms_of_two_dtypes(model, context.precision)
+    if context.everyone.world_size > 1:
+        _refuse_max_norm(model)
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, context)
@@ -360,6 +363,17 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
                 buffer.data = values
         if precision.buffer_dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(precision.buffer_dtype)
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    """Raise for trained embeddings that each rank's forward would rescale by the rows of its own batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and module.weight.requires_grad:
+            raise UsageError(
+                f"{name or 'the model'} has max_norm={module.max_norm}: a forward would rescale only the rows of its own rank's "
+                "batch, so ranks would differ. Pass max_norm=None, and rescale all rows between steps, inside "
+                "zeroshard.unsharded(embedding, modifier_rank=0): embedding.weight.renorm_(2, 0, max_norm)."
+            )
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

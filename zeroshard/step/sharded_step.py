@@ -70,6 +70,7 @@ class ShardedStep:
         self._everyone = context.everyone
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
+        self._dropped_by_user: set[int] = set()  # the parameters, by number, that `_used` leaves out, see `_drop`
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
@@ -442,11 +443,29 @@ class ShardedStep:
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no gradient has come from a backward or the user since the last call."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
+        is_known = is_known and self._dropped_by_user == self._drops
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
         if self._taken is not None:
             self._taken.apply_factors()
         self.dropped.refuse_later_backward()  # after `grad`s that the user set were taken: they count as a backward
+
+    @property
+    def _drops(self) -> set[int]:
+        """The numbers of the parameters whose gradients the user has set to None on this rank after a backward."""
+        drops = {unit: unit.dropped_gradients() for unit in self.schedule.units if unit.replaced_gradients}
+        if not drops:
+            return set()
+        return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
+
+    def _drop(self, numbers: set[int]) -> None:
+        """Set these parameters' mean gradients to zero, so that no norm counts them."""
+        self._dropped_by_user = numbers
+        if numbers:
+            for resident in self.residents:
+                for view in resident.views:
+                    if view.flag in numbers:
+                        self.gradients.set(resident.shard, view, torch.zeros((), dtype=resident.shard.master.dtype))
 
     @property
     def _changed(self) -> set[int]:
@@ -481,6 +500,8 @@ class ShardedStep:
         if norm:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
+        drops = self._drops
+        self._drop(drops)
         own: Tensor | None = None
         if norm:
             # A parameter that is whole on every rank of another dimension counts only on the first of them.
@@ -491,7 +512,10 @@ class ShardedStep:
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
-            (index in unit.used) | (index in written[unit]) << 1 | (number in changed) << 2
+            (index in unit.used and number not in drops)
+            | (index in written[unit]) << 1
+            | (number in changed) << 2
+            | (number in drops) << 3
             for number, (unit, index) in enumerate(self._flags)
         )
         digest = self._options.digest()
@@ -507,6 +531,12 @@ class ShardedStep:
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & 4 for flag in flags):
             self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
+        for (unit, index), flag, each in zip(self._flags, flags, zip(*messages, strict=True), strict=True):
+            if flag & 1 and flag & 8:
+                ranks = [rank for rank, own_flag in enumerate(each) if own_flag & 8]
+                raise UsageError(
+                    f"{unit.named[index].fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none."
+                )
         self._used = tuple(bool(flag & 1) for flag in flags)
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.spread_owners_values()

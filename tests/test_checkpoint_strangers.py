@@ -245,9 +245,9 @@ def test_a_tag_that_is_no_text_is_refused_on_every_rank(asynchronous: bool, tmp_
     def body(rank: int) -> None:
         _, sharded = build(2)
         for tag in (5, b"five", 5.0):
-            with pytest.raises(CheckpointError, match="cannot be a tag, which is text: give "):
+            with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
                 sharded.save(tmp_path, tag, asynchronous=asynchronous)
-            with pytest.raises(CheckpointError, match="cannot be a tag, which is text: give "):
+            with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
                 sharded.load(tmp_path, tag)
 
     on_ranks(body, 2)

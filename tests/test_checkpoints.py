@@ -435,7 +435,7 @@ def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
     sharded.save(tmp_path, "a")
     _other, again = build(0, "skipping")
     with pytest.raises(
-        CheckpointError, match=r"blocks\.0\.up\.weight was saved with shape \(7, 12\), and the model's has \(9, 12\)"
+        CheckpointError, match=r"blocks\.0\.up\.weight was saved with shape \(7, 12\), but has \(9, 12\)"
     ):
         again.load(tmp_path)
     lacking = nn.Sequential(nn.Linear(3, 3))

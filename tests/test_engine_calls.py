@@ -414,7 +414,7 @@ def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
         by_trainers = engine._zero3_consolidated_16bit_state_dict()
         assert by_trainers.keys() == (gathered or {}).keys()
         if rank:
-            with pytest.raises(UsageError, match="rank 0 has the whole"):
+            with pytest.raises(UsageError, match="rank 0 has all of it"):
                 torch.save(by_trainers, tmp_path / "empty.pt")
         for name, value in (gathered or {}).items():
             assert torch.equal(value, whole[name])

@@ -117,7 +117,9 @@ def test_ranks_that_wait_in_a_circle_are_named_long_before_the_timeout(ranks: in
     messages = run_ranks(body, ranks, timeout=60, initialise=False)  # each rank forks, so it has copies of the sockets
     for end in ends.values():
         end.close()
-    found = [re.search(r"rank (\d) waits for this one meanwhile, for operation (\d)", message) for message in messages]
+    found = [
+        re.search(r"rank (\d) is itself waiting for this one, for operation (\d)", message) for message in messages
+    ]
     assert any(found)
     assert all(match is None or match[1] == match[2] for match in found)
 
@@ -163,7 +165,7 @@ def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
         return str(caught.value)
 
     messages = run_ranks(body, ranks, timeout=100, collective_timeout=600)
-    assert any("waits for this one meanwhile, for" in message for message in messages), messages
+    assert any("is itself waiting for this one, for" in message for message in messages), messages
     for message in messages:
         assert "rank 0 waited for" in message and "rank 1 waited for" in message, message
 
@@ -196,7 +198,7 @@ def test_a_message_of_an_earlier_wait_interrupts_no_wait() -> None:
         store.set(message_key(1), json.dumps(message))
         interrupt_in_vain(watch, store, pairing)
         assert bool(closed) is ends, post
-    assert pairing.why_interrupted == "rank 1 waits for this one meanwhile, for all-gather"
+    assert pairing.why_interrupted == "rank 1 is itself waiting for this one, for all-gather"
     watch.close()
 
 

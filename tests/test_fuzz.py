@@ -74,15 +74,18 @@ _BEGINS = (
 )  # fmt: skip
 
 EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
-    (r"parked", lambda facts: facts.parked),
-    (r"of a class of your own", lambda facts: facts.setting.own_class and facts.action in ("offload", "inside", "drop_grads")),
+    (r"parked|reload_states", lambda facts: facts.parked),
+    (
+        r"class (of|is) your own",
+        lambda facts: facts.setting.own_class and (facts.grad_set or facts.action in ("offload", "inside", "drop_grads")),
+    ),
     (r"was aborted", lambda facts: facts.broken),
     (r"without optimizer\.zero_grad\(\)", lambda facts: facts.stepped),
-    (r"between (a )?backward and (its )?(step|zero_grad)", lambda facts: facts.begun),
+    (r"between (a )?backward and (its )?(step|zero_grad)|gradients await a step", lambda facts: facts.begun),
     (r"is sharded at rest", lambda facts: facts.setting.stage == 3 and facts.action in ("write", "write_new_data", "read_one")),
     (r"not declared the last microbatch", lambda facts: facts.accumulated and facts.setting.stage < 2),
     # In 16 bits these are summed in fp32, and such a sum is no tensor of the parameter's dtype.
-    (r"microbatches are summed on this rank", lambda facts: facts.accumulated and facts.setting.bf16),
+    (r"this rank's sum over microbatches", lambda facts: facts.accumulated and facts.setting.bf16),
     (r"\.grad was set after a backward", lambda facts: facts.grad_set),
     (r"its `grad`: it was reduced", lambda facts: facts.action == "drop_grads"),
     (r"has a gradient, and was frozen", lambda facts: facts.grad_set or facts.toggled),
@@ -92,9 +95,9 @@ EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"is not a checkpoint", lambda facts: facts.action == "load"),
     # Taken up between a forward and its backward, other data are another write to torch.
     (r"modified by an inplace operation", lambda facts: facts.new_data),
-    (r"is of other shards", lambda facts: facts.action == "restore_optimizer" and facts.toggled),
+    (r"holds other shards", lambda facts: facts.action == "restore_optimizer" and facts.toggled),
     (r"inside zeroshard\.unsharded\(\)", lambda facts: facts.action == "inside"),
-    (r"zero_grad\(\) of one of the model's optimizers", lambda facts: facts.zeroed),
+    (r"zero_grad\(\) of (one|any) of the model's optimizers", lambda facts: facts.zeroed),
 ]  # fmt: skip
 """Our errors, and when they may be raised. Any other is a failure."""
 

@@ -99,7 +99,7 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
         ({"PMI_RANK": "1"}, "PMI_RANK=1 implies .* PMI_SIZE is not set"),
         ({"WORLD_SIZE": "²"}, "WORLD_SIZE='²' is not an integer"),
         ({"WORLD_SIZE": "9" * 5000}, "is not an integer"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is invalid"),
         (
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "[,"},
             r"'\[,' names none",
@@ -148,7 +148,7 @@ def test_an_address_becomes_ameeting_point(address: str, point: str) -> None:
 
 @pytest.mark.parametrize("address", ["/", "a b", "http://a", "host:29500", "[", "a?rank=3"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="is no address: set it to the machine of rank 0"):
+    with pytest.raises(UsageError, match="is invalid: set it to the machine of rank 0"):
         meeting_point(Launch("Slurm", 0, 2, None, address, 7))
 
 

@@ -425,7 +425,7 @@ def test_what_is_wrong_is_said_at_once() -> None:
     weights = sharded.named_weights()
     next(weights)
     with pytest.raises(
-        UsageError, match=r"remove\(\) inside zeroshard\.unsharded\(\), or a loop over named_weights\(\)"
+        UsageError, match=r"remove\(\) was called inside zeroshard\.unsharded\(\) or a loop over named_weights\(\)"
     ):
         sharded.remove()
     weights.close()  # type: ignore[attr-defined]

@@ -221,7 +221,9 @@ def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
                     byte = os.pread(named.fileno(), 1, at)
                     os.pwrite(named.fileno(), bytes([byte[0] ^ 64]), at)
     said = refusal(lambda: take_step(sharded, work, 1))
-    assert ("does not match its checksum" if change == "flip" else "it was cut") in said and str(tmp_path) in said, said
+    assert ("does not match its checksum" if change == "flip" else "it was truncated") in said and str(
+        tmp_path
+    ) in said, said
 
 
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def test_of_a_parameter_that_no_model_holds() -> None:
     model, sharded = sharded_stack(3)
     other = Stack()
     for parameter in (nn.Parameter(torch.ones(3)), other.blocks[0].up.weight, copy.deepcopy(model).blocks[0].up.weight):
-        with pytest.raises(UsageError, match="of no sharded model"):
+        with pytest.raises(UsageError, match="is not in any sharded model"):
             zeroshard.parameter_states(parameter)
     sharded.remove()
-    with pytest.raises(UsageError, match="of no sharded model"):
+    with pytest.raises(UsageError, match="is not in any sharded model"):
         zeroshard.parameter_states(model.blocks[0].up.weight)
 
 

@@ -463,7 +463,7 @@ def test_cut() -> None:
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "on the left"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "or between"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]]), "labels": torch.arange(4)[None]}, "labels of padding count"),
-        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "of another shape"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"that is not \[rows, tokens\]"),
         ({"position_ids": torch.zeros(3, 1, 4)}, "one position for each token"),
         ({"cu_seq_lens_q": torch.tensor([0, 4])}, "position_ids that begin at 0"),
         ({"bias": torch.zeros(2, 4, 4)}, "unclear how to cut"),
@@ -582,7 +582,7 @@ def test_forwards_that_are_refused() -> None:
         sequences.attach(model)
         with pytest.raises(UsageError, match="already attached to Sequences"):
             sequences.attach(model)
-        with pytest.raises(UsageError, match="got a batch that is not"):
+        with pytest.raises(UsageError, match="got an uncut batch"):
             model(input_ids=one["input_ids"])
         with pytest.raises(UsageError, match="got attention_mask"):
             model(**inputs, attention_mask=torch.ones_like(one["input_ids"]))
@@ -758,7 +758,7 @@ def test_groups_that_leave_ranks_of_a_sequence_out() -> None:
         own = [torch.distributed.new_group([one]) for one in range(2)]
         with pytest.raises(UsageError, match="every rank of a sequence"):
             Sequences(torch.distributed.group.WORLD, group=own[rank])
-        with pytest.raises(UsageError, match="keep its own"):
+        with pytest.raises(UsageError, match="pass the one with"):
             Sequences(own[1 - rank])
         sequences = Sequences(torch.distributed.group.WORLD)
         model: Any = make(Case())

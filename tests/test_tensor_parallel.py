@@ -890,7 +890,7 @@ def test_meshes_and_placements_that_are_not_taken() -> None:
         linear = nn.Linear(4, 1)
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
         found = refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
-        assert "chunks of one size, of which the last may be smaller and none empty" in found
+        assert "equal chunks (the last may be smaller, but not empty)" in found
         linear = nn.Linear(4, 4)
         part = DTensor.from_local(linear.weight.detach(), mesh["tp"], [Partial()], run_check=False)
         linear.weight = nn.Parameter(part)

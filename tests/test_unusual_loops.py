@@ -932,7 +932,7 @@ def test_data_of_another_shape_in_the_same_memory_is_refused_by_name(stage: int)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zeroshard.shard(model, optimizer, stage)
     model[0].weight.data = model[0].weight.data[:1].expand(8, 8)[:1]
-    with pytest.raises(UsageError, match=r"0\.weight was given data of shape \(1, 8\)"):
+    with pytest.raises(UsageError, match=r"0\.weight was given data of \(1, 8\)"):
         optimizer.state_dict()
         zeroshard.unsharded(model).__enter__()
 

@@ -258,7 +258,7 @@ class Loader:
                 if stored.shape != shape:
                     raise CheckpointError(
                         f"{self.reader.folder}: {first} was saved with shape {stored.shape}, but has "
-                        f"{tuple(shape)}. Build the model with the saved shapes."
+                        f"{tuple(shape)} in the model. Build the model with the saved shapes."
                     )
         if strict and (missing or unexpected):
             raise CheckpointError(

@@ -38,7 +38,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
         return group
     if group.ndim != 1:
         raise UsageError(
-            f"group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, but zeroshard takes one: select it, as in "
+            f"group is a mesh of {group.ndim} dimensions, {group.mesh_dim_names}, but zeroshard takes one: name it, as in "
             'group=mesh["dp"].'
         )
     return group.get_group()

@@ -78,7 +78,7 @@ def initialize(
     if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
         raise UsageError(
             f"initialize(optimizer=...) is a {type(optimizer).__name__}. Pass a torch optimizer, a callable that makes one from a "
-            'list of parameters, or None, and name the optimizer in the config: "optimizer": {"type": "AdamW"}.'
+            'list of parameters, or None with an optimizer in the config: "optimizer": {"type": "AdamW"}.'
         )
     if config is None:
         config = getattr(args, "deepspeed_config", None)

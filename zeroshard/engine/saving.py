@@ -85,7 +85,7 @@ class Saving(Readers):
             if validation == "Fail":
                 raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
             if self._sharded.rank == 0:
-                warnings.warn(f"{what}: the checkpoint gets rank 0's. Name one tag on every rank.", stacklevel=3)
+                warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=3)
         return str(tags[0])
 
     def load_checkpoint(

@@ -248,12 +248,12 @@ def _refuse_overlap(one: _Extent, other: _Extent) -> None:
     buffers = [extent.name for extent in (one, other) if not extent.is_parameter]
     if not buffers:
         raise UsageError(
-            f"parameters {one.name} and {other.name} lie over the same memory and are two Parameters (tied through `.data`?): they "
+            f"parameters {one.name} and {other.name} share memory but are two Parameters (tied through `.data`?): they "
             "would diverge. Assign one Parameter to both modules (`b.weight = a.weight`), or give one a copy: `.data.clone()`."
         )
     names = [one.name, other.name]
     names.remove(buffers[0])
     raise UsageError(
-        f"buffer {buffers[0]} lies over the memory of parameter {names[0]}: they would diverge. Read the parameter "
+        f"buffer {buffers[0]} shares memory with parameter {names[0]}: they would diverge. Read the parameter "
         "instead, or give the buffer a copy: `.clone()`."
     )

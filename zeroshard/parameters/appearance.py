@@ -228,8 +228,8 @@ class Appearance:
             data = entry.local
             if data.shape != view.shape or data.dtype != view.dtype:
                 raise UsageError(
-                    f"{entry.fqn} was given data of shape {tuple(data.shape)} and {data.dtype}, and had "
-                    f"{tuple(view.shape)} and {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
+                    f"{entry.fqn} was given data of {tuple(data.shape)}, {data.dtype}, but had "
+                    f"{tuple(view.shape)}, {view.dtype}. Shapes and dtypes are fixed when zeroshard takes the "
                     "model: convert it before, or pass precision=Precision(...) (in a config, bf16 or fp16)."
                 )
             # `weight.data.t()` shows the view's own memory in another order.

@@ -506,7 +506,7 @@ class Schedule:
         """Raise if any model states are parked while `what` runs."""
         if self.live.parked:
             raise UsageError(
-                f"{what} while {', '.join(sorted(self.live.parked))} are parked: call reload_states() first."
+                f"{what} needs reloaded states (parked: {', '.join(sorted(self.live.parked))}): call reload_states() first."
             )
 
     @cached_property

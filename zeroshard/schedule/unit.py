@@ -383,7 +383,7 @@ class Unit:
 
     def refuse_parked(self, what: str) -> None:
         if self._live.parked:
-            raise UsageError(f"{what} {self.label} while model states are parked: call reload_states() first.")
+            raise UsageError(f"{what} {self.label} needs states that are parked: call reload_states() first.")
 
     def park(self, *, parameters: bool) -> None:
         """Prepare to park model states. With `parameters`, park the parameters too: they then show placeholders."""

@@ -119,7 +119,7 @@ class CutAttention:
         if not isinstance(positions, Tensor) or positions.shape[-1] == own:
             if decoder.training and torch.is_grad_enabled():
                 raise UsageError(
-                    "a training forward of a model whose sequences are cut got a batch that is not: pass everything that "
+                    "a training forward of a model whose sequences are cut got an uncut batch: pass everything that "
                     "Sequences.cut returned, including position_ids, or call Sequences.detach(model) first."
                 )
             return None

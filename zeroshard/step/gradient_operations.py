@@ -91,7 +91,7 @@ class GradientOperations:
         for unit, index in self._own_classes:
             if index in unit.used:
                 raise UsageError(
-                    f"{name} of gradients, and that of {unit.named[index].fqn}, a parameter of a class of your own, is not shown: "
+                    f"{name} would leave out the gradient of {unit.named[index].fqn}, whose class is your own: "
                     "use nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
                 )
         return operation(self, self._number_of[flag], *args, **kwargs)

@@ -81,8 +81,8 @@ class OptimizerStates:
         own = self._names_of_shards()
         if state_dict.get(SHARDS, own) != own:
             raise UsageError(
-                "this optimizer state dict is of other shards: it loads on the rank that made it, with the same world "
-                "size, policy and frozen parameters. For any other, use sharded.save and load."
+                "this state dict holds other shards: it loads only on the rank that made it, with the same world "
+                "size, policy and frozen parameters. Otherwise use sharded.save and load."
             )
         self._step.sub_groups.settle()
         self._groups.enter_shards()
@@ -92,8 +92,8 @@ class OptimizerStates:
         """Return this rank's part of the state dict of an unsharded optimizer of the same parameters."""
         if [len(group["params"]) for group in state_dict["param_groups"]] != [len(group) for group in self._groups.ids]:
             raise UsageError(
-                "this state dict is of an optimizer with other param groups: it has groups of "
-                f"{[len(group['params']) for group in state_dict['param_groups']]} parameters, and this one of "
+                "this state dict has other param groups than this optimizer: groups of "
+                f"{[len(group['params']) for group in state_dict['param_groups']]} parameters instead of "
                 f"{[len(group) for group in self._groups.ids]}. Make the same groups."
             )
         named = {id(entry.parameter): entry for unit in self._step.schedule.units for entry in unit.named}
@@ -124,7 +124,7 @@ class OptimizerStates:
             has_elements = isinstance(value, Tensor) and value.ndim > 0 and name not in _COUNTS
             if has_elements and tuple(value.shape) != shape and not self._step.whole_parameters:
                 raise UsageError(
-                    f"this state dict is of an optimizer of other parameters: {name} of {entry.fqn} has shape "
+                    f"this state dict was saved for other parameters: {name} of {entry.fqn} has shape "
                     f"{tuple(value.shape)}, and the parameter {shape}. Load one that was saved for this model."
                 )
 

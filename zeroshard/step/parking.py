@@ -64,7 +64,7 @@ class Parking:
         if self._schedule.live.parked:
             raise UsageError("model states are parked already: call reload_states() first.")
         if self._schedule.awaits_step:
-            raise UsageError("offload_states between backward and step: call step() first.")
+            raise UsageError("gradients await a step: call step() before offload_states().")
         self._storage = self._storages.open(place, offload)
         if self._storage is self._storages.accelerator:
             return 0

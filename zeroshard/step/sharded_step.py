@@ -231,8 +231,8 @@ class ShardedStep:
                 evaluated.append(closure())
         if in_backward():
             raise UsageError(
-                "optimizer.step() inside a backward, as in a hook on gradients: other gradients of the step are missing, and "
-                "the backward's end reduces them over ranks. Step after the backward."
+                "optimizer.step() was called inside a backward, as in a gradient hook: other gradients are missing, "
+                "and are reduced when the backward ends. Step after the backward."
             )
         self.schedule.refuse_aborted_step()
         if self.driver is not None and not self._is_driven:
@@ -324,8 +324,9 @@ class ShardedStep:
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if id(parameter) in names and parameter.grad is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.step() of {names[id(parameter)]}: zeroshard was not given this optimizer. Name "
-                    "all of the model's: shard(model, [one, other], policy). To replace one, call sharded.remove() and shard again."
+                    f"{type(optimizer).__name__}.step() updates {names[id(parameter)]}, but zeroshard was not given "
+                    "this optimizer. Pass all of them: shard(model, [one, other], policy). To replace one, call "
+                    "sharded.remove() and shard again."
                 )
 
     def release_inner(self) -> None:
@@ -388,12 +389,12 @@ class ShardedStep:
         unit, index = flag
         if self.loss_scale != 1.0:
             raise UsageError(
-                f"{name} of the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} "
+                f"{name} got the gradient of {unit.named[index].fqn}, which carries the loss scale {self.loss_scale:g} "
                 "until the step. To clip under fp16, set gradient_clipping in the config."
             )
         if unit.is_summed_here(index):
             raise UsageError(
-                f"{name} of the gradient of {unit.named[index].fqn}, whose microbatches are summed on this rank, in another "
+                f"{name} got the gradient of {unit.named[index].fqn}, this rank's sum over microbatches, in another "
                 "dtype or in several parts, and not reduced yet: change gradients after the last backward of a step."
             )
         return self._operations().operate(flag, name, args, kwargs)
@@ -461,11 +462,18 @@ class ShardedStep:
     def _drop(self, numbers: set[int]) -> None:
         """Set these parameters' mean gradients to zero, so that no norm counts them."""
         self._dropped_by_user = numbers
-        if numbers:
-            for resident in self.residents:
-                for view in resident.views:
-                    if view.flag in numbers:
-                        self.gradients.set(resident.shard, view, torch.zeros((), dtype=resident.shard.master.dtype))
+        if not numbers:
+            return
+        for unit, index in self._flags:
+            if index in unit.used and not unit.appearance.is_own(unit.named[index]):
+                raise UsageError(
+                    f"some gradients were set to None, and whether that of {unit.named[index].fqn} was, whose class is your own, "
+                    "cannot be seen. Call the optimizer's zero_grad(), or use nn.Parameter there."
+                )
+        for resident in self.residents:
+            for view in resident.views:
+                if view.flag in numbers:
+                    self.gradients.set(resident.shard, view, torch.zeros((), dtype=resident.shard.master.dtype))
 
     @property
     def _changed(self) -> set[int]:

@@ -105,8 +105,8 @@ class UsersOptimizer:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self.is_removed:
             raise UsageError(
-                f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are no "
-                "more. Make a new optimizer from model.parameters()."
+                f"{type(optimizer).__name__}.step() was called after remove(): its states are of shards that are "
+                "gone. Make a new optimizer from model.parameters()."
             )
         if isinstance(optimizer, NoOptimizer):
             optimizer.refuse()
@@ -199,7 +199,7 @@ class ParamGroups:
         ]
         if len(now) != len(self.ids) or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
             raise UsageError(
-                "the optimizer's param groups are not those that `shard` received: to free parameters, call "
+                "the optimizer's param groups are not those that `shard` received: to train more, call "
                 "optimizer.add_param_group(group) on every rank."
             )
 
@@ -219,7 +219,7 @@ class ParamGroups:
         if isinstance(self._inner, MuonWithAdamW | Several):
             raise UsageError(
                 "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
-                "parameters there, frozen as they are."
+                "parameters there, even if frozen."
             )
         known = {parameter for group in self.ids for parameter in group}
         again = sum(id(parameter) in known for parameter in param_group["params"])
@@ -354,7 +354,7 @@ class DroppedGradients:
         """Raise if `what`, which uses the gradients of all parameters, would use dropped ones."""
         self.refuse_later_backward()
         if self._dropped:
-            raise UsageError(f"{what} after zero_grad() of one of the model's optimizers. Call it before.")
+            raise UsageError(f"{what} must come before zero_grad() of any of the model's optimizers. Call it earlier.")
 
 
 class NoOptimizer(torch.optim.Optimizer):

@@ -185,7 +185,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if wants_whole_states():
             return None  # `state_dict` is called next, and raises
         if self.overlap_with_ddp:
-            warnings.warn("step() does nothing with overlap_with_ddp=True: DDP's backward steps.", stacklevel=2)
+            warnings.warn("step() has no effect: with overlap_with_ddp=True, the backward steps.", stacklevel=2)
             return None
         Join.notify_join_context(self)
         if self._join_config.enable and closure is None:

@@ -354,6 +354,11 @@ class Side:
         """Return whether `drop_grads` removes gradients, as own classes require (docs/limits.md), or sets them to zero."""
         return bool(number % 4) or self.setting.own_class
 
+    def drop_one(self, number: int) -> None:
+        """Leave one parameter out of the step. (Nobody sees it if its class is the user's own.)"""
+        if not self.setting.own_class:
+            self.pick(number)[1].grad = None
+
     def toggle(self, number: int) -> None:
         _, parameter = self.pick(number)
         parameter.requires_grad_(not parameter.requires_grad)
@@ -401,7 +406,7 @@ def _raise(*_: Any) -> None:
 ACTIONS = [
     "train", "train", "accumulate", "step", "step", "zero_grad", "zero_grad", "clip", "forward", "backward", "forward_part",
     "evaluate", "broken_forward", "broken_backward", "broken_loss", "look", "inside", "write", "write_new_data",
-    "write_to_data", "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "toggle",
+    "write_to_data", "write_state_dict", "write_inside", "write_inside_unasked", "set_grad", "drop_grads", "drop_one", "toggle",
     "update_trainable", "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload",
     "reload", "reload", "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state",
     "set_mean_gradient", "hooked", "hooked_late", "in_thread", "keep_alias", "read_alias", "add_group", "surgery",

@@ -306,6 +306,13 @@ class Plain(Side):
             if master.grad is not None:
                 master.grad = None if self.drops(number) else torch.zeros_like(master)
 
+    def drop_one(self, number: int) -> None:
+        super().drop_one(number)
+        if not self.setting.own_class:
+            fqn, _ = self.pick(number)
+            self.masters[fqn].grad = None
+            self.by_hand.pop(fqn, None)
+
     def zero_grad(self, number: int) -> None:
         self.optimizer.zero_grad()
         self.model.zero_grad()

@@ -51,7 +51,7 @@ class Facts:
         self.new_data |= self.setting.stage == 3 and action in ("write_inside_unasked", "update_trainable", "add_group")
         self.toggled |= action in ("toggle", "add_group")
         self.zeroed |= action == "zero_one" and self.setting.two_optimizers
-        self.grad_set |= action in ("set_grad", "drop_grads")
+        self.grad_set |= action in ("set_grad", "drop_grads", "drop_one")
         self.accumulated |= action == "accumulate"
         self.begun |= action in _BEGINS
         self.stepped |= action in ("step", "step_one") or (action, number % 10) == ("inside", 4)
@@ -132,7 +132,7 @@ def run(setting: Setting, actions: Iterable[Action]) -> list[str]:
         for wanted, number in [*actions, ("reload", 0), ("read", 0)]:
             # After a step its gradients stay until zero_grad, and may not be read.
             action = (
-                {"drop_grads": "zero_grad", "read_gradients": "nothing"}.get(wanted, wanted)
+                {"drop_grads": "zero_grad", "drop_one": "nothing", "read_gradients": "nothing"}.get(wanted, wanted)
                 if facts.stepped
                 else wanted
             )

@@ -87,7 +87,7 @@ class ComposedGather(Work):
     def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
         self._crossing = crossing
         self._pass_on: Callable[[], Iterable[Work]] | None = pass_on
-        """None when the rows have crossed and were passed on."""
+        """Passes the rows on once they have crossed; then None."""
         self._started = [*started]
 
     def wait(self) -> None:

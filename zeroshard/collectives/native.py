@@ -76,8 +76,10 @@ class Native(Grouped):
 
     def __init__(self, members: Members, device: torch.device, watch: Watch, *, lasting: bool = True) -> None:
         super().__init__(members, device, watch)
-        self._group = self._made(members.registered) if lasting else members.group
-        self._gather_group = self._made(members.registered) if lasting else members.group
+        self._group = self._gather_group = members.group
+        if lasting:
+            self._group = self._made(members.registered)
+            self._gather_group = self._made(members.registered)
         self._is_lasting = lasting
         self._messages: PointToPoint | None = None
         backend = self._group._get_backend(device)  # torch has no public reader

@@ -27,16 +27,19 @@ class SequenceRanks:
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-        joined = dist.is_initialized()
-        group = group_of(group)
-        self.group = dist.group.WORLD if group is None and joined else group
-        self.rank = dist.get_rank(self.group) if joined else 0
-        self.size = dist.get_world_size(self.group) if joined else 1
-        if self.rank < 0:
-            raise UsageError(
-                "this rank is in none of the groups that were made. Make all groups on every rank, and pass the one with it."
-            )
-        self.members = dist.get_process_group_ranks(self.group) if joined else [0]
+        self.group = group_of(group)
+        self.rank = 0
+        self.size = 1
+        self.members = [0]
+        if dist.is_initialized():
+            self.group = self.group or dist.group.WORLD
+            self.rank = dist.get_rank(self.group)
+            self.size = dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise UsageError(
+                    "this rank is in none of the groups that were made. Make all groups on every rank, and pass the one with it."
+                )
+            self.members = dist.get_process_group_ranks(self.group)
         self.messages = 0
         """The number of all-to-alls in which this rank has taken part."""
         self.sent_nbytes = 0

@@ -31,12 +31,16 @@ def get_sequence_parallel_group() -> Any:
 
 def get_sequence_parallel_world_size() -> int:
     """Return the number of ranks that share a sequence; 1 without such groups."""
-    return sequence_groups[0].get_sequence_parallel_world_size() if sequence_groups else 1
+    if not sequence_groups:
+        return 1
+    return sequence_groups[0].get_sequence_parallel_world_size()
 
 
 def get_sequence_parallel_rank() -> int:
     """Return this rank's position in its group; 0 without such groups."""
-    return sequence_groups[0].get_sequence_parallel_rank() if sequence_groups else 0
+    if not sequence_groups:
+        return 0
+    return sequence_groups[0].get_sequence_parallel_rank()
 
 
 class SequenceGroups:

@@ -251,11 +251,14 @@ def plan(
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
         memory=memory, host_memory=host_memory,
     )  # fmt: skip
-    auto = None if micro_batch is None else {"train_micro_batch_size_per_gpu": micro_batch}
+    auto = {}
+    if micro_batch is not None:
+        auto["train_micro_batch_size_per_gpu"] = micro_batch
     figures = dry_run(job, config, auto, draws=timeline)
     planned = figures.config.batch.micro
-    leaves = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    sizes = {size for leaf in leaves for size in leaf.shape}
+    sizes = set[int]()
+    if not callable(batch):
+        sizes = {size for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) for size in leaf.shape}
     if sizes and planned not in sizes:
         raise UsageError(
             f"no dimension of the batch has the micro-batch size of the config, {planned}. Pass a function that returns a "

@@ -464,6 +464,82 @@ def test_a_parameter_whose_gradient_is_set_to_none_is_left_out_of_the_step(
     on_ranks(body, 2)
 
 
+class Parts(nn.Module):
+    """Runs the layers that its caller names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, *names: str) -> Tensor:
+        for name in names:
+            x = self.get_submodule(name)(x)
+        return x.square().mean()
+
+
+@STAGES
+@pytest.mark.parametrize("clip", ["torch's", "ours"])
+def test_a_gradient_that_one_rank_made_and_all_dropped_counts_in_no_norm(clip: str, stage: int) -> None:
+    """The other rank has a part of its mean, and no `grad` that could be set to None."""
+    inputs = torch.arange(20.0).view(2, 2, 5) / 20
+
+    def trained(
+        model: Parts, loss: Callable[[], Tensor], optimizer: Any, sharded: Any
+    ) -> tuple[float, dict[str, Tensor]]:
+        loss().backward()
+        model.other.weight.grad = model.other.bias.grad = None
+        if clip == "ours" and sharded is not None:
+            norm = sharded.clip_grad_norm_(0.1)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm), whole(model)
+
+    def body(rank: int) -> None:
+        model = Parts()
+        both = lambda: (model(inputs[0], "one", "other") + model(inputs[1], "one")) / 2  # noqa: E731
+        expected_norm, expected = trained(model, both, OPTIMIZERS["AdamW"](model.parameters()), None)
+        ours = Parts()
+        optimizer = OPTIMIZERS["AdamW"](ours.parameters())
+        sharded = zeroshard.shard(ours, optimizer, stage)
+        names = ("one",) if rank else ("one", "other")
+        norm, found = trained(ours, lambda: ours(inputs[rank], *names), optimizer, sharded)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        for fqn, value in expected.items():
+            torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_a_dropped_gradient_does_not_round_the_others(stage: int) -> None:
+    """A factor multiplies 16-bit gradients in fp32, when the optimizer gets them."""
+
+    def scaled(rank: int, *, drops: bool) -> Tensor:
+        model = Parts()
+        precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
+        sharded = zeroshard.shard(model, OPTIMIZERS["AdamW"](model.parameters()), stage, precision=precision)
+        model(torch.ones(2, 5, dtype=torch.bfloat16) * (rank + 1), "one", "other").backward()
+        if drops:
+            model.other.weight.grad = None
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / 3)
+        gradient = sharded.states.get("one.weight", "gradients")
+        assert gradient is not None
+        assert (sharded.states.get("other.weight", "gradients") is None) == drops
+        if drops:
+            assert not sharded.states.local("other.weight", "gradients")
+        return gradient
+
+    def body(rank: int) -> None:
+        assert torch.equal(scaled(rank, drops=False), scaled(rank, drops=True))
+
+    on_ranks(body, 2)
+
+
 @STAGES
 def test_a_gradient_that_some_ranks_set_to_none_is_refused_by_name(stage: int) -> None:
     def body(rank: int) -> None:

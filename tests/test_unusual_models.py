@@ -38,7 +38,9 @@ def test_trained_embeddings_that_a_forward_rescales_are_refused_on_several_ranks
         with pytest.raises(zeroshard.UsageError, match=r"0 has max_norm=1\.0.*Pass max_norm=None"):
             zeroshard.shard(model, optimizer, Policy.stage(2))
         model[0].weight.requires_grad_(False)
-        zeroshard.shard(model, optimizer, Policy.stage(2))
+        zeroshard.shard(model, optimizer, Policy.stage(2)).remove()
+        model[0].weight.requires_grad_(True)
+        zeroshard.shard(model, None, Policy.stage(2))
 
     on_ranks(body, 2)
     model = nn.Sequential(kind(23, 4, max_norm=1.0), nn.Linear(4, 1))

@@ -31,16 +31,12 @@ def get_sequence_parallel_group() -> Any:
 
 def get_sequence_parallel_world_size() -> int:
     """Return the number of ranks that share a sequence; 1 without such groups."""
-    if not sequence_groups:
-        return 1
-    return sequence_groups[0].get_sequence_parallel_world_size()
+    return sequence_groups[0].get_sequence_parallel_world_size() if sequence_groups else 1
 
 
 def get_sequence_parallel_rank() -> int:
     """Return this rank's position in its group; 0 without such groups."""
-    if not sequence_groups:
-        return 0
-    return sequence_groups[0].get_sequence_parallel_rank()
+    return sequence_groups[0].get_sequence_parallel_rank() if sequence_groups else 0
 
 
 class SequenceGroups:

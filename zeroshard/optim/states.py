@@ -157,8 +157,8 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
     refuse_what_cannot_be_sharded(type(optimizer))
     if optimizer.defaults.get("max_grad_norm"):
         raise UsageError(
-            f"{type(optimizer).__name__}(max_grad_norm={optimizer.defaults['max_grad_norm']}) clips by the norm of all gradients, "
-            "of which each rank has a part. Pass max_grad_norm=None, and call clip_grad_norm_ before step."
+            f"{type(optimizer).__name__}(max_grad_norm={optimizer.defaults['max_grad_norm']}) clips by the norm of the gradients "
+            "that one call gets, which may be a part of them. Pass max_grad_norm=None, and call clip_grad_norm_ before step."
         )
     known = looks_at_whole_parameters(type(optimizer))
     if elementwise and known and type(optimizer).__name__ in KNOWN:

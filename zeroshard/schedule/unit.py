@@ -534,8 +534,12 @@ class Unit:
         return [(index, e.parameter) for index, e in enumerate(self.named) if grad_of(e.parameter) is not None]
 
     def dropped_gradients(self) -> set[int]:
-        """Return the parameters of `used` whose `grad` the user has set to None: the step leaves them out."""
+        """Return the parameters of `used` whose `grad` the user has set to None on this rank: the step leaves them out."""
         return {index for index in self.replaced_gradients if grad_of(self.named[index].parameter) is None}
+
+    def visible_gradients(self) -> set[int]:
+        """Return the parameters of `used` that `dropped_gradients` does not contain."""
+        return self.used - self.dropped_gradients()
 
     def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.

@@ -224,7 +224,7 @@ def _shard(
     refuse_different_replicas(model, context)
     _refuse_norms_of_two_dtypes(model, context.precision)
     if context.everyone.world_size > 1:
-        _refuse_max_norm(model)
+        _refuse_max_norm(model, {id(entry.parameter) for group in groups if group.trainable for entry in group.named})
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, context)
@@ -365,10 +365,10 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             buffer.data = buffer.data.to(precision.buffer_dtype)
 
 
-def _refuse_max_norm(model: nn.Module) -> None:
+def _refuse_max_norm(model: nn.Module, trained: set[int]) -> None:
     """Raise for trained embeddings that each rank's forward would rescale by the rows of its own batch."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and module.weight.requires_grad:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and id(module.weight) in trained:
             raise UsageError(
                 f"{name or 'the model'} has max_norm={module.max_norm}: a forward would rescale only the rows of its own rank's "
                 "batch, so ranks would differ. Pass max_norm=None, and rescale all rows between steps, inside "

@@ -188,7 +188,8 @@ class GradientOperations:
         factors = self.factors
         self.factors = {}
         self._gradients.changes += 1
-        used = {number for number, (unit, index) in enumerate(self._flags) if index in unit.used}
+        visible = self._visible()
+        used = {number for number, (unit, index) in enumerate(self._flags) if index in visible[unit]}
         if used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
             for factor in next(iter(factors.values())):
                 self._gradients.scale((resident.shard for resident in self._residents), factor)
@@ -200,6 +201,10 @@ class GradientOperations:
                     value = value * factor
                 self._gradients.set(resident.shard, view, value)
 
+    def _visible(self) -> dict[Unit, set[int]]:
+        """Return the parameters with a gradient that the user has not dropped, by unit."""
+        return {unit: unit.visible_gradients() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+
     def _norms_of_all(self, order: float) -> list[float]:
         """Return the norm of each parameter's mean gradient. Every rank must call it: at most one message is exchanged."""
         self._finish()
@@ -209,7 +214,8 @@ class GradientOperations:
             self._norms_at = now
         if order not in self._norms:
             count = len(self._flags)
-            own = bytes(index in unit.used for unit, index in self._flags)
+            visible = self._visible()
+            own = bytes(index in visible[unit] for unit, index in self._flags)
             own += bytes(number in self.changed for number in range(count))
             own += torch.tensor(self._own_row(order), dtype=torch.float64).numpy().tobytes()
             messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")

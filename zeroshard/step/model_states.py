@@ -357,14 +357,17 @@ class ModelStates:
             return held.tensor(state)
         if held.view is None or not isinstance(held.shard, Trained):
             return None
-        if id(held.named.parameter) in self._step.dropped:
+        if self._is_dropped(held):
             return None
         return self._step.gradients.get(held.shard.resident.shard, held.view)
+
+    def _is_dropped(self, held: Held) -> bool:
+        return id(held.named.parameter) in self._step.dropped or self._step.is_dropped_by_user(held.view)
 
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
         """Write a state's new values. Return whether the state exists."""
         if state == GRADIENTS:
-            if held.view is None or not isinstance(held.shard, Trained):
+            if held.view is None or not isinstance(held.shard, Trained) or self._is_dropped(held):
                 return False
             self._step.gradients.set(held.shard.resident.shard, held.view, value)
             return True

@@ -70,7 +70,8 @@ class ShardedStep:
         self._everyone = context.everyone
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
-        self._dropped_by_user: set[int] = set()  # the parameters, by number, that `_used` leaves out, see `_drop`
+        self._dropped_by_user: set[int] = set()  # the parameters, by number, whose gradients `_drop` has dropped
+        self._used_by_all: set[int] = set()  # the parameters, by number, that each rank used
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
@@ -352,6 +353,7 @@ class ShardedStep:
         """Drop the gradients, and free the memory of those at rest where that is possible."""
         warn_of_zeros(set_to_none)
         self._used_at = -1
+        self._dropped_by_user = set()
         self.dropped.reset()
         self._mean_gradients.factors = []
         self._taken = None
@@ -444,7 +446,13 @@ class ShardedStep:
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no gradient has come from a backward or the user since the last call."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
-        is_known = is_known and self._dropped_by_user == self._drops
+        if is_known and (late := self._drops - self._dropped_by_user):
+            for unit, index in (self._flags[number] for number in sorted(late - self._used_by_all)):
+                raise UsageError(
+                    f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not use "
+                    "the parameter, and cannot follow. Set it before."
+                )
+            is_known = False
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
         if self._taken is not None:
@@ -459,21 +467,47 @@ class ShardedStep:
             return set()
         return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
 
+    def is_dropped_by_user(self, view: ShardView | None) -> bool:
+        """Return whether ranks have agreed that the user set this parameter's gradient to None."""
+        return view is not None and view.flag in self._dropped_by_user
+
     def _drop(self, numbers: set[int]) -> None:
         """Set these parameters' mean gradients to zero, so that no norm counts them."""
         self._dropped_by_user = numbers
-        if not numbers:
-            return
-        for unit, index in self._flags:
-            if index in unit.used and not unit.appearance.is_own(unit.named[index]):
+        if numbers:
+            for resident in self.residents:
+                for view in resident.views:
+                    if view.flag in numbers:
+                        self._mean_gradients.drop(resident.shard, view)
+
+    def _drop_together(self, messages: Sequence[bytes]) -> bool:
+        """Drop what any rank has dropped. Return whether a rank had not: it has a part of that gradient without having used it.
+
+        Args:
+            messages: one of each rank, in rank order, with the flags of each parameter.
+
+        Raises:
+            UsageError: ranks dropped different gradients, or one that cannot be seen may have been dropped, too.
+        """
+        dropped = set[int]()
+        is_known = True
+        for number, flags in enumerate(zip(*messages, strict=True)):
+            unit, index = self._flags[number]
+            fqn = unit.named[index].fqn
+            ranks = [rank for rank, flag in enumerate(flags) if flag & 8]
+            is_used = any(flag & 1 for flag in flags)
+            if ranks and is_used:
+                raise UsageError(f"{fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none.")
+            if is_used and not unit.appearance.is_own(unit.named[index]):
                 raise UsageError(
-                    f"some gradients were set to None, and whether that of {unit.named[index].fqn} was, whose class is your own, "
-                    "cannot be seen. Call the optimizer's zero_grad(), or use nn.Parameter there."
+                    f"some gradients were set to None, and whether that of {fqn} was, whose class is your own, cannot be seen. "
+                    "Call the optimizer's zero_grad(), or use nn.Parameter there."
                 )
-        for resident in self.residents:
-            for view in resident.views:
-                if view.flag in numbers:
-                    self.gradients.set(resident.shard, view, torch.zeros((), dtype=resident.shard.master.dtype))
+            if ranks:
+                dropped.add(number)
+                is_known = is_known and len(ranks) == len(messages)
+        self._drop(dropped)
+        return not is_known
 
     @property
     def _changed(self) -> set[int]:
@@ -508,7 +542,7 @@ class ShardedStep:
         if norm:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
-        drops = self._drops
+        drops = self._drops | self._dropped_by_user
         self._drop(drops)
         own: Tensor | None = None
         if norm:
@@ -539,13 +573,12 @@ class ShardedStep:
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & 4 for flag in flags):
             self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
-        for (unit, index), flag, each in zip(self._flags, flags, zip(*messages, strict=True), strict=True):
-            if flag & 1 and flag & 8:
-                ranks = [rank for rank, own_flag in enumerate(each) if own_flag & 8]
-                raise UsageError(
-                    f"{unit.named[index].fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none."
-                )
+        if any(flag & 8 for flag in flags) and self._drop_together(messages):
+            return self._exchange(norm)
         self._used = tuple(bool(flag & 1) for flag in flags)
+        self._used_by_all = {
+            number for number, each in enumerate(zip(*messages, strict=True)) if all(f & 9 for f in each)
+        }
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.spread_owners_values()
         self._used_at = self.schedule.gradients_taken

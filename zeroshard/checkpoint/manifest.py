@@ -251,7 +251,7 @@ def _refuse_wrong_values(manifest: Manifest) -> None:
 
 
 def _is_tensor(packed: Any, manifest: Manifest) -> bool:
-    """Return whether a packed value is a tensor of a manifest, or a scalar in it, see values.py."""
+    """Return whether a packed value (see values.py) is a scalar, or a tensor of a manifest."""
     match packed:
         case {"$tensor": str(name)}:
             return name in manifest.tensors

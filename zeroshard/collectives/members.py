@@ -22,7 +22,7 @@ def group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup 
     """Return the process group of a mesh with one dimension; a group is returned unchanged.
 
     Raises:
-        UsageError: the mesh has several dimensions, this rank is not in the group, or it is not a group.
+        UsageError: the mesh has several dimensions, this rank is not in the group, or `group` is neither.
     """
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError(

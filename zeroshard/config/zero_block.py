@@ -170,6 +170,6 @@ class AioBlock(Block):
         "block with `nvme`.")] = 4
     intra_op_parallelism: Annotated[Positive, works("see `queue_depth`.")] = 1
     thread_count: Annotated[Positive | None, works("the old name of `intra_op_parallelism`.")] = None
-    single_submit: Annotated[bool, no_meaning("each thread submits one request at a time.")] = False
+    single_submit: Annotated[bool, no_meaning("each thread always submits one request at a time.")] = False
     overlap_events: Annotated[bool, no_meaning("reads and writes always overlap.")] = True
     use_gds: Annotated[bool, refused("zeroshard reads the disk through CPU memory.")] = False

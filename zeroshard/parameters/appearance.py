@@ -133,7 +133,7 @@ class Appearance:
         self.end_use()
 
     def begin_use(self) -> None:
-        """Show ordinary parameters while a forward or a backward runs: compiled modules are valid for one class of parameters."""
+        """Use `whole_class` while a forward or a backward runs: compiled modules are valid for one class of parameters."""
         self._in_use = True
         self._exchange(self._taken_class, self.whole_class)
 

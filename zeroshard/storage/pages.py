@@ -232,7 +232,7 @@ class Range:
         self.empty()
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return all of the range as a 1-D tensor, in a storage of its own."""
+        """Return a 1-D tensor over all of the range's memory, with its own torch storage object."""
         array: Any = (ctypes.c_uint8 * self._all_nbytes).from_address(self.address)
         array.owner = self  # the array lives as long as the storage
         return torch.frombuffer(array, dtype=dtype)

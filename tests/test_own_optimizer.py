@@ -465,17 +465,25 @@ def test_a_parameter_whose_gradient_is_set_to_none_is_left_out_of_the_step(
 
 
 class Parts(nn.Module):
-    """Runs the layers that its caller names."""
+    """Two units, of which a call runs those that it names."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.units = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
 
-    def forward(self, x: Tensor, *names: str) -> Tensor:
-        for name in names:
-            x = self.get_submodule(name)(x)
+    def forward(self, x: Tensor, *numbers: int) -> Tensor:
+        for number in numbers:
+            x = self.units[number](x)
         return x.square().mean()
+
+
+def sharded_parts(model: Parts, optimizer: torch.optim.Optimizer, stage: int, **options: Any) -> Any:
+    """Shard a model whose ranks run different layers: at stage 3 these have to be in one unit."""
+    units = None
+    if stage == 3:
+        units = zeroshard.Units(min_numel=100)
+    return zeroshard.shard(model, optimizer, stage, units=units, **options)
 
 
 @STAGES
@@ -488,7 +496,7 @@ def test_a_gradient_that_one_rank_made_and_all_dropped_counts_in_no_norm(clip: s
         model: Parts, loss: Callable[[], Tensor], optimizer: Any, sharded: Any
     ) -> tuple[float, dict[str, Tensor]]:
         loss().backward()
-        model.other.weight.grad = model.other.bias.grad = None
+        model.units[1].weight.grad = model.units[1].bias.grad = None
         if clip == "ours" and sharded is not None:
             norm = sharded.clip_grad_norm_(0.1)
         else:
@@ -499,16 +507,62 @@ def test_a_gradient_that_one_rank_made_and_all_dropped_counts_in_no_norm(clip: s
 
     def body(rank: int) -> None:
         model = Parts()
-        both = lambda: (model(inputs[0], "one", "other") + model(inputs[1], "one")) / 2  # noqa: E731
+        both = lambda: (model(inputs[0], 0, 1) + model(inputs[1], 0)) / 2  # noqa: E731
         expected_norm, expected = trained(model, both, OPTIMIZERS["AdamW"](model.parameters()), None)
         ours = Parts()
         optimizer = OPTIMIZERS["AdamW"](ours.parameters())
-        sharded = zeroshard.shard(ours, optimizer, stage)
-        names = ("one",) if rank else ("one", "other")
+        sharded = sharded_parts(ours, optimizer, stage)
+        names = (0,) if rank else (0, 1)
         norm, found = trained(ours, lambda: ours(inputs[rank], *names), optimizer, sharded)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         for fqn, value in expected.items():
             torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_dropped_gradient_that_another_rank_makes_later_is_refused(stage: int) -> None:
+    """A rank that did not make it follows the others, as long as it makes none."""
+
+    def body(rank: int) -> None:
+        model = Parts()
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        sharded = sharded_parts(model, optimizer, stage)
+        names = [(0, 1), (0,)]
+        model(torch.ones(2, 5), *names[rank]).backward()
+        model.units[1].weight.grad = None
+        sharded.clip_grad_norm_(1.0)
+        model(torch.ones(2, 5), *names[1 - rank]).backward()
+        with pytest.raises(UsageError, match=r"units\.1\.weight\.grad was set to None on ranks \[0\] only"):
+            optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_factor_multiplies_no_gradient_that_only_other_ranks_made(drops: bool, stage: int) -> None:
+    """A rank's shard has parts of gradients that it has not made itself."""
+
+    def body(rank: int) -> None:
+        inputs = torch.arange(20.0).view(2, 2, 5) / 20
+        results = []
+        for is_plain in (True, False):
+            model = Parts()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            if is_plain:
+                ((model(inputs[0], 0) + model(inputs[1], 0, 1)) / 2).backward()
+            else:
+                sharded_parts(model, optimizer, stage)
+                model(inputs[rank], *((0, 1) if rank else (0,))).backward()
+            model.units[0].weight.grad.mul_(0.25)
+            if drops:
+                model.units[0].bias.grad = None
+            optimizer.step()
+            results.append(whole(model))
+        for fqn, value in results[0].items():
+            torch.testing.assert_close(results[1][fqn], value, rtol=1e-5, atol=1e-6)
 
     on_ranks(body, 2)
 
@@ -520,18 +574,18 @@ def test_a_dropped_gradient_does_not_round_the_others(stage: int) -> None:
     def scaled(rank: int, *, drops: bool) -> Tensor:
         model = Parts()
         precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
-        sharded = zeroshard.shard(model, OPTIMIZERS["AdamW"](model.parameters()), stage, precision=precision)
-        model(torch.ones(2, 5, dtype=torch.bfloat16) * (rank + 1), "one", "other").backward()
+        sharded = sharded_parts(model, OPTIMIZERS["AdamW"](model.parameters()), stage, precision=precision)
+        model(torch.ones(2, 5, dtype=torch.bfloat16) * (rank + 1), 0, 1).backward()
         if drops:
-            model.other.weight.grad = None
+            model.units[1].weight.grad = None
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(1 / 3)
-        gradient = sharded.states.get("one.weight", "gradients")
+        gradient = sharded.states.get("units.0.weight", "gradients")
         assert gradient is not None
-        assert (sharded.states.get("other.weight", "gradients") is None) == drops
+        assert (sharded.states.get("units.1.weight", "gradients") is None) == drops
         if drops:
-            assert not sharded.states.local("other.weight", "gradients")
+            assert not sharded.states.local("units.1.weight", "gradients")
         return gradient
 
     def body(rank: int) -> None:

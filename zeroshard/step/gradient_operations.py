@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from numbers import Real
 from typing import Any
 
@@ -65,6 +65,8 @@ class GradientOperations:
         self._norms: dict[float, list[float]] = {}
         """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
+        self._same_at = -1
+        """The schedule's `gradients_taken` when ranks last found that they see the same gradients; -1 before."""
         self._finished_at = -1
         """The schedule's `gradients_taken` when this object last waited for the mean; -1 before."""
 
@@ -181,16 +183,22 @@ class GradientOperations:
             self._finished_at = self._schedule.gradients_taken
         self.apply_factors()
 
-    def apply_factors(self) -> None:
-        """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole."""
+    def apply_factors(self, used: Set[int] | None = None) -> None:
+        """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole.
+
+        Args:
+            used: the parameters, by number, of which a rank made and kept a gradient; None if ranks have not agreed on them.
+        """
         if not self.factors:
             return
         factors = self.factors
         self.factors = {}
         self._gradients.changes += 1
-        visible = self._visible()
-        used = {number for number, (unit, index) in enumerate(self._flags) if index in visible[unit]}
-        if used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
+        if used is None and self._same_at == self._schedule.gradients_taken:
+            visible = self._visible()
+            used = {number for number, (unit, index) in enumerate(self._flags) if index in visible[unit]}
+        # A shard also has parts of gradients that only other ranks made.
+        if used is not None and used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
             for factor in next(iter(factors.values())):
                 self._gradients.scale((resident.shard for resident in self._residents), factor)
             return
@@ -220,6 +228,7 @@ class GradientOperations:
             own += torch.tensor(self._own_row(order), dtype=torch.float64).numpy().tobytes()
             messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")
             self._refuse_some_ranks([message[:count] for message in messages], "is visible")
+            self._same_at = self._schedule.gradients_taken
             self.agree([message[count : 2 * count] for message in messages])
             rows = [
                 torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).tolist() for message in messages

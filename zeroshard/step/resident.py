@@ -315,11 +315,14 @@ class MeanGradients:
         with self.opened(shard, write=True) as gradient:
             gradient[view.start : view.start + view.numel].copy_(value)
 
-    def drop(self, shard: Shard, view: ShardView) -> None:
-        """Set a view's part of the mean gradient to zero."""
+    def drop(self, shard: Shard, views: Sequence[ShardView]) -> None:
+        """Set the parts of the mean gradient that these views have to zero."""
+        if not views:
+            return
         shard.squares = None
         with self.opened(shard, write=True) as gradient:
-            gradient[view.start : view.start + view.numel].zero_()
+            for view in views:
+                gradient[view.start : view.start + view.numel].zero_()
 
     def scale(self, shards: Iterable[Shard], coefficient: float | Tensor) -> None:
         """Multiply gradients in place, except 16-bit gradients and gradients in other memory: `lent` applies the factor to those.

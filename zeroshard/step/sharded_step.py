@@ -456,7 +456,7 @@ class ShardedStep:
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
         if self._taken is not None:
-            self._taken.apply_factors()
+            self._taken.apply_factors({number for number, used in enumerate(self._used) if used})
         self.dropped.refuse_later_backward()  # after `grad`s that the user set were taken: they count as a backward
 
     @property
@@ -467,18 +467,21 @@ class ShardedStep:
             return set()
         return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
 
+    def _is_used_here(self, number: int) -> bool:
+        unit, index = self._flags[number]
+        return index in unit.used
+
     def is_dropped_by_user(self, view: ShardView | None) -> bool:
         """Return whether ranks have agreed that the user set this parameter's gradient to None."""
         return view is not None and view.flag in self._dropped_by_user
 
     def _drop(self, numbers: set[int]) -> None:
         """Set these parameters' mean gradients to zero, so that no norm counts them."""
+        new = numbers - self._dropped_by_user
         self._dropped_by_user = numbers
-        if numbers:
+        if new:
             for resident in self.residents:
-                for view in resident.views:
-                    if view.flag in numbers:
-                        self._mean_gradients.drop(resident.shard, view)
+                self._mean_gradients.drop(resident.shard, [view for view in resident.views if view.flag in new])
 
     def _drop_together(self, messages: Sequence[bytes]) -> bool:
         """Drop what any rank has dropped. Return whether a rank had not: it has a part of that gradient without having used it.
@@ -542,7 +545,9 @@ class ShardedStep:
         if norm:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
-        drops = self._drops | self._dropped_by_user
+        # Parameters that only other ranks used, and dropped, stay dropped as long as this rank uses none of them.
+        followed = {number for number in self._dropped_by_user if not self._is_used_here(number)}
+        drops = self._drops | followed
         self._drop(drops)
         own: Tensor | None = None
         if norm:

@@ -108,8 +108,7 @@ class Offload:
 def largest_shard_numel(offload: Offload) -> int:
     """Return the most elements that a shard of an optimizer on disk may have, so that the buffers hold enough shards.
 
-    At one time, one shard is being read, one updated and one written. So the buffers must hold four sub-groups (one to
-    spare), each with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other
+    At any time, one shard is being read, one updated and one written. So the buffers must hold four shards (one to spare), each with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other
     shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
@@ -285,7 +284,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: there is no such stage, `within` is invalid, or `wire` lacks it.
+            PolicyError: there is no such stage, `within` is invalid, or `wire` needs it.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")

@@ -1,1 +1,1 @@
-"""Checkpoints and model files: sharded, whole or not at all, read range by range."""
+"""Sharded checkpoints (complete or absent) and model files, read range by range."""

@@ -43,7 +43,7 @@ class Packer:
         """Return a value as JSON values: None, booleans, numbers, strings, lists and dicts.
 
         Args:
-            value: the value. The numbers of 0-D tensors on an accelerator are None until the function of `start_numbers` has run.
+            value: the value. Numbers of 0-D tensors on an accelerator are None until the function from `start_numbers` has run.
             path: the value's name in errors, and in the names of its tensors.
 
         Raises:

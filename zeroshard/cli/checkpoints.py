@@ -30,7 +30,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksums.")] = True,
 ) -> None:  # fmt: skip
-    """Print whether a checkpoint is whole, with its step, ranks, sizes and parameters. --json lists each parameter.
+    """Print whether a checkpoint is whole, and its step, ranks, sizes and parameters. --json lists each parameter.
 
     The exit status is 1 if a file is missing or damaged.
     """

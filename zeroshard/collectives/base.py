@@ -99,7 +99,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        """Start to sum this rank's row over ranks. `workspace` is busy until `finish`, and `rows` until a `wait_released` after it.
+        """Start to sum this rank's row over ranks. `workspace` is busy until `finish`, `rows` until the result's `wait_released`.
 
         Args:
             divisor: the number that divides the sum; `world_size` for the mean, if nothing has divided the rows before.
@@ -134,7 +134,8 @@ class Collectives(ABC):
         """Return how many elements of reductions may be under way while the next gradients are made.
 
         Args:
-            units: elements of each unit, the largest first. The largest, usually the root with its embeddings, is not typical.
+            units: elements of each unit, the largest first. The largest is usually the root, which is not typical: the default
+                uses the second.
         """
         if not units:
             return 0
@@ -224,7 +225,7 @@ class Collectives(ABC):
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
-        The host waits for a value on a device, except in `Native` and `Alone`: there the values arrive in the device's order.
+        The host waits for a value on a device, except in `Native` and `Alone`: there it stays on the device, in stream order.
         If no rank gives a `value`, the values are zeros.
 
         Raises:
@@ -270,7 +271,7 @@ class Collectives(ABC):
         raise NotImplementedError
 
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Use the counter and the clock of a transport that is composed of this one."""
+        """Use the counter and `measure` of a transport that is composed of this one."""
         self.sent = sent
         self.measure = measure
 

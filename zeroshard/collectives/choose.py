@@ -40,7 +40,7 @@ def create_collectives(
         lasting: False for a few operations, made where the user's collectives could run too. A backend with expensive communicators
             then uses those of the user's group, and makes and closes none.
         within: the policy's `within`: sums are computed host by host.
-        wire: the policy's lossy communication, which only the hosts of `within` use between them.
+        wire: the policy's lossy communication, used only between the hosts of `within`.
 
     Raises:
         CollectiveError: some ranks did not make the call; the message names them.

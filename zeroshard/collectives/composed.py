@@ -106,7 +106,7 @@ class ComposedGather(Work):
 class OverHosts(Composed):
     """A transport over several hosts: shared memory inside them, gloo between them.
 
-    Of H hosts with S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
+    With H hosts of S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
     crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
     to their owners directly, so a sum is in the order of all ranks, and is bit-identical to the sum over gloo.
 
@@ -179,7 +179,7 @@ class OverHosts(Composed):
 class TwoLevel(Composed):
     """A transport with two levels: a reduction sums inside each host before it crosses, and a gather crosses first.
 
-    Of H hosts with S ranks each, a rank is at place s of host h:
+    With H hosts of S ranks each, a rank is at place s of host h:
 
         inside   over the S ranks of its host
         across   over the H ranks at the same place s, one on each host

@@ -111,7 +111,7 @@ def meet(members: Members) -> Met:
 
 
 def hosts_of(members: Members) -> list[list[int]]:
-    """Return the members of each host, in their order. Every member must call it."""
+    """Return each host's members, in the group's order. Every member must call it."""
     return _grouped(_agree(members.counted_store("hosts"), members, "host", host_id()))
 
 
@@ -154,7 +154,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 
 
 def host_id() -> str:
-    """Return an id of the kernel's boot and the network namespace, the scope of socket addresses; otherwise the host's name."""
+    """Return an id of the boot and the network namespace (the scope of socket addresses); if unreadable, the host's name."""
     with suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()

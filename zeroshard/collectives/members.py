@@ -62,7 +62,7 @@ class Members:
     Attributes:
         ranks: the members' global ranks, in the group's order.
         rank: this process's place among them.
-        world: the number of ranks in all.
+        world: the size of torch's WORLD.
         timeout: the time limit of a wait, as the user chose it.
         backend: the group's backend for one type of device.
         own_group: the user's own group, if it still exists. A strong reference would keep torch from destroying it.

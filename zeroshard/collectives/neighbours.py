@@ -112,7 +112,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send, and return whether the peer took it. A finished peer needs nothing more, and its earlier messages can be read."""
+        """Send; return False if the peer has finished. It needs nothing more, and its earlier messages can still be read."""
         try:
             self.send(peer, tag, data)
         except Lost:

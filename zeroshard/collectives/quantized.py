@@ -101,7 +101,7 @@ class Codes:
         return torch.promote_types(self.dtype, torch.float32)
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a row, padded to a multiple of a scale, which aligns the next row."""
+        """Return the bytes of a row, padded to a multiple of a scale's size to align the next row."""
         unit = self.wide.itemsize
         blocks = -(-numel // BLOCK_NUMEL)
         codes = -(-numel * self.bits // 8)
@@ -135,7 +135,7 @@ class Codes:
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
         """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
-        Several rows [..., nbytes(numel)] take the same launches.
+        Several rows [..., nbytes(numel)] need no more launches.
         """
         scales, codes, _ = self._parts(coded, numel)
         high = numel if high is None else high

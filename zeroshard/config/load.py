@@ -354,7 +354,7 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
 
 
 def read_for(config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config with full key names. A batch size in `auto` counts as one for "auto", if the config names no batch size."""
+    """Read a config with full key names. If it names no batch size, set the batch sizes that `auto` supplies to "auto"."""
     raw = _in_full(read(config))
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
     if all(raw.get(key) is None for key in sizes):

@@ -345,7 +345,7 @@ class Schema(BaseModel):
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed uses it only for a warning.")] = None
     log_level: Annotated[Any, no_meaning("set the level of Python's logger `zeroshard` in your script.")] = None
     timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints includes the speed.")] = None
-    pipeline: Annotated[dict[str, Any] | None, no_meaning("zeroshard has no pipeline parallelism.")] = None
+    pipeline: Annotated[dict[str, Any] | None, no_meaning("DeepSpeed uses it only for pipeline modules.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use `torch.utils.flop_counter.FlopCounterMode`.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None

@@ -122,7 +122,7 @@ class ZeroBlock(Block):
         "a block with fewer elements than this is not a unit, but part of the unit that contains it. 0 means 10,000 in "
         "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
-        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. A parameter "
+        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Each element "
         "then takes two bytes less, with the same results. It has an effect only if parameters and optimizer states are "
         "on the accelerator, and parameters are sharded over all ranks. Not in DeepSpeed.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(

@@ -257,7 +257,7 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with the same part of a model as this rank. Every rank of the job must call it.
 
     Args:
-        mesh: the mesh, of one dimension, of the ranks that divide this rank's model.
+        mesh: the one-dimensional mesh of the ranks that divide this rank's model.
 
     Raises:
         UsageError: the meshes of the ranks do not divide the job evenly.

@@ -521,8 +521,7 @@ class Engine(Saving, nn.Module):
         """End the sharding, and leave the module whole and ordinary. Every rank must call it.
 
         Args:
-            alone: whether this rank may call it without the others, as in DeepSpeed. Then, parameters that one rank cannot
-                gather stay sharded until `initialize` gets the model again.
+            alone: whether this rank may call it without the others, as in DeepSpeed. Then, if this rank lacks parameters, the model stays sharded until `initialize` gets it again.
         """
         self._reshard_adapters()
         self._destroyed = True

@@ -54,7 +54,7 @@ class Readers:
         """Return the global L2 norm of the last step's gradients before clipping; None before the first step.
 
         It is infinite if scaled fp16 gradients overflowed, as in DeepSpeed. The report of `step` has the computed norm,
-        which is NaN if infinite gradients of both signs met.
+        which is NaN if infinities of both signs were added.
         """
         norm = self._last.grad_norm
         if self.resolved.scales_loss and norm is not None and not math.isfinite(norm):
@@ -64,7 +64,7 @@ class Readers:
     # fmt: off
     # processes
     global_rank = property(_returns(
-        "The rank of this process among all.", lambda _: dist.get_rank() if dist.is_initialized() else 0))
+        "This process's rank in the job.", lambda _: dist.get_rank() if dist.is_initialized() else 0))
     world_size = property(_returns(
         "The number of processes.", lambda _: dist.get_world_size() if dist.is_initialized() else 1))
     # the last step

@@ -144,13 +144,13 @@ class DistributedState(Stateful):
         self._live = sharded.checkpoints.live
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states, as the memory that training uses.
+        """Return the states in the memory that training uses, without a copy.
 
         Before the first step, the call makes the optimizer's states, so that a load can read into them.
 
         Raises:
-            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, the
-                optimizer's states cannot be made without a step (Adafactor, Muon, classes that zeroshard does not know).
+            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, its states
+                cannot be made without a step (Adafactor, ASGD, Rprop, SGD with dampening, classes outside torch and zeroshard).
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()

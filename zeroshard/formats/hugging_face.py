@@ -253,7 +253,7 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write the model of a checkpoint as transformers does, and return the paths. It needs about 64 MiB for any model.
+    """Write a checkpoint's model as transformers does, and return the paths. Any model needs about 64 MiB of memory.
 
     Args:
         reader: the checkpoint.

@@ -47,7 +47,7 @@ class Reductions:
         units: the gradients' buckets of each unit (none for a frozen one), in the order of registration.
         limit_numel: the maximum number of elements in flight while the next gradients are computed; one `Group` is
             always allowed. 0: wait for each reduction immediately.
-        overlap: whether gathers run behind the computation. If not, each blocks immediately.
+        overlap: whether gathers overlap with computation. If not, each blocks immediately.
         in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
         accelerator: the accelerator memory checked for free space, if gradients are stored elsewhere. See [Note: room].
         pool: the buckets' buffer pool.

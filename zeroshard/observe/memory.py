@@ -97,7 +97,7 @@ def reserved_nbytes(device: torch.device) -> int:
 def formula(
     policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
 ) -> dict[str, float]:
-    """Return the bytes per rank of each model state at rest, by the ZeRO paper (arXiv:1910.02054, figure 1, section 5).
+    """Return each model state's bytes per rank at rest, as in the ZeRO paper (arXiv:1910.02054, figure 1, section 5).
 
     Args:
         numel: the number of trainable parameters of the whole model.

@@ -68,7 +68,7 @@ class DynamicLossScaler(LossScaler):
     Attributes:
         scale: the present scale.
         window: after each `window` steps in a row without overflow, the next such step doubles the scale.
-        hysteresis: the number, from 1, of the first overflow that halves the scale. Later overflows halve it too.
+        hysteresis: the scale halves at overflow number `hysteresis` (from 1), and at each later one.
         consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
             window does.
         min_scale: the smallest scale. An overflow that would halve it raises LossScaleError.

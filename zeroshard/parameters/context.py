@@ -22,7 +22,7 @@ class Live:
     """The values that change while a model trains and that all its units share.
 
     Attributes:
-        numels: the number of elements of each unit that is sharded at rest, and unsharded at present.
+        numels: the elements of each unit that is sharded at rest, and now unsharded or arriving.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called before the first gradients of a further backward are added to those of the step.

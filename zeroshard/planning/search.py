@@ -4,7 +4,7 @@ Results come from dry runs. A deep model is first run at two small depths, which
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
-A larger micro-batch is not slower. So each setting is tried from the largest micro-batch down, until one fits. The
+With a larger micro-batch, a step is not slower. So each setting is tried from the largest down, until one fits. The
 memory that grows with the micro-batch shows which smaller ones cannot fit. Checkpointing, and states on the CPU, save
 memory and cost time. They are not tried if the same setting without them fits as large a micro-batch. If that setting
 then does not fit at full depth, the settings that were left out because of it are tried.

@@ -81,7 +81,7 @@ class Hooks:
         # By module, the number of inputs whose gradients are unknown; see [Note: when a unit may be resharded in the backward].
         self._open_calls: Counter[nn.Module] = Counter()
         self._running: Counter[nn.Module] = Counter()
-        """Forwards in progress, by module. A module that calls itself has several, and its units stay until the outermost ends."""
+        """Forwards in progress, by module. A recursive module has several: its units stay whole until the outermost ends."""
         self._root = model
         # By module, the number of calls whose backward is still to come. Then the modules whose backward has begun, oldest first.
         self._calls_to_come: Counter[nn.Module] = Counter()
@@ -90,7 +90,7 @@ class Hooks:
         self._in_compiled_code = False
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
         self._on_leaves: dict[tuple[int, str, int], RemovableHandle] = {}
-        """Hooks on tensors that outlive the graph."""
+        """Hooks on leaves, which outlive the graph."""
         self.before_next_sharding: Callable[[], object] | None = None
         """Ends this sharding on every rank before the model is sharded again."""
         self._handles: list[RemovableHandle] = []
@@ -249,7 +249,7 @@ class Hooks:
     def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> int:
         """Register a call of `method(*args, gradient)` for each tensor, when that tensor's gradient is known.
 
-        Return the number of new calls: on a leaf, a hook replaces the one of an earlier forward, which no backward may follow.
+        Return the number of new calls: on a leaf, a hook replaces that of an earlier forward, which may have had no backward.
         """
         before = len(self._on_leaves)
         others = 0

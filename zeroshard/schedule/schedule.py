@@ -179,7 +179,7 @@ class Schedule:
     Args:
         units: the model's units, in the order of registration.
         tree: the modules that the model had when it was sharded.
-        overlap: whether collectives run behind the computation. If not, each blocks immediately; results are bit-identical.
+        overlap: whether collectives overlap with computation. If not, each blocks immediately; results are bit-identical.
     """
 
     def __init__(self, units: Sequence[Unit], tree: ModelTree, context: Context, *, overlap: bool) -> None:

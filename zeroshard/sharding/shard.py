@@ -110,7 +110,7 @@ def shard(
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
             from those that require a gradient. Its `step` becomes the sharded step, and its states cover this rank's
             shards. In a list of several optimizers, each steps its own parameters. None: the model is for evaluation
-            only, and needs no memory for gradients and optimizer states.
+            only, and needs no memory for gradients or optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
         precision: the dtypes; by default, each parameter keeps its own dtype, and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
@@ -145,7 +145,7 @@ def shard_on(
     precision: Precision | None, bucket_numel: int, overlap: bool, elementwise: bool | None = None,
     units: Units | None = None, group: dist.ProcessGroup | DeviceMesh | None = None, attributes: type | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard as `shard` does, but on the given backend and without its warning."""
+    """Shard as `shard` does, on the given backend, without `warn_if_emulated`."""
     _refuse_wrong_types(model, optimizer)
     _refuse_unready(model)
     group = group_of(group)
@@ -366,7 +366,7 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
 
 
 def _refuse_max_norm(model: nn.Module, trained: set[int]) -> None:
-    """Raise for trained embeddings that each rank's forward would rescale by the rows of its own batch."""
+    """Raise for trained embeddings of which each rank's forward would rescale only its own batch's rows."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and id(module.weight) in trained:
             raise UsageError(
@@ -430,7 +430,7 @@ _SCHEDULE = (
 
 
 def _refuse_different_models(model: nn.Module, groups: Sequence[Group], context: Context, *, overlap: bool) -> None:
-    """Raise for the first difference between ranks' models or settings: they would send different buffers."""
+    """Raise for the first difference in models or settings: the ranks would send different buffers."""
     collectives = context.everyone
     lines = [
         f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}{placed(p)}"
@@ -462,7 +462,7 @@ def _refuse_different_models(model: nn.Module, groups: Sequence[Group], context:
 
 
 def free_for_sharding(model: nn.Module) -> None:
-    """End a sharding whose `remove` was deferred to this call, on every rank. Raise if the model is still sharded."""
+    """Run a `remove` that was deferred to this call. Raise if the model is still sharded. Every rank must call it."""
     for parameter in model.parameters():
         home = home_of(parameter)
         hooks = None if home is None else home.hooks()

@@ -157,7 +157,7 @@ class GradientOperations:
         """Check that all ranks changed the same gradients, and clear `changed`.
 
         Args:
-            messages: one of each rank, in rank order, with one byte a parameter: 0 if the rank left the gradient unchanged.
+            messages: one per rank, in rank order, with one byte a parameter: 0 if the rank left the gradient unchanged.
 
         Raises:
             UsageError: some ranks changed a gradient, and others did not.
@@ -187,7 +187,7 @@ class GradientOperations:
         """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole.
 
         Args:
-            used: the parameters, by number, of which a rank made and kept a gradient; None if ranks have not agreed on them.
+            used: the numbers of parameters for which a rank made and kept a gradient; None if ranks have not agreed on them.
         """
         if not self.factors:
             return

@@ -118,7 +118,7 @@ class OptimizerStates:
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _refuse_other_shapes(self, entry: NamedParameter, state: Mapping[str, Any]) -> None:
-        """Raise if a state cannot be this parameter's. Optimizers of whole parameters have states of other shapes."""
+        """Raise if a state cannot fit this parameter. Optimizers of whole parameters have states of other shapes."""
         shape = tuple(entry.placement.shape)
         for name, value in state.items():
             has_elements = isinstance(value, Tensor) and value.ndim > 0 and name not in _COUNTS

@@ -49,7 +49,7 @@ class ShardedStep:
     Args:
         inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
             views while its own code runs, and the user's parameters otherwise.
-        context: the ranks, and the places where states rest. If its layout cuts no parameter, `inner` gets their true shapes.
+        context: the ranks, and the places where states rest. If no parameter is cut, `inner` gets tensors of the true shapes.
 
     Attributes:
         whole_parameters: whether the optimizer reads whole parameters, so that none is cut.
@@ -484,10 +484,10 @@ class ShardedStep:
                 self._mean_gradients.drop(resident.shard, [view for view in resident.views if view.flag in new])
 
     def _drop_together(self, messages: Sequence[bytes]) -> bool:
-        """Drop what any rank has dropped. Return whether a rank had not: it has a part of that gradient without having used it.
+        """Drop gradients that any rank dropped. Return whether a rank had not yet: it has a part, but did not use the parameter.
 
         Args:
-            messages: one of each rank, in rank order, with the flags of each parameter.
+            messages: one per rank, in rank order, with the flags of each parameter.
 
         Raises:
             UsageError: ranks dropped different gradients, or one that cannot be seen may have been dropped, too.

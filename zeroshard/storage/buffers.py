@@ -238,7 +238,7 @@ class BufferPool:
         return scratch
 
     def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
-        """Return the fitting buffers without a copy in flight. If there are none, return the oldest, or none if a new one fits."""
+        """Return fitting buffers without a copy in flight; otherwise the oldest, or none if `spare_nbytes` allows a new one."""
         idle = [entry for entry in fitting if entry[1] is LANDED]
         if idle:
             return idle

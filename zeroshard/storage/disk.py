@@ -1,7 +1,8 @@
 """Owns model states on disk: the files of a rank, and the reads ahead from them.
 
-Threads read and write blocks of a file, with checksums, and bypass the page cache where they can. A file has no name, since it
-is removed from its folder before it is used. So the operating system frees it however this process ends, and no job can open it.
+Threads read and write blocks of a file, with checksums, and bypass the page cache where they can. A file has no name, since it is
+removed from its folder before it is used. So the operating system frees it however this process ends, and no other job can open
+it.
 """
 
 from __future__ import annotations

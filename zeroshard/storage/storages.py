@@ -104,7 +104,7 @@ class Storages:
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for parameters at rest. As many parameters for the disk as the policy allows stay in CPU memory."""
+        """Make a slot for parameters at rest. Parameters for the disk stay in CPU memory up to the policy's limit."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK

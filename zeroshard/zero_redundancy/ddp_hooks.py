@@ -38,7 +38,7 @@ def hook_with_zero_step(
         hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
         ddp: accepted for compatibility with torch.
         zero: the optimizer, made with `overlap_with_ddp=True`.
-        shard_buckets: accepted for compatibility with torch; shards are always even.
+        shard_buckets: accepted for compatibility with torch; it has no effect.
 
     Raises:
         UsageError: the optimizer was made without `overlap_with_ddp=True`.

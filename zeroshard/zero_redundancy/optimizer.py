@@ -291,7 +291,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that steps along while other ranks still have inputs.
+        """Return a hook that joins the steps of ranks that still have inputs.
 
         A rank without inputs receives its shards' gradients from a rank with inputs. (torch's class uses the rank's own last ones.)
         """

@@ -108,8 +108,8 @@ class Offload:
 def largest_shard_numel(offload: Offload) -> int:
     """Return the most elements that a shard of an optimizer on disk may have, so that the buffers hold enough shards.
 
-    At any time, one shard is being read, one updated and one written. So the buffers must hold four shards (one to spare), each with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other
-    shapes.
+    At any time, one shard is being read, one updated and one written. So the buffers must hold four shards (one to spare), each
+    with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 

@@ -1,6 +1,7 @@
 """Owns parameters that are born sharded: they are divided over ranks before they join a unit.
 
-Until `shard` takes the model, such a parameter has a special class. The class gathers the parameter for every torch operation, and divides it again if the operation wrote to it. So a constructor may end by reinitialising all parameters.
+Until `shard` takes the model, such a parameter has a special class. The class gathers the parameter for every torch operation,
+and divides it again if the operation wrote to it. So a constructor may end by reinitialising all parameters.
 """
 
 from __future__ import annotations

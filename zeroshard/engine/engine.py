@@ -521,7 +521,8 @@ class Engine(Saving, nn.Module):
         """End the sharding, and leave the module whole and ordinary. Every rank must call it.
 
         Args:
-            alone: whether this rank may call it without the others, as in DeepSpeed. Then, if this rank lacks parameters, the model stays sharded until `initialize` gets it again.
+            alone: whether this rank may call it without the others, as in DeepSpeed. Then, if this rank lacks parameters, the
+                model stays sharded until `initialize` gets it again.
         """
         self._reshard_adapters()
         self._destroyed = True

@@ -1,6 +1,7 @@
 """Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets.
 
-A user's parameter is always the object that the user made, with its name and true shape. The tensor that it shows, and its class, depend on the unit's state (see appearance.py and classes.py in parameters/):
+A user's parameter is always the object that the user made, with its name and true shape. The tensor that it shows, and its class,
+depend on the unit's state (see appearance.py and classes.py in parameters/):
 
     SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; a read of its values
                 raises an error that names it

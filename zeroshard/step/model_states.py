@@ -194,9 +194,9 @@ class ModelStates:
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
         """Return this rank's ranges of a state; none if it has no part of the state. It runs no collective.
 
-        They are live memory, or copies for 16-bit gradients and for states outside the memory in which the optimizer steps. Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened
-        local tensor.
-        For gradients, first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
+        They are live memory, or copies for 16-bit gradients and for states outside the memory in which the optimizer steps.
+        Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor. For gradients,
+        first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
 
         Raises:
             UsageError: there are no gradients, and their memory is freed.

@@ -347,7 +347,7 @@ class _Mean(Reduction):
     _crossing: Reduction | None = None
 
     def cross(self) -> Reduction:
-        """Wait for the sum inside the host, and start to reduce it across hosts, once."""
+        """Wait for the sum inside the host, and start to reduce it across hosts. Later calls return the same reduction."""
         if self._crossing is None:
             self._inside.finish(self._block.view(-1), accumulate=False)
             self._crossing = self._across.reduce_scatter(

@@ -80,7 +80,7 @@ class Wait(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The whole operation and its part, in words."""
+        """A description of the wait: the outermost operation, if any, and in brackets the part of it that waits."""
         return f"{self.operation} ({self.label})" if self.operation else self.label
 
 

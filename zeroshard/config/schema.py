@@ -96,7 +96,7 @@ class FP16Block(Block):
     hysteresis: Annotated[Positive, works(
         "each overflow halves a dynamic scale, except the first `hysteresis` - 1 overflows.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
-        "any step without overflow resets the count of overflows. false: only `loss_scale_window` such steps in a row reset "
+        "true: any step without overflow resets the count of overflows. false: only `loss_scale_window` such steps in a row reset "
         "it.")] = False
     min_loss_scale: Annotated[PositiveNumber, works(
         "the smallest dynamic scale. An overflow that would halve it raises an error.")] = 1

@@ -275,7 +275,7 @@ class Ledger(TorchDispatchMode):
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device: the engine itself made it only for its shape."""
+    """Return whether a tensor is on the meta device, where the engine makes tensors that it needs only for their shapes."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 

@@ -145,7 +145,7 @@ class SimulatedRanks(Collectives):
         return _Arriving(self._link.send(nbytes))
 
     def _to_others(self, rows: Tensor) -> int:
-        """Return the bytes that a rank sends if each other rank gets its row."""
+        """Return the number of bytes that a rank sends if it sends one row to every other rank."""
         return rows.nbytes * (self.ranks - 1) // self.ranks
 
     def all_gather(

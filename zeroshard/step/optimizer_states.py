@@ -67,7 +67,7 @@ class OptimizerStates:
         return {**state_dict, SHARDS: self._names_of_shards()}
 
     def _names_of_shards(self) -> list[list[Any]]:
-        """Return [fqn, first element, numel] of each part of a parameter on this rank, in the order of the optimizer's numbers."""
+        """Return [fqn, first element, numel] of each part of a parameter on this rank, in the order of the state dict's numbers."""
         view_of = {id(view.value): view for view in self._step.views}
         ordered = [view_of[id(value)] for value in chain.from_iterable(self._groups.shards)]
         return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]

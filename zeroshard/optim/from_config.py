@@ -23,7 +23,7 @@ _NAMES = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
     "lion": Lion, "muon": MuonWithAdamW,
 }  # fmt: skip
-_NOT_OFFERED = {
+_UNSUPPORTED = {
     "lamb": "its trust ratio needs whole layers", "onebitadam": "it compresses gradients", "onebitlamb": "it compresses gradients",
     "zerooneadam": "it compresses gradients", "muadam": "it needs the mup package", "muadamw": "it needs the mup package",
     "musgd": "it needs the mup package",
@@ -76,9 +76,9 @@ def create_optimizer(
 def _class_of(block: OptimizerBlock) -> type[torch.optim.Optimizer]:
     """Return the class that a config block names. Raise ConfigError if there is none, or if it cannot be sharded."""
     name = block.type.lower()
-    if name in _NOT_OFFERED:
+    if name in _UNSUPPORTED:
         raise ConfigError(
-            f"optimizer.type: {block.type} is not supported ({_NOT_OFFERED[name]}). Choose Adam, AdamW, SGD, "
+            f"optimizer.type: {block.type} is not supported ({_UNSUPPORTED[name]}). Choose Adam, AdamW, SGD, "
             "Adagrad, Lion, Muon or another class of torch.optim, or pass an optimizer of your own to `initialize`."
         )
     cls = _NAMES.get(name) or getattr(torch.optim, block.type, None)

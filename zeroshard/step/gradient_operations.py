@@ -65,8 +65,6 @@ class GradientOperations:
         self._norms: dict[float, list[float]] = {}
         """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
-        self._same_at = -1
-        """The schedule's `gradients_taken` when ranks last found that they see the same gradients; -1 before."""
         self._finished_at = -1
         """The schedule's `gradients_taken` when this object last waited for the mean; -1 before."""
 
@@ -194,7 +192,8 @@ class GradientOperations:
         factors = self.factors
         self.factors = {}
         self._gradients.changes += 1
-        if used is None and self._same_at == self._schedule.gradients_taken:
+        if used is None and self._norms and self._norms_at[0] == self._schedule.gradients_taken:
+            # Ranks that have exchanged norms see the same gradients.
             visible = self._visible()
             used = {number for number, (unit, index) in enumerate(self._flags) if index in visible[unit]}
         # A shard also has parts of gradients that only other ranks made.
@@ -228,7 +227,6 @@ class GradientOperations:
             own += torch.tensor(self._own_row(order), dtype=torch.float64).numpy().tobytes()
             messages = self._context.everyone.exchange(own, f"gradient norms of order {order}")
             self._refuse_some_ranks([message[:count] for message in messages], "is visible")
-            self._same_at = self._schedule.gradients_taken
             self.agree([message[count : 2 * count] for message in messages])
             rows = [
                 torch.frombuffer(bytearray(message[2 * count :]), dtype=torch.float64).tolist() for message in messages

@@ -71,7 +71,7 @@ class ShardedStep:
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
         self._dropped_by_user: set[int] = set()  # the parameters, by number, whose gradients `_drop` has dropped
-        self._used_by_all: set[int] = set()  # the parameters, by number, that each rank used
+        self._flags_of_ranks: list[bytes] = []  # the flags of parameters on which ranks agreed last, in rank order
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
@@ -446,16 +446,19 @@ class ShardedStep:
     def _agree_on_used(self) -> None:
         """Exchange which rank used which parameter, unless no gradient has come from a backward or the user since the last call."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
-        if is_known and (late := self._drops - self._dropped_by_user):
-            for unit, index in (self._flags[number] for number in sorted(late - self._used_by_all)):
-                raise UsageError(
-                    f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not use "
-                    "the parameter, and cannot follow. Set it before."
-                )
-            is_known = False
+        if is_known:
+            late = self._drops - self._dropped_by_user
+            for number in sorted(late):
+                if not all(flags[number] & 9 for flags in self._flags_of_ranks):
+                    unit, index = self._flags[number]
+                    raise UsageError(
+                        f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not "
+                        "use the parameter, and cannot follow. Set it before."
+                    )
+            is_known = not late
         if self.schedule.gradients_of_users() or not is_known:
             self._exchange(norm=False)
-        if self._taken is not None:
+        if self._taken is not None and self._taken.factors:
             self._taken.apply_factors({number for number, used in enumerate(self._used) if used})
         self.dropped.refuse_later_backward()  # after `grad`s that the user set were taken: they count as a backward
 
@@ -581,9 +584,7 @@ class ShardedStep:
         if any(flag & 8 for flag in flags) and self._drop_together(messages):
             return self._exchange(norm)
         self._used = tuple(bool(flag & 1) for flag in flags)
-        self._used_by_all = {
-            number for number, each in enumerate(zip(*messages, strict=True)) if all(f & 9 for f in each)
-        }
+        self._flags_of_ranks = messages
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
             unit.spread_owners_values()
         self._used_at = self.schedule.gradients_taken

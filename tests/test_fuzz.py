@@ -283,6 +283,7 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
     "a read after one dropped its gradients": [("accumulate", 9), ("zero_one", 5), ("read_gradients", 1)],
     "a gradient set after one dropped its own": [("train", 2), ("zero_one", 10), ("set_mean_gradient", 3), ("step", 9)],
     "a user's gradient of the other": [("set_grad", 2), ("zero_one", 4), ("read_gradients", 4)],
+    "a user's gradient of a frozen parameter of the other": [("set_grad", 5), ("zero_one", 10), ("read_gradients", 0)],
     "a backward after one dropped its gradients": [
         ("step_one", 6), ("zero_one", 2), ("accumulate", 8), ("drop_grads", 7), ("step", 2),
     ],

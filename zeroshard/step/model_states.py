@@ -152,7 +152,8 @@ class ModelStates:
 
     A parameter's states are "parameters" (master weights; if it is frozen, its values), "gradients", and the optimizer's own, such
     as "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`.
-    Get this object again for each use (UsageError while states are parked). Its methods raise UsageError for unknown parameters.
+    Get this object again for each use; this raises UsageError while states are parked. The methods raise UsageError for unknown
+    parameters.
     """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
@@ -192,9 +193,9 @@ class ModelStates:
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of a state; none if it has no part of the state. It runs no collective.
+        """Return this rank's ranges of a state; an empty list if it has no part of the state. It runs no collective.
 
-        They are live memory, or copies for 16-bit gradients and for states outside the memory in which the optimizer steps.
+        The ranges are live memory, or copies for 16-bit gradients and for states outside the memory in which the optimizer steps.
         Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor. For gradients,
         first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
 
@@ -247,7 +248,10 @@ class ModelStates:
         raise UsageError(f"{state} of {fqn} is {value!r}, not numbers. Read it in optimizer.state.")
 
     def whole(self, fqn: str, state: str) -> Any:
-        """Return what `get` returns, but values other than tensors as they are, and MISSING for None. Every rank must call it."""
+        """Return a state as `get` does, but MISSING instead of None. Every rank must call it.
+
+        Values other than tensors are returned unchanged.
+        """
         unit, index = self._find(fqn)
         entry = unit.named[index]
         is_empty = not entry.parameter.numel()  # no rank holds a part of it
@@ -303,9 +307,13 @@ class ModelStates:
         flat = placement.part(value.detach()).reshape(-1)
         if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
             self._step.gradients.changes += 1
+        elif state != PARAMETERS and flat.numel():
+            described = self._describe(fqn, state)  # ranks without a part of the parameter raise the error, too
+            if described is None or "value" in described:
+                names = [PARAMETERS, GRADIENTS, *self.optimizer_names()]
+                raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(names)}.")
         for held in self._parts(fqn):
-            if not self._overwrite(held, state, flat[held.span.within(0)]):
-                raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(self.names(fqn))}.")
+            self._overwrite(held, state, flat[held.span.within(0)])
         if state == PARAMETERS:
             unit.load_masters([index])
 

@@ -17,7 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.several import Several
 from zeroshard.schedule.schedule import Schedule, StepState
-from zeroshard.torch_private import forget_grad, make_innermost
+from zeroshard.torch_private import forget_grad, grad_of, make_innermost
 
 DIGEST_NBYTES = 8
 """Bytes of a digest in the step's small message."""
@@ -74,6 +74,10 @@ class UsersOptimizer:
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def listed(self) -> Iterator[Tensor]:
+        """Yield the tensors in the optimizer's param groups."""
+        return chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
 
     def remove(self) -> None:
         """Remove zeroshard's methods from the optimizer, and refuse its later steps."""
@@ -236,7 +240,7 @@ class ParamGroups:
 class GroupOptions:
     """A comparison, over ranks, of the numeric options in optimizers' param groups, such as learning rates.
 
-    If ranks update shards with different options, the model is not one that a single rank would train, and unsharded models drift
+    If ranks update shards with different options, the result differs from that of a single rank, and unsharded models drift
     apart. The step's small message has a digest of the options.
     """
 
@@ -323,11 +327,10 @@ class DroppedGradients:
             self._dropped = []  # that backward has since added gradients, which must be dropped, too
         self._arrivals = self._schedule.arrivals
         if self._schedule.is_between_steps:
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    forget_grad(parameter)
+            for parameter in optimizer.listed():
+                forget_grad(parameter)
             # The user may have put gradients into `grad` of the others.
-            return not any(unit.gradients_of_users() for unit in self._schedule.units)
+            return all(grad_of(parameter) is None for other in self._optimizers for parameter in other.listed())
         if optimizer not in self._dropped:
             self._dropped.append(optimizer)
         self._dropped_at = self._schedule.backwards_ended

@@ -20,15 +20,55 @@ TITLES = {
     "speed": "Speed of a step",
     "offload": "Offload",
 }
-UNITS = {"gib": "GiB", "ms": "ms", "b": "B"}
+UNITS = {"gib": "GiB", "ms": "ms", "b": "billions"}
 HEADINGS = {
+    "plan_gib": "plan: peak allocated, GiB",
+    "plan_reserved_gib": "plan: peak reserved, GiB",
+    "formula_gib": "formula: model states, GiB",
+    "report_gib": "memory_report() after the backward, GiB",
+    "peak_gib": "peak allocated, GiB",
+    "reserved_gib": "peak reserved, GiB",
+    "driver_used_gib": "device memory in use, GiB",
+    "after_forward_gib": "allocated after the forward, GiB",
+    "kept": "times that memory was not freed",
+    "ms": "step, ms",
     "x_first": "time / first system",
     "host_waits": "host synchronisations",
+    "idle_share": "share of time that the device is idle",
+    "where": "offload",
+    "ratio": "share of optimizer states offloaded",
     "step_s": "step, s",
     "tokens_per_s": "tokens/s",
     "mfu": "MFU",
     "tflops": "TFLOP/s",
+    "retries": "retried allocations",
+    "host_left_gib": "CPU memory left, GiB",
+    "share": "speed relative to row 1",
 }
+PLACES = {
+    "device": "none",
+    "optimizer": "optimizer and gradients, to CPU memory",
+    "all": "all states, to CPU memory",
+    "disk": "optimizer and gradients, to disk",
+    "FSDP2": "all states, to CPU memory, by FSDP2",
+}
+"""The text of each `where` of the part `offload`."""
+PHRASES = {
+    "feature": "training with each feature",
+    "free, of total": "free of total",
+    "host memory": "CPU memory",
+    "driver_version,": "nvidia-smi: driver_version,",
+    "pinning": "pinning CPU memory",
+    "nccl forced": "policies with forced NCCL collectives",
+    ", in turns": ", timed in turns",
+    "stage 0, twice": "stage 0, two runs",
+    "rests as masters": "`rests_as_masters`",
+    "with masters": "with fp32 master weights",
+    "collectives forced": "forced collectives",
+    "reduces fp32": "fp32 reductions",
+    "reduces bf16": "bf16 reductions",
+}
+"""Short texts in results, and their longer forms on the page."""
 
 
 def filled(page: str, results: dict[str, Any]) -> str:
@@ -61,7 +101,8 @@ def tables(results: dict[str, Any]) -> str:
             f"{where}. This part took {found['seconds']:.0f} s. Status: {found['end']}.",
             "",
         ]
-        lines += [*_table(counted(found["rows"]) if part == "right" else found["rows"]), ""]
+        convert = {"right": counted, "offload": placed}.get(part, list)
+        lines += [*_table(convert(found["rows"])), ""]
     return "\n".join(lines)
 
 
@@ -88,6 +129,16 @@ def counted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def placed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the part `offload` with their places in words. The row without offload has no share of states."""
+    found = []
+    for row in rows:
+        where = row["where"]
+        ratio = None if where == "device" else row.get("ratio")
+        found.append(row | {"where": PLACES.get(where, where), "ratio": ratio})
+    return found
+
+
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     if not columns:
@@ -98,11 +149,13 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _head(column: str) -> str:
-    """Return a column's heading: the key of a figure ends with its unit, as in `peak_gib`."""
+    """Return a column's heading: from `HEADINGS`, or from the key of a figure, which ends with its unit (`parameters_b`)."""
+    if column in HEADINGS:
+        return HEADINGS[column]
     *words, last = column.split("_")
     if words and last in UNITS:
         return f"{' '.join(words)}, {UNITS[last]}"
-    return HEADINGS.get(column, column.replace("_", " "))
+    return column.replace("_", " ")
 
 
 def _cell(value: Any) -> str:
@@ -110,7 +163,10 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value).replace("|", "/").replace("\n", " ")
+    text = str(value).replace("|", "/").replace("\n", " ")
+    for short, long in PHRASES.items():
+        text = text.replace(short, long)
+    return text
 
 
 def main() -> None:

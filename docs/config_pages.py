@@ -45,10 +45,10 @@ def pages() -> dict[str, str]:
         "- It *works*.\n"
         "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
         "- It is *not supported*: switching it on raises an error.\n\n"
-        'The value "auto" means the default, unless the table names another value. You must pass the value to '
-        '`initialize`, for example `auto={"lr": 3e-3}`, if the table says that you must supply it, or if the key is an argument of '
-        'an optimizer or a scheduler that no table lists. A block cannot be "auto". The [glossary](../glossary.md) defines unit, '
-        "shard, bucket and other words.\n\n"
+        'The value "auto" means the default, unless the table names another value. If the table says that you must supply the '
+        'value, pass it to `initialize`, for example as `auto={"lr": 3e-3}`. Do the same for an argument of an optimizer or a '
+        'scheduler that no table lists. A block cannot be "auto". The [glossary](../glossary.md) defines unit, shard, bucket and '
+        "other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
         f"## Blocks\n\n{listed}\n"
         f"[Keys of the top level that have no meaning here, or are not supported]({_OTHERS})\n"

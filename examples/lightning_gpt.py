@@ -3,7 +3,7 @@
     python examples/lightning_gpt.py                                    # Lightning starts 2 processes
     torchrun --nproc-per-node 2 examples/lightning_gpt.py --stage 3     # torchrun starts them
 
-It trains on this file. With accelerators, pass --accelerator auto.
+The script trains on its own source code. With accelerators, pass --accelerator auto.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Model(lightning.LightningModule):
     """A byte-level GPT. `configure_model` builds its layers, which at stage 3 are sharded from the start."""
 
     def configure_model(self) -> None:
-        """Build the layers. The Trainer calls it once for each run."""
+        """Build the layers. The Trainer calls this method once for each run."""
         if not hasattr(self, "gpt"):
             torch.manual_seed(0)
             self.gpt = GPT(GPTConfig(layers=4, width=64, heads=2, context=LENGTH))

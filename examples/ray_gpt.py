@@ -38,7 +38,7 @@ def windows(text: Tensor, first: int, count: int) -> Tensor:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train on one worker. Ray has initialized torch.distributed."""
+    """Train on one worker. Ray has initialised torch.distributed."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=4, width=64, heads=2, context=LENGTH))
     engine, _, _, _ = zeroshard.initialize(model=model, config=CONFIG)

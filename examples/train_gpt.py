@@ -89,8 +89,8 @@ def microbatch_size(batch: object, world_size: int) -> int:
 class CtrlC:
     """A block in which Ctrl-C takes effect between steps. If one rank stopped within a step, the others would wait forever.
 
-    Under torchrun a process gets the signal twice, from the terminal and from torchrun, and several ranks
-    ignore the second one. A single rank ends at the second signal.
+    Under torchrun, each process gets the signal twice: from the terminal and from torchrun. With several ranks, the
+    second signal has no effect. A single rank ends at the second signal.
     """
 
     def __enter__(self) -> Self:
@@ -308,7 +308,7 @@ def main() -> None:
     ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
     console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
 
-    if options.checkpoints is not None:  # a call for every rank, also on a host without a checkpoint
+    if options.checkpoints is not None:  # every rank calls it, even on a host without a checkpoint
         path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
         console.print("no checkpoint yet" if path is None else f"resuming from {path}")
 

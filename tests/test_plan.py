@@ -350,7 +350,7 @@ def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
 
 def test_a_batch_of_another_size_than_the_configs_is_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 2}
-    with pytest.raises(UsageError, match="no dimension of the batch has the micro-batch size of the config, 2"):
+    with pytest.raises(UsageError, match="no dimension of the batch has the microbatch size of the config, 2"):
         zeroshard.plan(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(4, 8, 64),))
     zeroshard.plan(
         lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(8, 2, 64),)

@@ -72,7 +72,7 @@ def refused(*arguments: str) -> str:
 
 
 def test_a_config_is_judged(folder: Path) -> None:
-    model = (".", "--gpus", "8", "--memory", "1024MB", "--sequence", "32")  # few doublings of the micro-batch fill it
+    model = (".", "--gpus", "8", "--memory", "1024MB", "--sequence", "32")  # few doublings of the microbatch fill it
     written_to = ("--config", "zero.json", "--write", "out.json", "--plot", "memory.png")
     done = zeroshard("plan", *model, *written_to)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_a_config_is_judged(folder: Path) -> None:
         "driver's context",
         "stage 3",
         "activation checkpointing",
-        "largest micro-batch",
+        "largest microbatch",
     ):
         assert word in done.stdout
     written = json.loads((folder / "out.json").read_text())
@@ -363,13 +363,13 @@ def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
 def test_a_model_that_takes_one_batch_size_only_is_planned(folder: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "factory.py:two_samples", "--config", "zero.json"])
     assert done.exit_code == 0, done.output
-    assert "fits:" in done.output and "the largest micro-batch is unknown: the model could not be run" in done.output
+    assert "fits:" in done.output and "the largest microbatch is unknown: the model could not be run" in done.output
 
 
 @pytest.mark.full
 def test_a_largest_micro_batch_at_the_limit_of_the_search_says_so(folder: Path) -> None:
     done = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json"])
-    assert "the largest micro-batch that fits: at least " in done.output
+    assert "the largest microbatch that fits: at least " in done.output
 
 
 def test_a_config_that_a_run_refuses_is_refused(folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""Owns `import zeroshard.as_deepspeed`, after which `import deepspeed` imports zeroshard's shim. Import it first.
+"""Owns `import zeroshard.as_deepspeed`, after which `import deepspeed` imports zeroshard's shim.
 
-The import puts zeroshard's package named `deepspeed` first on the path, for this process and its child processes, and
-prints a line on rank 0.
+Import this module before all other libraries. The import puts zeroshard's package named `deepspeed` first on the path,
+for this process and its child processes, and prints a line on rank 0.
 
 Raises:
-    UsageError: the real DeepSpeed is loaded already, or transformers or accelerate has looked for it and found none.
+    UsageError: the real DeepSpeed is loaded already, or transformers or accelerate has looked for DeepSpeed and found none.
 """
 
 from __future__ import annotations

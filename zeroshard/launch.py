@@ -1,4 +1,4 @@
-"""Owns the calls that join this process to the other ranks of its launcher, and leave them at exit.
+"""Owns the calls by which this process joins the other ranks of its launcher, and leaves them at exit.
 
 The calls look for launchers in this order:
 
@@ -75,7 +75,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         return _read_mpi(env, _PMI)
     if "SLURM_PROCID" in env:
         return _read_slurm(env)
-    if "RANK" in env:  # a rank above 0 needs a number of ranks
+    if "RANK" in env:  # raises if the rank is above 0, since WORLD_SIZE is missing
         return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
     return None
 
@@ -177,7 +177,7 @@ def first_host(nodes: str) -> str:
 
 
 def local_rank() -> int:
-    """Return this process's number on its machine, or its rank if the launcher sets only that.
+    """Return this process's number on its machine, or its rank if the launcher sets only the rank.
 
     Raises:
         UsageError: see `read_launch`.
@@ -294,7 +294,7 @@ def join_ranks(
 
 
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
-    """Return a warning if torchrun may restart the ranks, and they share its own store.
+    """Return a warning if torchrun may restart the ranks, and the ranks share torchrun's store.
 
     In that store, restarted ranks would find the addresses of the ranks that ended, and would wait for these ranks
     (torch 2.13, over gloo).
@@ -327,7 +327,7 @@ def _meeting_point(launch: Launch) -> str:
             "set MASTER_ADDR to the machine of rank 0 (and MASTER_PORT to a free port there), or start with torchrun."
         )
     if launch.launcher == "torchrun":
-        return "env://"  # torchrun itself listens on the port, and sets variables from which torch learns this
+        return "env://"  # torchrun itself listens on the port, and sets the variables that torch reads
     address = launch.address
     if ":" in address and not address.startswith("["):  # IPv6
         address = f"[{address}]"
@@ -354,7 +354,7 @@ def unknown_address(launch: Launch) -> str | None:
 def leave_ranks() -> None:
     """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
 
-    Otherwise the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
+    Without this call, the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
     While the backend waits for collectives that have begun, it holds the GIL: only faulthandler can enforce the limit.
     """
     if not dist.is_initialized():

@@ -42,8 +42,8 @@ class Residency:
     Attributes:
         sharded: whether each rank stores only its shard of the state. Otherwise, each rank stores all of it.
         place: where the state is stored between its uses.
-        per_host: for parameters: shard them over the ranks of each host (`Policy.within`), so that each host has all
-            parameters.
+        per_host: for parameters: whether they are sharded over the ranks of each host (`Policy.within`), so that each
+            host has all of them.
 
     Raises:
         PolicyError: there is no such place.
@@ -157,8 +157,8 @@ class Policy:
             a sharded optimizer.
         reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
             more all-gather) or kept for the backward.
-        prefetch_numel: for sharded parameters: the number of elements that are gathered ahead of their use. 0 disables
-            prefetching; None prefetches one unit.
+        prefetch_numel: for sharded parameters: units are gathered ahead of their use until they have this many elements.
+            0 disables prefetching; None prefetches one unit.
         max_live_numel: for sharded parameters: the number of unsharded elements beyond which no unit is prefetched or
             kept. The units in use (the root, and the block that is running) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
@@ -171,8 +171,8 @@ class Policy:
         wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
             results.
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
-            store only the master weights, and round them in each all-gather. 16-bit parameters then take two bytes
-            less each, and results are bit-identical. It has no effect with `per_host` parameters.
+            whether to store only the master weights, and round them in each all-gather. 16-bit parameters then take two
+            bytes less each, and results are bit-identical. It has no effect with `per_host` parameters.
 
     Raises:
         PolicyError: a value is invalid, a disk has no folder, or values exclude each other.
@@ -284,7 +284,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: there is no such stage, `within` is invalid, or `wire` needs it.
+            PolicyError: there is no such stage, `within` is invalid, or `wire` is lossy without `within`.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -367,14 +367,14 @@ class Precision:
     """The dtypes of a training run.
 
     Attributes:
-        param_dtype: dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
-        reduce_dtype: dtype in which gradients are sent between ranks. None means the parameter's dtype, or fp32 if that
-            has 16 bits and the backend rounds after each addition, as NCCL does.
-        accumulate_dtype: dtype in which reduced gradients are kept and summed over microbatches. None means
+        param_dtype: the dtype of the unsharded parameters that forward and backward use; None keeps each parameter's own.
+        reduce_dtype: the dtype in which gradients are sent between ranks. None means the parameter's dtype, or fp32 if
+            that dtype has 16 bits and the backend rounds after each addition, as NCCL does.
+        accumulate_dtype: the dtype in which reduced gradients are kept and summed over microbatches. None means
             the dtype of the master weights, since 16-bit sums over microbatches lose precision.
-        master_dtype: dtype of the weights that the optimizer updates. It is widened if it cannot represent all
+        master_dtype: the dtype of the weights that the optimizer updates. It is widened if it cannot represent all
             values of the parameters' dtype.
-        buffer_dtype: dtype of the model's floating-point buffers; None keeps each buffer's own.
+        buffer_dtype: the dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
             divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.
             (Sums over gloo are always in fp32 at least. By default, NCCL divides while it adds.)

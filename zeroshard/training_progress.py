@@ -57,14 +57,14 @@ def progress(
     Args:
         trained: an engine, which reports its own steps, or the result of `shard`. In the second case, call `step` after
             each step.
-        steps: the number of steps in all, including those before `begin`, for the time left.
+        steps: the number of steps in all, including those before `begin`, to compute the time left.
         begin: the number of steps before this run, if it continues another one. An engine has its own count.
         samples: the number of samples in one step, over all ranks. An engine has its own count.
         tokens: the number of tokens in one sample.
         flops: the FLOPs of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
-        peak_flops: the peak of one accelerator in FLOPs per second, for MFU; default: zeroshard's entry for
-            this accelerator and dtype. Without a peak, no MFU is shown.
+        peak_flops: the peak of one accelerator in FLOPs per second, for MFU; default: the value in
+            zeroshard's table for this accelerator and dtype. Without a peak, no MFU is shown.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -160,7 +160,10 @@ class TrainingProgress:
                 self._read()
 
     def stop(self) -> None:
-        """Wait for the last figures, show them, and keep the line. The `with` block calls this, unless an exception ends it."""
+        """Wait for the last figures, show them, and keep the line.
+
+        The `with` block calls this method at its end, unless an exception ends the block.
+        """
         with self._exits:
             if self._is_heard:
                 self._is_heard = False
@@ -250,7 +253,7 @@ class TrainingProgress:
                 self._monitor.write(self._figures(step, speed, is_last=step is last), {})
 
     def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
-        """Return the figures of the step that the row shows.
+        """Return the figures of a step, whose loss, norm and learning rate are in the row.
 
         Only the last step that arrived gets memory figures, and the bytes sent since the last read.
         """

@@ -50,7 +50,7 @@ class _Part:
         ]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values. Merged weights and the last value are copies; others are the model's own memory.
+        """Yield names and values. Merged weights and the last value are copies; the others are the model's own memory.
 
         When the unit is resharded, the caller's loop variable still refers to the last value, and would keep its memory
         allocated. So the smallest value comes last, as a copy.

@@ -94,7 +94,8 @@ class ParameterStates:
     def own_gradient(self) -> Tensor | None:
         """Return a copy of this rank's sum of gradients, if it has not been reduced yet. It runs no collective.
 
-        It has the parameter's local shape. Without such a sum it is None: after the reduction, `get("gradients")` returns the mean.
+        The copy has the parameter's local shape. Without such a sum, return None: after the reduction, `get("gradients")` returns
+        the mean.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]

@@ -73,9 +73,10 @@ def unsharded(
     """Unshard the parameters of a module, or given parameters, inside the block.
 
     This works under every policy, and for parameters made under `sharded_init`. Parameters stay unsharded while the
-    model runs, so each rank may run it any number of times inside, for example to generate. If parameters are sharded
-    at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If an
-    exception leaves the block, changes to parameters that are sharded at rest are lost. With `undo`, so are all others.
+    model runs, so each rank may run it any number of times inside the block, for example to generate. If parameters are
+    sharded at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If
+    an exception leaves the block, changes to parameters that are sharded at rest are lost. With `undo`, all other
+    changes are lost too.
 
     Args:
         target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
@@ -86,8 +87,9 @@ def unsharded(
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target is something else; its parameters are parked; there is no such rank; or parameters were changed
-            without a modifier rank, and the block ends or another one begins inside it. Changes to sharded parameters are lost.
+        UsageError: the target has another type, its parameters are parked, or there is no such rank. Without a modifier rank:
+            parameters were changed, and the block ends or another one begins inside it. Changes to sharded parameters are
+            then lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:
@@ -309,7 +311,7 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
 def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
     """Take changes, as `_take_changes` does.
 
-    Errors identify a parameter without a name by its number among the given parameters, and by its shape.
+    These parameters have no names: errors identify them by their numbers among the given ones, and by shape.
     """
     collectives = born[0][1].births.collectives(born[0][0].device)
     own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]

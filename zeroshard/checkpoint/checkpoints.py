@@ -73,7 +73,7 @@ class Checkpoints:
 
     Args:
         live: the model.
-        display: shows the progress of a long save or load.
+        display: the display of the progress of a long save or load.
     """
 
     def __init__(self, live: LiveModel, display: Display) -> None:
@@ -86,7 +86,7 @@ class Checkpoints:
 
     @cached_property
     def control(self) -> Collectives:
-        """The connections of saves, made at first use: their messages must not mix with the messages of training."""
+        """The connections for saves, made at first use: their messages must not mix with the messages of training."""
         return self.live.collectives.control()
 
     @property
@@ -98,7 +98,7 @@ class Checkpoints:
         """Name the waits of a save, a load or an export. Every rank must enter it.
 
         An error that other ranks may not have, such as an interrupt, closes the connections, unless an asynchronous save is using
-        them. So no rank waits for this one. The next call makes new connections.
+        them. So no other rank waits for this rank. The next call makes new connections.
         """
         try:
             with self.live.collectives.operation(name):
@@ -241,7 +241,7 @@ class Checkpoints:
         """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag or None.
 
         The ranks meet over the connections of training, which detect a rank that is still training. If some rank has closed
-        its connections of saves, all ranks close theirs.
+        its connections for saves, all ranks close theirs.
         """
         collectives = self.live.collectives
         with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
@@ -281,8 +281,8 @@ class Checkpoints:
             strict: whether to raise an error for parameters and buffers that the checkpoint or the model lacks.
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
-            fall_back: whether to load the newest checkpoint that can be loaded if the chosen one cannot. The reason is logged.
-            node_local: whether the folder is local to each host, see `save`. Each host first receives the files that it
+            fall_back: whether to load the newest intact checkpoint if the chosen one cannot be loaded. The reason is logged.
+            node_local: whether the folder is local to each host; see `save`. Each host first receives the files that it
                 lacks.
 
         Returns:
@@ -316,7 +316,7 @@ class Checkpoints:
     def _load_any(
         self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
     ) -> Loaded:
-        """Load the first complete candidate. If there is none, raise the errors of all."""
+        """Load the first complete candidate. If there is none, raise the errors of all candidates."""
         hosts = self._hosts_of(node_local)
         holdings = None
         if not node_local:

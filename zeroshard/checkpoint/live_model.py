@@ -47,7 +47,7 @@ class LiveModel:
     step: ShardedStep
     context: Context
     adapter_names: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    """The names in adapters' files that PEFT chose, see `_adapter_names`."""
+    """The names in adapters' files that PEFT chose; see `_adapter_names`."""
 
     @property
     def collectives(self) -> Collectives:
@@ -153,7 +153,7 @@ def _folder_of_an_export(name: str) -> str:
 class Description(BaseModel):
     """A description of the model. The manifest stores it as JSON, in `values["description"]`.
 
-    An export writes files with its names, so each name is verified: manifests are not trusted.
+    An export writes files under its names, so each name is verified: manifests are not trusted.
 
     Attributes:
         files: the contents of JSON files beside the weights, by name.
@@ -270,7 +270,7 @@ def _adapter_names(live: LiveModel, adapter: str, config: Any) -> dict[str, str]
     for fqn, buffer in persistent_buffers(live.model, all_names=True):
         first[name_of(fqn)] = first_of.setdefault(id(buffer), name_of(fqn))
     key = (adapter, *first)
-    # PEFT may query the Hub about the vocabulary's size: call it once, whether it succeeds or not.
+    # PEFT may query the Hub about the vocabulary's size: call PEFT once, whether the query succeeds or not.
     if key not in live.adapter_names:
         live.adapter_names[key] = {}
         stand_ins = {name: torch.empty(0, device="meta") for name in first}

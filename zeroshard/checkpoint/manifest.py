@@ -108,7 +108,7 @@ class RangeRecord(_Sparse):
 
 
 class StateRecord(_Record):
-    """The record of one model state of one parameter. Its ranges are ordered by `start`, disjoint, and cover all elements."""
+    """The record of one model state of one parameter. Its ranges are disjoint and ordered by `start`, and cover all elements."""
 
     dtype: str
     ranges: list[RangeRecord]
@@ -137,7 +137,7 @@ class TensorRecord(_Record):
 
 
 class Manifest(_Sparse):
-    """The contents of one checkpoint, see the module's docstring."""
+    """The contents of one checkpoint; see the module's docstring."""
 
     format: str = "zeroshard checkpoint"
     version: int = VERSION
@@ -158,11 +158,11 @@ class Manifest(_Sparse):
     param_groups: list[dict[str, Any]] = Field(default_factory=list)
     """Packed hyperparameters of each param group, and the names of its parameters."""
     values: dict[str, Any] = {}
-    """All other values, packed, see values.py."""
+    """All other values, packed; see values.py."""
     tensors: dict[str, TensorRecord] = {}
 
     def buffers(self, rank: int = 0) -> dict[str, Any]:
-        """Return the packed buffers that a rank saved, by name. A rank above 0 saves a buffer only if rank 0 has other values."""
+        """Return the packed buffers that a rank saved, by name. Ranks above 0 save only buffers that differ from rank 0's."""
         ranks = self.values.get("ranks", [])
         packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
         return packed
@@ -276,7 +276,11 @@ def is_folder_name(name: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return the tag. Raise a `CheckpointError` if it is `latest`, is not a folder name, or has a leading dot or outer spaces."""
+    """Return the tag.
+
+    Raises:
+        CheckpointError: the tag is `latest`, is not a folder name, or has a leading dot or spaces at an end.
+    """
     if not isinstance(tag, str):
         raise CheckpointError(f"{tag!r} cannot be a tag, a string: give {str(tag)!r}.")
     if not is_folder_name(tag) or tag != tag.strip() or tag.startswith(".") or tag == LATEST:
@@ -370,7 +374,7 @@ def _without_latest(folder: Path) -> str:
 
 
 def tags(folder: Path, *, whole: bool = True) -> list[str]:
-    """List the tags of complete checkpoints, newest first; without `whole`, also of checkpoints that lack files on this host."""
+    """List the tags of complete checkpoints, newest first. Without `whole`, include checkpoints that lack files on this host."""
     found = [(one.created, name) for name, one in _manifests(folder) if not whole or is_whole(folder / name, one)]
     return [name for _, name in sorted(found, reverse=True)]
 

@@ -51,7 +51,7 @@ class Hosts:
         return self.ranks[self.host(rank)][0] == rank
 
     def member(self, host: int, number: int) -> int:
-        """Return the rank of a host that does the task with this number. The ranks of a host take turns."""
+        """Return the rank that does the task with this number on a host. The ranks of a host take turns."""
         ranks = self.ranks[host % len(self.ranks)]
         return ranks[number % len(ranks)]
 
@@ -188,7 +188,7 @@ class Holdings:
                 version.holders[name] = holders
 
     def tags(self, tag: str | None, *, fall_back: bool) -> list[str]:
-        """List the tags to try: `tag`, or the newest one that is in the `latest` of some host.
+        """List the tags to try: `tag`, or the newest tag that is in the `latest` of some host.
 
         With `fall_back`, the other checkpoints without lost files follow, the newest first.
         """
@@ -253,7 +253,7 @@ class Holdings:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
 
     def leave_out_damaged(self, tag: str) -> bool:
-        """Verify a checkpoint's files on every host, and forget the damaged ones. Every rank must call it.
+        """Verify a checkpoint's files on every host, and count the damaged ones as missing. Every rank must call it.
 
         Returns:
             Whether some files were damaged and other hosts have intact copies, which `bring` can send.

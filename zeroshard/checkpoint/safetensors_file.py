@@ -350,7 +350,7 @@ def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance:
 
 
 def _verified_chunks(path: Path, record: FileRecord, numbers: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
-    """Check a file's size. Yield (number, bytes) of each chunk once its checksum is verified. All share one buffer.
+    """Check a file's size. Yield (number, bytes) of each chunk once its checksum is verified. All chunks share one buffer.
 
     Raises:
         CheckpointError: as `read_verified`.

@@ -57,7 +57,7 @@ class Destination:
         return self.folder / self.tag
 
 
-# ---------------------------------------------------------------------- what one rank saves
+# ---------------------------------------------------------------------- one rank's part of a save
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def write_checkpoint(
         if leads:
             files.clean(to.folder)
             to.path.mkdir(parents=True, exist_ok=True)
-    # Buffers are the same on all ranks, except where each keeps statistics of its own.
+    # Buffers are the same on all ranks, except where each rank keeps its own statistics.
     buffers = [name for name in crcs if control.rank == 0 or crcs[name] != first["buffers"].get(name)]
     written = [to.path / file_name(control.rank, save)]
     try:
@@ -308,7 +308,7 @@ def write_checkpoint(
     if control.rank == 0:
         manifest = complete(outline, to.tag, files.next_time(to.folder), reports)
     if hosts.are_several:  # only rank 0's values are saved, so all hosts get its manifest
-        text = b"" if manifest is None else json.dumps(manifest.model_dump()).encode()  # pydantic's own has no infinity
+        text = b"" if manifest is None else json.dumps(manifest.model_dump()).encode()  # pydantic's JSON lacks infinity
         manifest = Manifest.model_validate_json(broadcast(control, text, 0))
     with together(control, "the manifest of a checkpoint", _FAILED):
         if leads and manifest is not None:

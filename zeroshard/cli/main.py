@@ -56,7 +56,7 @@ def options(
 
 def main() -> None:
     """Run the program. For an error of zeroshard or the file system, print a sentence and exit with code 2."""
-    # Otherwise Python's last garbage collection goes through all of torch's modules, which takes a second.
+    # Otherwise Python's last garbage collection would go through all of torch's modules, which takes a second.
     atexit.register(gc.freeze)
     try:
         app(prog_name="zeroshard")

@@ -239,7 +239,7 @@ def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
         for size in (1, nbytes):
             memory = torch.zeros(size, dtype=torch.uint8)
             mine.append(_seconds(lambda memory=memory, one=one, other=other: there_and_back(memory, one, other)))  # type: ignore[misc]
-        # The first rank's clock counts.
+        # Use the times that the link's first rank measured.
         latency, whole = (seconds / 2 for seconds in collectives.exchange_json(mine, "the time of a link")[one])
         links.append(Link((one, other), is_across, latency, nbytes / max(whole - latency, 1e-9)))
     collectives.close()

@@ -28,12 +28,12 @@ _NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?|[+-]?[\d_]+\.)\s*([a-z]*
 
 
 def parameters_of(text: str | float) -> float:
-    """Read a number of parameters: `7B`, `500M`, `7.5e9`, `1_000_000`. Raises `typer.BadParameter`."""
+    """Read a number of parameters: `7B`, `500M`, `7.5e9`, `1_000_000`. Raise `typer.BadParameter` for other text."""
     return _size(text, {**_DECIMAL, "b": 10**9, "bn": 10**9}, "a number of parameters, such as 7B, 500M or 7.5e9")
 
 
 def nbytes_of(text: str | float) -> int:
-    """Read a number of bytes: `80GB`, `512MiB`, `1e9`, `4k`. Raises `typer.BadParameter`."""
+    """Read a number of bytes: `80GB`, `512MiB`, `1e9`, `4k`. Raise `typer.BadParameter` for other text."""
     units = {**_DECIMAL, **_BINARY}
     units |= {f"{unit}b": factor for unit, factor in units.items()}
     return int(_size(text, units, "a number of bytes, such as 80GB, 512MiB or 1e9"))
@@ -50,7 +50,7 @@ def _size(text: str | float, units: dict[str, int], what: str) -> float:
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of a dtype: `bfloat16` for `bf16`. Raises `typer.BadParameter`."""
+    """Return torch's name of a dtype: `bfloat16` for `bf16`. Raise `typer.BadParameter` for other text."""
     from zeroshard.config.fields import DTYPE_NAMES
 
     name = DTYPE_NAMES.get(text.lower().removeprefix("torch."))
@@ -60,7 +60,7 @@ def dtype_name(text: str) -> str:
 
 
 def load_factory(name: str) -> Callable[[], Any]:
-    """Return the function that `module:function` or `file.py:function` names. Raises `UsageError` if none can be imported."""
+    """Return the function that `module:function` or `file.py:function` names. Raise `UsageError` if none can be imported."""
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise UsageError(f"a model is module:function or file.py:function, not {name!r}. Name both.")
@@ -112,7 +112,7 @@ def call_factory(name: str, factory: Callable[[], Any]) -> Any:
 
 
 def build_module(name: str) -> nn.Module:
-    """Build a factory's module on the meta device, where it needs no memory. Raises `UsageError` if that fails."""
+    """Build a factory's module on the meta device, where it needs no memory. Raise `UsageError` if that fails."""
     import torch
     from torch import nn
 
@@ -127,7 +127,7 @@ def build_module(name: str) -> nn.Module:
 
 
 def input_file(path: Path, option: str) -> Path:
-    """Return `path`. Raises `UsageError`, which names `option`, unless it is an existing file."""
+    """Return `path`. Raise `UsageError`, which names `option`, unless it is an existing file."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     if not path.is_file():
@@ -136,7 +136,7 @@ def input_file(path: Path, option: str) -> Path:
 
 
 def input_folder(path: Path, option: str) -> Path:
-    """Return `path`. Raises `UsageError`, which names `option`, unless it is an existing folder."""
+    """Return `path`. Raise `UsageError`, which names `option`, unless it is an existing folder."""
     if not path.exists():
         raise UsageError(f"{option}: no folder at {path}. Check the path.")
     if not path.is_dir():
@@ -145,7 +145,7 @@ def input_folder(path: Path, option: str) -> Path:
 
 
 def output_file(path: Path, option: str) -> Path:
-    """Return the path of a file to write. Raises `UsageError` for a folder, and for a path below a file."""
+    """Return the path of a file to write. Raise `UsageError` for a folder, and for a path below a file."""
     if path.is_dir():
         raise UsageError(f"{option}: {path} is a folder, not a file. Name a file.")
     output_folder(path.parent, option)
@@ -153,7 +153,7 @@ def output_file(path: Path, option: str) -> Path:
 
 
 def picture_file(path: Path, option: str) -> Path:
-    """Return the path of a plot to write. Raises `UsageError` like `output_file`, for other formats, and without matplotlib."""
+    """Return the path of a plot to write. Raise `UsageError` like `output_file`, for other formats, and without matplotlib."""
     output_file(path, option)
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(
@@ -165,7 +165,7 @@ def picture_file(path: Path, option: str) -> Path:
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """Return the path of a folder to make or write to. Raises `UsageError` if it or a parent is a file."""
+    """Return the path of a folder to make or write to. Raise `UsageError` if it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option}: {folder} is a file, not a folder. Name a folder.")

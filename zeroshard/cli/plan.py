@@ -40,7 +40,7 @@ _LOG_SECONDS = 10.0
 
 
 def memory_of(text: str | int) -> int:
-    """Read a number of bytes: `80GB`, `40GiB`, `8e10`. Raises `typer.BadParameter` for a bare `80`, and for other text."""
+    """Read a number of bytes: `80GB`, `40GiB`, `8e10`. Raise `typer.BadParameter` for a bare `80`, and for other text."""
     if str(text).strip().replace("_", "").replace(".", "", 1).isdigit():
         raise typer.BadParameter(f"{text!r} has no unit: write 80GB, or 40GiB.")
     return nbytes_of(text)
@@ -73,7 +73,7 @@ def plan(
     sharded_init: Annotated[bool, typer.Option(
         "--sharded-init", help="Build the model inside zeroshard.sharded_init.")] = False,
     quick: Annotated[bool, typer.Option(
-        "--quick", help="With --config: try no changes to it and no larger micro-batches.")] = False,
+        "--quick", help="With --config: try no changes to it and no larger microbatches.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     write: Annotated[Path | None, typer.Option(help='Write the complete config, without "auto", to this file.')] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of one step to this file (PNG or SVG).")] = None,
@@ -156,9 +156,9 @@ class _Answer:
 
     Attributes:
         found: the result of a search; None if --config named a config.
-        largest: the largest micro-batch size that fits; None if it was not searched for, or is unknown.
+        largest: the largest microbatch size that fits; None if it was not searched for, or is unknown.
         sequence: the tokens of a sample, if the model's batches depend on --sequence.
-        why_unknown: the error of a larger micro-batch size that cannot be planned.
+        why_unknown: the error of a larger microbatch size that cannot be planned.
     """
 
     plan: Plan
@@ -198,14 +198,14 @@ class _Answer:
         if self.changes:
             console.print(changes_table(self.changes))
         if self.largest is not None:
-            known = "not even a micro-batch of 1 fits"
+            known = "not even a microbatch of 1 fits"
             if self.largest:
                 known = (
-                    f"the largest micro-batch that fits: {'at least ' * (self.largest >= MOST_SAMPLES)}{self.largest}"
+                    f"the largest microbatch that fits: {'at least ' * (self.largest >= MOST_SAMPLES)}{self.largest}"
                 )
             console.print(f"{known}.")
         if self.why_unknown:
-            console.print(f"the largest micro-batch is unknown: {self.why_unknown}", markup=False)
+            console.print(f"the largest microbatch is unknown: {self.why_unknown}", markup=False)
         console.print(verdict(self.plan))
 
     def _assumed(self) -> str:
@@ -240,14 +240,14 @@ def _judge(job: Job, config: Path, auto: dict[str, Any], batch: int | None, *, q
         made = Plan(job, figures)
     if batch is not None and made.figures.config.batch.micro != batch:
         raise UsageError(
-            f"the config makes the micro-batch size {made.figures.config.batch.micro}, so --batch {batch} has no effect. Leave it "
+            f"the config makes the microbatch size {made.figures.config.batch.micro}, so --batch {batch} has no effect. Leave it "
             "out, or change the config."
         )
     if quick:
         return _Answer(made)
     with _progress("trying single changes") as told:
         changes = judge(made, told)
-    with _progress("searching for the largest micro-batch") as told:
+    with _progress("searching for the largest microbatch") as told:
         told(0, 1)
         try:
             return _Answer(made, None, changes, largest_micro_batch(made))
@@ -296,7 +296,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def subject_of(name: str, sequence: int) -> Subject:
-    """Return the model that MODEL names. Raises `UsageError` if the file, architecture or function does not exist."""
+    """Return the model that MODEL names. Raise `UsageError` if the file, architecture or function does not exist."""
     from zeroshard.planning.transformers_models import Subject, from_config_file
 
     if ":" not in name or Path(name).exists():
@@ -320,7 +320,7 @@ def subject_of(name: str, sequence: int) -> Subject:
 
 
 def _with_samples(arguments: Any, samples: int) -> Any:
-    """Return a call's arguments with `samples` samples, in each tensor that has as many samples as the first one."""
+    """Return a call's arguments with `samples` samples, in each tensor that has as many samples as the first tensor."""
     from torch import Tensor
 
     from zeroshard.torch_private import tree_leaves, tree_map_only

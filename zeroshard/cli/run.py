@@ -172,7 +172,7 @@ def _check_json(path: Path) -> None:
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield (--name, value) of each option; the value is None if it has none."""
+    """Yield (--name, value) of each option; the value is None if the option has none."""
     for number, word in enumerate(arguments):
         if not word.startswith("--"):
             continue
@@ -197,7 +197,7 @@ def _allow_restarts(options: argparse.Namespace) -> None:
 
 
 def _launch(options: argparse.Namespace) -> None:
-    """Run the ranks until all have ended. Raises `UsageError` if they cannot start, and `typer.Exit` if one failed."""
+    """Run the ranks until all have ended. Raise `UsageError` if they cannot start, and `typer.Exit` if one failed."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

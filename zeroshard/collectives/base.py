@@ -120,7 +120,7 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ when operations start and end
 
     def together(self) -> AbstractContextManager[None]:
-        """Launch the block's operations together at its end, if the backend can. None may be waited for inside.
+        """Launch the block's operations together at its end, if the backend can. Wait for none of them inside.
 
         Every rank must enter it, including ranks that take part in no transfer.
         """
@@ -263,7 +263,7 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ transports that are made of others
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this one.
+        """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this rank.
 
         This is a part of a reduction, and its bytes count as such. A rank's own row is not copied to `received`. Both tensors are
         busy until the work has been waited for.
@@ -304,7 +304,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
     step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for low in range(0, out.numel(), step):
         high = min(low + step, out.numel())
-        # One addend of each sum is in `dtype`, so torch adds in it: the casts of all rows are never in memory at once.
+        # One addend of each sum is in `dtype`, so torch adds in `dtype`, and never has casts of all rows in memory at once.
         total, *parts = [contribution[low:high] for contribution in contributions]
         total = total.to(dtype)
         target = out[low:high]
@@ -326,7 +326,7 @@ class SummedRows(Reduction):
 
     _works: Sequence[Work]
     _rows: Sequence[Tensor]
-    """Every rank's row for this one, each [shard_numel], by rank. They have arrived when `_works` are done."""
+    """Every rank's row for this rank, each [shard_numel], by rank. They have arrived when `_works` are done."""
     _divisor: float
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:

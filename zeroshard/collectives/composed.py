@@ -99,7 +99,7 @@ class ComposedGather(Work):
             work.wait()
 
     def push(self) -> None:
-        # no test needs this wait: without it, what readers wait for would only start later.
+        # no test needs this wait: without it, the works that readers wait for would only start later.
         self.wait()
 
 
@@ -185,8 +185,8 @@ class TwoLevel(Composed):
         across   over the H ranks at the same place s, one on each host
 
     The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [H * S, n] are also blocks [S, H * n],
-    and `inside` reduces and gathers blocks. Each host is summed first; sums of several ranks cross in fp32 at least, or as codes:
-    (g0 + g1) + (g2 + g3) for two hosts of two ranks. The order of a sum depends on the hosts, and is the same for every policy.
+    and `inside` reduces and gathers blocks. Each host is summed first: (g0 + g1) + (g2 + g3) for two hosts of two ranks. Sums of
+    several ranks cross in fp32 at least, or as codes. The order of a sum depends on the hosts, and is the same for every policy.
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
@@ -392,7 +392,8 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 class Everyone(Collectives):
     """All ranks of a mesh of two dimensions, in the order of their global ranks.
 
-    They send only small messages. Each goes over `data` first. Then the messages of `data`'s ranks go over `others`, as one.
+    They send only small messages. Each goes over `data` first. Then the messages of `data`'s ranks go over `others` as a single
+    message.
 
     Args:
         data: the collectives of the data-parallel ranks.

@@ -195,9 +195,9 @@ class PointToPoint(Grouped):
         self.peers = [peer for peer in turned if peer in others]
         self._begun: dict[int, int] = {}
         """The last tag, by channel."""
-        # torch keeps a register of process groups, and names a group by their number: ranks that made different numbers of
-        # groups would wait for each other under different names, and a subgroup's resources are never freed. The store
-        # counts instead, for these members only, so any ranks may make groups in any order.
+        # torch registers process groups, names each by the number of groups before it, and never frees a subgroup's
+        # resources. Ranks that had made different numbers of groups would wait for each other under different names. So the
+        # store counts instead, for these members only, and any ranks may make groups in any order.
         self._name = members.counted_name("gloo")
         store = PrefixStore(self._name, members.store)
         # torch's stubs lack its send, recv and broadcast.
@@ -226,7 +226,7 @@ class PointToPoint(Grouped):
         return self._begun[channel]
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
-        # The engine's own methods: dist.isend and irecv take 20 times as long, for checks, 200 times a step.
+        # The engine's own methods: dist.isend and dist.irecv take 20 times as long, because of checks, 200 times a step.
         land = nothing
         if self._is_staged:
             # A tensor for several members is copied once.

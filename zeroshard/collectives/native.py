@@ -31,7 +31,7 @@ _METHODS = {
     (_REDUCE, False): ("reduce_scatter_single", "_reduce_scatter_base"),
     (_REDUCE, True): ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 }
-"""The names of a group's method for one tensor, or for several (True): in torch 2.13, and in earlier releases."""
+"""By kind, and whether there are several tensors: the name of a group's method in torch 2.13, and in earlier releases."""
 _WITHOUT_AVG = ("gloo", "mpi")
 """Backends without ReduceOp.AVG."""
 
@@ -96,8 +96,8 @@ class Native(Grouped):
         super().close()
         if self._messages is not None:
             self._messages.close()
-        # torch names a subgroup by the number of groups. A destroyed one would pass its name, and its stale addresses in the
-        # store, on to the next. So subgroups stay until the process ends.
+        # torch names a subgroup by the number of groups. A destroyed subgroup would pass its name, and its stale addresses
+        # in the store, on to the next. So subgroups stay until the process ends.
         if self._is_lasting and dist.is_initialized() and not self.members.is_subgroup:
             dist.destroy_process_group(self._gather_group)
             dist.destroy_process_group(self._group)
@@ -180,7 +180,7 @@ class Native(Grouped):
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        # If possible the backend divides while it adds, so that no sum grows with the number of ranks.
+        # If possible, the backend divides while it adds, so that no sum grows with the number of ranks.
         averages = divisor == self.world_size and self.members.backend not in _WITHOUT_AVG
         arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
         return NativeMean(arriving, workspace, 1.0 if averages else divisor)
@@ -229,7 +229,7 @@ class Native(Grouped):
             return self._messages.exchange(data, label)
 
     def exchange_values(self, value: Tensor | None, data: bytes, label: str) -> tuple[Tensor, list[bytes]]:
-        # Messages come first: if a rank had no value, the others' gather would meet a different one of that rank.
+        # Messages come first: if a rank had no value, the others' gather would meet a different gather of that rank.
         messages = self.agreed(value is not None, data, label)
         values = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self.device)
         if value is not None:

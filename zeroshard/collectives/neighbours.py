@@ -22,7 +22,7 @@ _NUMBER = struct.Struct("<Q")
 LIMIT = 1 << 16
 """The maximum size of a message in bytes."""
 READ = 1 << 63
-"""The bit that turns the tag of an offer into the tag of the report that it was read."""
+"""The bit that turns the tag of an offer into the tag of the report that the offered memory was read."""
 _GOODBYE, _FAILED, _STUCK = (READ | 1 << 62 | kind for kind in range(3))
 """The tags of a rank's messages about itself: it has finished; a wait failed; it is waiting for the receiver.
 
@@ -112,7 +112,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send; return False if the peer has finished. It needs nothing more, and its earlier messages can still be read."""
+        """Send; return False if the peer has finished, and so needs nothing more. Its earlier messages can still be read."""
         try:
             self.send(peer, tag, data)
         except Lost:

@@ -65,7 +65,7 @@ class SharedFile:
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         start = self._take(nbytes)
         memory = (ctypes.c_char * nbytes).from_address(self._base + start)
-        # This keeps the object, and so the map, as long as the memory is in use.
+        # This keeps the object, and so the mapping, as long as the memory is in use.
         weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
         return torch.frombuffer(memory, dtype=torch.uint8, count=numel * dtype.itemsize).view(dtype)
 
@@ -104,7 +104,7 @@ class SharedFile:
         return start
 
     def _give_back(self, start: int, nbytes: int) -> None:
-        if self._is_closed or os.getpid() != self._process:  # a rank may still read it; it is freed with the last map
+        if self._is_closed or os.getpid() != self._process:  # a rank may still read it; the last mapping frees it
             return
         self._discard(start, nbytes)
         self._returned.append((start, nbytes))

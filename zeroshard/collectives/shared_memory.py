@@ -106,7 +106,7 @@ class Lending:
         return sum(room.numel() for room in [*used, *self._rooms])
 
     def was_read(self, tag: int, reader: int) -> None:
-        """Record that a rank has read what is lent under a tag."""
+        """Record that a rank has read the memory that is lent under a tag."""
         lent = self._lent.get(tag)
         if lent is None:
             return
@@ -224,7 +224,7 @@ class SharedMemory(Grouped):
         return lent
 
     def wait_read(self, lent: Lent) -> None:
-        """Block until all peers have read what is lent."""
+        """Block until all peers have read the lent memory."""
         label = f"the readers of {lent.label}"
         for peer in sorted(lent.readers):  # while one is waited for, others end
             with self.guarded(label, peer):
@@ -305,7 +305,7 @@ class SharedMemory(Grouped):
         """Copy one rank's tensor to others, piece by piece, and wait until it has arrived."""
         if tensor.numel() == 0 or (self.rank != source and self.rank not in targets):
             return
-        # Ranks that sit out a transfer do not count it: a broadcast has a channel of its own.
+        # Ranks that take no part in a transfer do not count it, so a broadcast has a channel of its own.
         channel = source * self.world_size + (targets[0] if kind == "transfer" else source)
         if self.rank == source:
             self.sent[kind] += tensor.nbytes
@@ -392,7 +392,7 @@ class SharedGather(Work):
                 self._collectives.release(peer, self._lent.tag, self._lent.label)
 
     def _row(self, peer: int) -> Tensor:
-        """Wait for a rank's row, in that rank's memory. Our rows need a shape for it, but no memory."""
+        """Wait for a rank's row, in that rank's memory. This rank's `rows` need a shape for this, but no memory."""
         rows = self._rows
         return self._collectives.lent_by(peer, self._lent.tag, rows.shape[1], rows.dtype, self._lent.label)
 

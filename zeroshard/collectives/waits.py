@@ -21,7 +21,7 @@ class Pairing:
     """A record by which a watch detects that two ranks wait for each other, over connections that do not detect it.
 
     Attributes:
-        _connections: a name for them, the same on every rank.
+        _connections: a name for the connections, the same on every rank.
         _ranks: the others that must begin the operation, by their numbers among all ranks.
         _begun: by channel, the last tag that this rank has begun; kept up to date.
         _close: closes the connections, so that waits fail on all ranks. Any thread may call it.
@@ -62,7 +62,7 @@ class Pairing:
 
 
 def _lacks(begun: Sequence[int], tag: int) -> bool:
-    """Return whether no operation with this tag was begun. One with the same number and another code never pairs with it."""
+    """Return whether this tag's operation has not begun. One with the same number and another code never pairs with it."""
     channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
     for last in begun:
         if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:

@@ -37,7 +37,7 @@ REPORT_SECONDS = 5.0
 """The seconds that a rank whose wait failed waits for the others' messages."""
 
 GONE_SECONDS = 0.4
-"""The same, if a rank is known to be dead."""
+"""The seconds that such a rank waits if another is known to be dead."""
 
 _LOOKS = 6
 """The number of looks at the waits before the first notice."""
@@ -49,7 +49,7 @@ def notice_seconds() -> float:
     """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never.
 
     Raises:
-        UsageError: they are not a positive number.
+        UsageError: the environment's value is not a positive number.
     """
     text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
     with suppress(ValueError):
@@ -232,10 +232,10 @@ class Watch(Waits):
     def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told]]:
         """Report this thread's failed wait to the others. Return the message about it, and theirs by global rank.
 
-        It takes a few seconds if they or the store do not answer. Ranks that sent nothing are not in the result.
+        The call takes a few seconds if the other ranks or the store do not answer. Ranks that sent nothing are not in the result.
 
         Args:
-            gone: the ranks that cannot answer. If there are any, the other ranks notice it at once too, and the wait is short.
+            gone: the ranks that cannot answer. If there are any, the other ranks notice this at once too, and the wait is short.
         """
         wait = Wait(self._of_thread.operation, label, time.monotonic())
         told = Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
@@ -243,7 +243,7 @@ class Watch(Waits):
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
-            # The store may be gone with a rank: then the thread waits in vain, and this one does not wait for it.
+            # The store may have ended with a rank: then the watch's thread waits in vain, and this thread stops waiting for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
         self.reaches_store = question.is_heard
         return told, dict(question.found)

@@ -117,8 +117,8 @@ class DataTypesBlock(Block):
     """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32. But if `bf16`, `fp16` or "
-        "`param_dtype` sets the parameters' dtype, and the config has one microbatch per step, the default is "
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32 if a step has several "
+        "microbatches, or if no key (`bf16`, `fp16`, `param_dtype`) sets the parameters' dtype. In all other cases: "
         "`communication_data_type` or, if that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None

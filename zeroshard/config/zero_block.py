@@ -101,7 +101,7 @@ class ZeroBlock(Block):
     override_module_apply: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     memory_efficient_linear: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     pipeline_loading_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint readers.")] = False
-    log_trace_cache_warnings: Annotated[bool, no_meaning("if the order of modules changes between steps, only speed suffers.")] = False
+    log_trace_cache_warnings: Annotated[bool, no_meaning("a change in the order of modules affects only the speed.")] = False
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(

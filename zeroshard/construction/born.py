@@ -320,7 +320,7 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_parameter(parameter: nn.Parameter, births: Births) -> None:
-    """Replace a whole parameter by this rank's part, in place. Other classes, meta and integer parameters stay as they are."""
+    """Replace a whole parameter with this rank's part, in place. Meta, integer and subclassed parameters stay as they are."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.is_floating_point():
         return
     shard_of[parameter] = shard = Shard(parameter.shape, births)

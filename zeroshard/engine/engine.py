@@ -44,7 +44,7 @@ _PARKED = {
 class Engine(Saving, nn.Module):
     """An engine that trains one model: `loss = engine(batch); engine.backward(loss); engine.step()` for each microbatch.
 
-    The engine is a module that wraps the user's: `parameters()`, `state_dict()` (keys begin with `module.`), `train()`
+    The engine is a module that wraps the user's model: `parameters()`, `state_dict()` (keys begin with `module.`), `train()`
     and `eval()` work as for any wrapper. Attributes that the engine lacks are looked up in the model.
 
     Attributes:
@@ -273,7 +273,10 @@ class Engine(Saving, nn.Module):
         return batch.micro * batch.world_size * self._microbatches.backwards  # each counts as a microbatch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the step's gradients so far, as after an error: its next microbatch is the first. `set_to_none` has no effect."""
+        """Drop the step's gradients so far, as after an error. The next microbatch is then the step's first.
+
+        `set_to_none` has no effect.
+        """
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()

@@ -31,7 +31,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return repr(self._step.inner)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Clip, update and count, see `Engine.step`."""
+        """Clip, update and count; see `Engine.step`."""
         return self._step.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -52,18 +52,18 @@ def initialize(
         optimizer: a torch optimizer, or a callable that makes one from parameters; it replaces the config's block.
             Without either, the engine is for evaluation only.
         model_parameters: parameters or param groups for the config's optimizer or the callable; default: all that
-            require a gradient. It has no effect if `optimizer` is an optimizer.
+            require a gradient. It has no effect if `optimizer` is a torch optimizer.
         training_data: a dataset; `initialize` returns a loader over this rank's part of it.
         lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
         collate_fn: the loader's function that collates samples into a batch.
         config: a path, a dict or any other Mapping.
-        dist_init_required: whether to initialise torch.distributed; default: if the launcher's environment names
-            several ranks. With False, the caller must have initialised it.
+        dist_init_required: whether to initialise torch.distributed; default: only if the launcher's environment
+            names several ranks. With False, the caller must have initialised it.
         auto: values for "auto" keys of the config that zeroshard cannot derive, such as `auto={"lr": 3e-4,
-            "total_num_steps": 1000}`. If the config names no batch size, also `{"train_micro_batch_size_per_gpu": 8}`.
+            "total_num_steps": 1000}`. If the config names no batch size, add `"train_micro_batch_size_per_gpu": 8`.
         group: the data-parallel process group; default: all ranks. If the model is divided (by DTensors, or by the
             config's `tensor_parallel.autotp_size`), the default is the ranks that hold the same part.
-        attributes: a class whose properties the parameters gain, see `shard`.
+        attributes: a class whose properties the parameters gain; see `shard`.
 
     Returns:
         (engine, optimizer, loader or None, scheduler or None)

@@ -101,7 +101,7 @@ class StatefulLoader(DataLoader[Any]):
         self._at_step = self.state_dict()
 
     def state_of_step(self) -> dict[str, int]:
-        """Return the position at the beginning of the present step."""
+        """Return the position at the beginning of the current step."""
         return dict(self._at_step)
 
     def state_dict(self) -> dict[str, int]:

@@ -63,7 +63,10 @@ class Microbatches:
         self._had_own = True
 
     def warn_of_missing_steps(self, accumulation: int) -> None:
-        """Warn once if this microbatch had as many backwards as a step has microbatches: it may be a whole step."""
+        """Warn once if this microbatch had as many backwards as a step has microbatches.
+
+        The caller may have left out `step` after some of them.
+        """
         backwards = self._sharded.backwards_ended - self._ended_before
         if self._has_warned or accumulation == 1 or backwards != accumulation or self.boundary is not None:
             return

@@ -51,7 +51,7 @@ class Saving(Readers):
         save_latest: bool = True, exclude_frozen_parameters: bool = False, *, asynchronous: bool = False,
         keep_last: int | None = None,
     ) -> bool:  # fmt: skip
-        """Save all states that a resumed run needs, see `Sharded.save`. Every rank must call it.
+        """Save all states that a resumed run needs; see `Sharded.save`. Every rank must call it.
 
         These are model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
         position of `training_dataloader`, and `client_state`. If you save between the microbatches of a step, a load
@@ -93,7 +93,7 @@ class Saving(Readers):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False, *,
         fall_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Load a checkpoint and resume from it, see `Sharded.load`. Every rank must call it.
+        """Load a checkpoint and resume from it; see `Sharded.load`. Every rank must call it.
 
         Args:
             load_dir, tag, fall_back: see `Sharded.load`.
@@ -175,7 +175,7 @@ class Saving(Readers):
         self._sharded.export(out, dtype)
 
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of an export without files, one unit at a time, see `Sharded.named_weights`."""
+        """Yield the weights of an export without files, one unit at a time; see `Sharded.named_weights`."""
         return self._sharded.named_weights(to, merge_adapters=merge_adapters)
 
     def save_16bit_model(
@@ -183,7 +183,7 @@ class Saving(Readers):
     ) -> bool:  # fmt: skip
         """Write the model's state dict with `torch.save`, in its training dtypes. Every rank must call it.
 
-        Rank 0 needs memory for the whole model. `export` does not, and writes safetensors.
+        Rank 0 needs memory for the whole model. `export` needs no such memory, and writes safetensors.
 
         Returns:
             Whether the file was written. False if parameters are sharded and the config forbids gathering them.

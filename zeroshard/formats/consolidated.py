@@ -42,7 +42,7 @@ def state_dict_of(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the state dict of a checkpoint's whole model, on the CPU, for `model.load_state_dict`.
 
-    A tied parameter is under all its names.
+    A tied parameter appears under all its names.
 
     Args:
         folder: the folder of all checkpoints, or of one.
@@ -84,7 +84,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file with `torch.save` at the start, and rename it into place after the block. After an error, it is removed."""
+    """Write a file with `torch.save` at the start, and rename it into place after the block. After an error, remove the file."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):
@@ -100,7 +100,7 @@ def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Exported]:
-    """List the parameters and buffers of a whole model. Buffers keep their dtype."""
+    """List the parameters and buffers of a whole model. Buffers keep their dtypes."""
     excluded = reader.manifest.excluded
     if excluded and not exclude_frozen:
         raise CheckpointError(
@@ -115,7 +115,7 @@ def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) ->
 
 
 def _read(reader: Reader, tensors: Sequence[Exported]) -> dict[str, Tensor]:
-    """Return tensors by name, in the export's dtypes. A tied tensor is under all its names."""
+    """Return tensors by name, in the export's dtypes. A tied tensor appears under all its names."""
     by_fqn = {stored.names[0]: stored for stored in reader.model()}
     state: dict[str, Tensor] = {}
     for one in tensors:

@@ -1,7 +1,7 @@
-"""Owns the import from DeepSpeed: it converts a checkpoint of ZeRO stage 1, 2 or 3 to zeroshard's format.
+"""Owns the import from DeepSpeed, which converts a checkpoint of ZeRO stage 1, 2 or 3 to zeroshard's format.
 
 DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and runs no code from them. This module has
-substitutes for the few classes that they name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
+substitutes for the few classes that the files name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
 flat partitions are mapped into memory, and their fragments become spans of new files.
 
 The position of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
@@ -84,13 +84,14 @@ def import_deepspeed(
         folder: the folder of DeepSpeed's checkpoints, or of one of them.
         out: the folder of checkpoints to write to; the tag stays the same.
         tag: default: the tag in the file `latest`.
-        display: shows the progress; default: it is not shown.
+        display: the display of the progress; default: none.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: a file is missing, is not part of a DeepSpeed ZeRO checkpoint, or cannot be written. The message names it.
+        CheckpointError: a file is missing, is not part of a DeepSpeed ZeRO checkpoint, or cannot be written. The message names
+            the file.
     """
     source = files.folder_of(folder, tag)
     models, optimizers = _files(source)
@@ -476,7 +477,7 @@ def _groups(saved: _OptimizerFile, shapes: Sequence[Mapping[str, torch.Size]], p
     groups = []
     for group in base["param_groups"]:
         options = {key: value for key, value in group.items() if key not in ("params", "step")}
-        # Its flat tensors. At stage 3 there are several, one for each sub-group.
+        # The group's flat tensors: one, or at stage 3 one for each sub-group.
         names = [name for number in group["params"] for name in shapes[number]]
         groups.append({"names": names, "options": packer.pack(options, "group")})
     return groups

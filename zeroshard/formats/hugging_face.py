@@ -44,7 +44,7 @@ _OF_ADAPTERS = re.compile(rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json")
 _OF_MODELS = re.compile(
     rf"{_OF_ADAPTERS.pattern}|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?"
 )
-"""The files that an export of a whole model replaces. An export of adapters keeps these: the model may be their base."""
+"""The files that an export of a whole model replaces. An export of adapters replaces only `_OF_ADAPTERS`, and keeps their base."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _contents(
 
 
 def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) -> list[FilePlan]:
-    """Spread tensors over files, each of at most `max_shard_nbytes` or one tensor. A single file is named `single`."""
+    """Divide tensors over files of at most `max_shard_nbytes`, or of one larger tensor. A single file is named `single`."""
     shards: list[list[Exported]] = [[]]
     filled = 0
     for one in tensors:
@@ -259,9 +259,9 @@ def export(
         reader: the checkpoint.
         out: the folder to write to; files of a previous export there are replaced.
         dtype: the dtype of floating-point tensors; None keeps the saved dtypes (master weights: fp32).
-        max_shard_nbytes: the maximum size of a file; a larger model is spread over several.
+        max_shard_nbytes: the maximum size of a file; a larger model is divided over several files.
         exclude_frozen: whether to write only trained parameters and buffers, without the config files.
-        display: shows the progress; default: it is not shown.
+        display: the display of the progress; default: none.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, the checkpoint lacks parameters, or the folder cannot be
@@ -306,7 +306,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model in training, see `export`. Every rank must call it, writes its own ranges, and raises an error of any rank."""
+    """Write a model in training; see `export`. Every rank must call it, writes its own ranges, and raises an error of any rank."""
     live = checkpoints.live
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()

@@ -40,8 +40,8 @@ def load_pretrained(
     """Load a model's values from safetensors files.
 
     If a floating-point parameter was made inside `sharded_init` or is on the meta device, each rank reads only its own
-    part, 1/world_size of the parameter. Other parameters, and buffers, are read whole. Buffers that are not in the state
-    dict stay on the meta device: call `materialise` first.
+    part, 1/world_size of the parameter. Other parameters, and buffers, are read whole. Non-persistent buffers
+    stay on the meta device: call `materialise` first.
 
     Args:
         model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
@@ -99,7 +99,7 @@ def materialise(
 
     Args:
         model: the model. Modules with no tensor of their own on the meta device do not change.
-        initialise: a function that fills a module's own parameters and buffers; default: its `reset_parameters`. Random
+        initialise: a function that fills a module's own parameters and buffers; default: the module's `reset_parameters`. Random
             numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
         device: default: torch's default device.
         group: the data-parallel process group.

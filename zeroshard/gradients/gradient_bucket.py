@@ -88,9 +88,9 @@ class Microbatch:
 
     Attributes:
         missing: the parameters whose gradient has not arrived.
-        is_closed: no more gradients will arrive, and missing ones count as zeros.
+        is_closed: whether no more gradients will arrive, so that missing ones count as zeros.
         whole: [n] in scratch; or a part of the tensor that autograd made, which must not be written to.
-        is_scratch: `whole` is scratch.
+        is_scratch: whether `whole` is scratch.
     """
 
     missing: set[int]
@@ -104,7 +104,7 @@ class _Flight:
     """A reduction in flight. Its scratch is busy until it lands.
 
     Attributes:
-        stays: its sum stays on the accelerator, since another microbatch follows.
+        stays: whether its sum stays on the accelerator, since another microbatch follows.
         before: scratch for the earlier sum, to which this one is added, and the transfer that fills the scratch.
     """
 
@@ -211,7 +211,7 @@ class GradientBucket:
     """The gradients of one bucket, see the module's docstring.
 
     Args:
-        parameters: those of this bucket.
+        parameters: the bucket of the same parameters.
     """
 
     def __init__(self, parameters: ParameterBucket, dtypes: DTypes, context: Context) -> None:
@@ -259,7 +259,7 @@ class GradientBucket:
         self._sum: Tensor | None = None
         """The mean over ranks so far, on the accelerator until the last microbatch, if its place is elsewhere."""
         self._lent: Sent | None = None
-        """The last reduction that has landed here, if other ranks may still read what this rank sent."""
+        """The last reduction that has landed here, if other ranks may still read the memory that this rank sent."""
         self._gathering: Work | None = None
 
     def _move(self, event: str) -> None:
@@ -305,7 +305,7 @@ class GradientBucket:
             foreach_copy_(targets, parts)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """Return this rank's sum so far of the bucket's part of a parameter's gradient, 1-D, if it was not reduced yet."""
+        """Return this rank's sum, 1-D, of the bucket's part of a parameter's gradient; None if no unreduced sum exists."""
         if self.holds is not Holds.LOCAL_SUM or index not in self._summed:
             return None
         assert self._rows is not None
@@ -333,7 +333,7 @@ class GradientBucket:
 
     @property
     def _sums_before_reducing(self) -> bool:
-        """Whether microbatches are summed before a reduction. After that reduction, each is reduced like sharded gradients."""
+        """Whether microbatches are summed before a reduction. Microbatches after it are reduced like sharded gradients."""
         return not self._policy.gradients.sharded and self.holds in (Holds.NOTHING, Holds.LOCAL_SUM)
 
     # ------------------------------------------------------------------ over ranks
@@ -350,7 +350,7 @@ class GradientBucket:
         Return whether it was started: unsharded gradients wait for the last microbatch. No other reduction may be in flight.
 
         Args:
-            keeps_sum: a mean that rests elsewhere stays on the accelerator until the last microbatch.
+            keeps_sum: whether a mean that rests elsewhere stays on the accelerator until the last microbatch.
         """
         now = self.microbatch
         self.microbatch = Microbatch(set(self._everything))

@@ -17,8 +17,8 @@ from torch import Tensor
 from zeroshard.torch_private import foreach_mul_, foreach_norm
 
 ROW_NUMEL = 1024
-"""The elements of a row, whose squares a CPU sums in fp32; it adds the rows in fp64. One fp32 sum over 16 M elements is off
-by 6e-4, the sum of rows of 1024 by 1e-10, at the same speed."""
+"""The number of elements in a row. A CPU sums the squares of a row in fp32, and adds the rows in fp64. One fp32 sum over 16 M
+elements is off by 6e-4, the sum of rows of 1024 by 1e-10, at the same speed."""
 
 
 def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
@@ -73,7 +73,7 @@ def norm_of(squares: Tensor) -> float | Tensor:
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
     """Return the factor that removes the loss scale from gradients, and clips them as torch.nn.utils.clip_grad_norm_ does.
 
-    It is 1 if the norm is not finite.
+    The factor is 1 if the norm is not finite.
 
     Args:
         norm: the norm of the gradients without their scale.

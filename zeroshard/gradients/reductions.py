@@ -14,8 +14,9 @@ wait for the next unit. No reduction starts before that (`in_turn`): ranks diffe
 it at the same point. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
 So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for their turn on the device.
 
-Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it. Before it
-writes to the scratch again, it waits for them to finish it. If ranks finished in different orders, they could wait for each other.
+Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it. Before the
+rank writes to the scratch again, it waits for the others to finish that reduction. If ranks finished in different orders, they
+could wait for each other.
 
 [Note: room]
 Gradients that rest in CPU memory are copied there while the backward continues. If the accelerator has room, the computation waits
@@ -49,7 +50,7 @@ class Reductions:
             always allowed. 0: wait for each reduction immediately.
         overlap: whether gathers overlap with computation. If not, each blocks immediately.
         in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
-        accelerator: the accelerator memory checked for free space, if gradients are stored elsewhere. See [Note: room].
+        accelerator: the accelerator's memory, checked for free space if gradients are stored elsewhere. See [Note: room].
         pool: the buckets' buffer pool.
     """
 

@@ -88,7 +88,7 @@ def refuse_divided_by_transformers() -> None:
 
 
 def watch_loaders(model: nn.Module, ranks: int) -> None:
-    """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get wrong ones.
+    """Make a model's forward raise if accelerate's active loader dispatches batches, and some ranks get wrong batches.
 
     In evaluation, warn that accelerate gathers results from all ranks, including all ranks of one model.
 

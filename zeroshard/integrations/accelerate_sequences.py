@@ -1,6 +1,6 @@
-"""Owns what accelerate reads of its `ParallelismConfig(sp_backend="deepspeed")`: groups of ranks that share sequences.
+"""Owns the functions and classes that accelerate uses for `ParallelismConfig(sp_backend="deepspeed")`.
 
-accelerate finds these names in the package named deepspeed.
+Groups of ranks share sequences. accelerate finds these names in the package named deepspeed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _logger = logging.get_logger(__name__)
 
 
 _Trainer: Any = object
-"""A base class for type checkers; really the Trainer after the mixin."""
+"""The mixin's base class, for type checkers. At run time, the mixin's `super()` is the Trainer's class."""
 
 
 # ---------------------------------------------------------------------- settings
@@ -78,7 +78,7 @@ class Settings:
         return self.config is None or self.config.skips_steps_that_are_not_finite
 
     def create_loss_scaler(self) -> LossScaler:
-        """Make the config's loss scaler or, without one, a dynamic scaler under fp16 and a scale of 1 otherwise."""
+        """Make the config's loss scaler; without one, a dynamic scaler under fp16, otherwise a scale of 1."""
         if self.config is not None and self.config.scales_loss:
             return create_loss_scaler(self.config)
         if self.precision.param_dtype is torch.float16:
@@ -237,7 +237,7 @@ def refuse_optimizer(optimizer: Any) -> None:
         )
 
 
-# ---------------------------------------------------------------------- what the loop sees: model, optimizer, loss scaler
+# ---------------------------------------------------------------------- the loop's model, optimizer and loss scaler
 
 
 class OuterModel(nn.DataParallel[nn.Module]):
@@ -287,7 +287,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: float | Tensor | None = None
 
     def clip(self, max_norm: float | None) -> float | Tensor:
-        """Clip the gradients, and return their norm before clipping; with `skips`, as a float, which waits for an accelerator."""
+        """Clip the gradients, and return their norm before clipping; with `skips`, as a float, after a wait for the accelerator."""
         norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
         self._norm = float(norm) if self._skips else norm
         return self._norm
@@ -350,7 +350,7 @@ class NeedsOtherRanks:
 def generate_together(sharded: Sharded) -> None:
     """Make `generate` of transformers' models run on all ranks until the last one is done, while parameters are sharded.
 
-    Do not call it for compiled models: torch.compile treats a module with this attribute as a module of FSDP.
+    Do not call it for compiled models: torch.compile treats a module with `_is_fsdp_managed_module` as a module of FSDP.
     """
     answer: Any = NeedsOtherRanks(sharded)
     for module in sharded.model.modules():
@@ -465,7 +465,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ optimizer, scheduler, model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Return the caller's optimizer, or make the config's or, if it names none, the Trainer's."""
+        """Return the caller's optimizer, or make the config's, or the Trainer's if the config names none."""
         config = self._settings.config
         if self.optimizer is None and config is not None and config.schema.optimizer is not None:
             trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -474,7 +474,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the caller's scheduler, or make the config's or, if it names none, the Trainer's."""
+        """Return the caller's scheduler, or make the config's, or the Trainer's if the config names none."""
         config = read_settings(self._zero, self.args, self.model, num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schema.scheduler is not None:
             if optimizer is None:

@@ -78,7 +78,7 @@ def _units_below(
 
 
 def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
-    """Return the modules that `rule` or `MIXTURES` declares as units: the model only if no module inside has the class."""
+    """Return the modules that `rule` or `MIXTURES` declares as units. A class selects the model only if no module inside has it."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
     for name in rule.leaf_classes:
@@ -207,7 +207,7 @@ class _Extent(NamedTuple):
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raise if a parameter shares elements in memory with another parameter or with a buffer.
 
-    In plain PyTorch a write to one of the two shows in the other. With parameters in flat buffers, the write would not.
+    In plain PyTorch, a write to one of the two shows in the other. With parameters in flat buffers, it would not.
 
     Raises:
         UsageError: two of them share elements; the message names both, and the remedy.

@@ -192,7 +192,7 @@ def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
     """Place parameters of the given sizes so that each one lies in a single shard. The unit is one bucket.
 
     The largest remaining parameter goes to the rank that holds the fewest elements. All shards have the same size, so an uneven
-    division adds padding: a unit with a single large matrix takes `world_size` times its size.
+    division adds padding: a unit with a single large matrix takes `world_size` times the size of the matrix.
     """
     loads = [0] * world_size
     homes = {}

@@ -1,4 +1,4 @@
-"""Owns the check for 16-bit dtypes that a CPU has no instructions for: torch multiplies them element by element."""
+"""Owns the check for 16-bit dtypes for which a CPU has no instructions, so that torch multiplies element by element."""
 
 from __future__ import annotations
 

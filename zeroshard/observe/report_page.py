@@ -77,7 +77,7 @@ def job_name(run: RunLog) -> str:
 
 
 def _settings(about: dict[str, Any]) -> str:
-    """Return the config and the environment of a run as folded HTML, or an empty string if the log lacks them."""
+    """Return the config and the environment of a run as collapsed HTML, or an empty string if the log lacks them."""
     found = ""
     for name in ("config", "environment"):
         if about.get(name):

@@ -1,4 +1,4 @@
-"""Owns the report of underflow: the gradients that vanish in fp16, at the present loss scale and at others.
+"""Owns the report of underflow: the gradients that vanish in fp16, at the current loss scale and at others.
 
 Each scale has a backward of its own. An element underflows at a scale if it is zero there, but not at the largest scale whose
 gradients are all finite. An element that is zero at that scale too counts as truly zero, so the shares are lower bounds.
@@ -55,7 +55,7 @@ class UnderflowReport:
     """The share of each parameter's gradient elements that underflow to zero, by loss scale.
 
     Attributes:
-        scale: the present loss scale.
+        scale: the current loss scale.
         shares: by scale and parameter, the share of elements that underflow; a lower bound.
         total: by scale, the same share over all parameters.
         overflows: the scales at which some gradient is infinite or NaN.
@@ -87,7 +87,7 @@ class UnderflowReport:
         return table
 
     def plot(self, path: str | Path) -> None:
-        """Write a PNG or SVG file of the histogram, with fp16's limit at the present scale, and of the vanishing share by scale.
+        """Write a PNG or SVG file of the histogram, with fp16's limit at the current scale, and of the vanishing share by scale.
 
         Raises:
             UsageError: matplotlib is not installed.

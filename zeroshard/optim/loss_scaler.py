@@ -66,9 +66,9 @@ class DynamicLossScaler(LossScaler):
     """A loss scaler that halves the scale if gradients overflow, and doubles it after a window without overflow.
 
     Attributes:
-        scale: the present scale.
+        scale: the current scale.
         window: after each `window` steps in a row without overflow, the next such step doubles the scale.
-        hysteresis: the scale halves at overflow number `hysteresis` (from 1), and at each later one.
+        hysteresis: the scale halves at overflow number `hysteresis` (counted from 1), and at each later one.
         consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
             window does.
         min_scale: the smallest scale. An overflow that would halve it raises LossScaleError.

@@ -203,7 +203,7 @@ class WarmupCosineLR(_WarmsUp):
         return [rate * self.get_lr_ratio() for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of each group's own learning rate at the present step."""
+        """Return the factor of each group's own learning rate at the current step."""
         i = self.last_batch_iteration
         steps = self.warmup_num_steps
         if i < 0:
@@ -289,7 +289,7 @@ class OneCycle(LRSchedule):
         return [rate / self._decay_factor(self._decay[1]) for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each param group at the present step; None if they do not change."""
+        """Return the betas of each param group at the current step; None if they do not change."""
         if not self._moves_momentum:
             return None
         if self.last_batch_iteration < self._first + self._second:

@@ -80,7 +80,7 @@ REFUSED = {
 
 
 _NEAREST = 10
-"""How many stack frames to check: torch's wrappers of `step` and `state_dict` add some."""
+"""The number of stack frames to check: torch's wrappers of `step` and `state_dict` add some."""
 
 
 def wants_whole_states() -> bool:
@@ -100,7 +100,7 @@ def wants_whole_states() -> bool:
 
 
 def refuse_whole_states(remedy: str) -> None:
-    """Raise `UsageError` if the caller wants the states of whole parameters."""
+    """Raise `UsageError` if the caller requests the states of whole parameters."""
     if wants_whole_states():
         raise UsageError(
             "torch.distributed.checkpoint.state_dict takes a rank's shards for states of whole parameters, so it would save "

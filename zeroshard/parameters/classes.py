@@ -51,7 +51,7 @@ def whole_class(attributes: type | None, ordinary: type[nn.Parameter] = nn.Param
 
 
 def _reduced_as(ordinary: type[nn.Parameter], parameter: nn.Parameter, protocol: Any) -> Any:
-    """Return what pickle writes for a parameter of the class `ordinary`: its values, and attributes that the user set."""
+    """Return the data that pickle writes for a parameter of the class `ordinary`: values, and attributes that the user set."""
     shown_as = type(parameter)
     parameter.__class__ = ordinary
     try:

@@ -229,7 +229,7 @@ class ParameterBucket:
     def save_hidden_writes(self) -> bool:
         """Compare the parameters with separate master weights, and update these where they differ. Return whether any did.
 
-        This finds writes that no version counter shows. It reads both, so the host waits for an accelerator.
+        This finds writes that no version counter shows. The comparison reads both, so the host waits for an accelerator.
         """
         found = False
         for rank, master in self.copies.items():
@@ -268,7 +268,10 @@ class ParameterBucket:
             self.wait_unsharded()
 
     def differs_from_rest(self) -> bool:
-        """Return whether unsharded parameters differ from those at rest on any rank. If sharded, every rank must call it."""
+        """Return whether unsharded parameters differ, on any rank, from those at rest.
+
+        Every rank must call it if parameters are sharded at rest; otherwise the result is False.
+        """
         resting, shown = self.block, self._own_block
         if resting is None:
             return False

@@ -69,7 +69,7 @@ class Moment:
 
     Attributes:
         at: the time, in seconds since the dry run began.
-        phase: the present phase.
+        phase: the current phase.
         parts: the bytes by category.
     """
 
@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):
     Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, for floats in a step, 0.5.
 
     Attributes:
-        phase, module: the present phase and module of the model, which a peak records.
+        phase, module: the current phase and module of the model, which a peak records.
         born: the category of new memory outside `purpose`.
         peak, host_peak: the peaks on the device, and in the host's CPU memory.
         peak_together: the peak of the sum of both memories.
@@ -124,11 +124,11 @@ class Ledger(TorchDispatchMode):
         return 0 if self._segments is None else self._segments.reserved
 
     def parts(self) -> dict[str, int]:
-        """Return the present live bytes on the device, by category."""
+        """Return the current live bytes on the device, by category."""
         return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
 
     def forget_peaks(self) -> None:
-        """Drop the peaks so far, and start new ones at the present live bytes."""
+        """Drop the peaks so far, and start new ones at the current live bytes."""
         self.peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
         self.peak_together = sum(now.total() for now in self._now.values())

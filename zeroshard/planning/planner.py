@@ -261,7 +261,7 @@ def plan(
         sizes = {size for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) for size in leaf.shape}
     if sizes and planned not in sizes:
         raise UsageError(
-            f"no dimension of the batch has the micro-batch size of the config, {planned}. Pass a function that returns a "
+            f"no dimension of the batch has the microbatch size of the config, {planned}. Pass a function that returns a "
             "batch of n samples, or a batch of the config's size."
         )
     return Plan(job, figures)

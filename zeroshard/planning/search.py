@@ -1,12 +1,12 @@
-"""Owns the search for settings: single changes of a config, the largest micro-batch, and the fastest settings that fit.
+"""Owns the search for settings: single changes of a config, the largest microbatch, and the fastest settings that fit.
 
 Results come from dry runs. A deep model is first run at two small depths, which show a block's time and memory. Promising
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
-With a larger micro-batch, a step is not slower. So each setting is tried from the largest down, until one fits. The
-memory that grows with the micro-batch shows which smaller ones cannot fit. Checkpointing, and states on the CPU, save
-memory and cost time. They are not tried if the same setting without them fits as large a micro-batch. If that setting
+With a larger microbatch, a step is not slower. So each setting is tried from the largest down, until one fits. The
+memory that grows with the microbatch shows which smaller ones cannot fit. Checkpointing, and states on the CPU, save
+memory and cost time. They are not tried if the same setting without them fits as large a microbatch. If that setting
 then does not fit at full depth, the settings that were left out because of it are tried.
 """
 
@@ -56,7 +56,7 @@ _ALIKE = 0.02
 
 _DOUBT = 0.03
 """The largest error of an estimate, as a share of the memory. Estimates are made for the full depth from two shallow
-runs, and for a smaller micro-batch from a larger one."""
+runs, and for a smaller microbatch from a larger one."""
 
 
 BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -76,7 +76,7 @@ def in_processes(
 
     Args:
         jobs: functions without arguments.
-        first_here: whether to run the first job in this process, so that the others share its imports. It is ignored if
+        first_here: whether to run the first job in this process, so that the others share its imports. This is ignored if
             forked processes could then not run a backward.
 
     Raises:
@@ -208,7 +208,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
             "train_micro_batch_size_per_gpu": batch.micro // 2,
             "gradient_accumulation_steps": batch.accumulation * 2,
         }
-        found["half the micro-batch, twice as often"] = copy.deepcopy(plan.complete_config()) | halved
+        found["half the microbatch, twice as often"] = copy.deepcopy(plan.complete_config()) | halved
     return found
 
 
@@ -228,7 +228,7 @@ def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest micro-batch that accelerators and hosts hold, with the same accumulation; 0 if they hold none.
+    """Return the largest microbatch that accelerators and hosts hold, with the same accumulation; 0 if they hold none.
 
     Above `MOST_SAMPLES`, the result may be smaller than the largest.
     """
@@ -306,7 +306,7 @@ class Choice:
         return made
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}", f"micro-batch {self.micro}"]
+        parts = [f"stage {self.stage}", f"microbatch {self.micro}"]
         parts += ["activation checkpointing"] * self.checkpointing
         parts += ["optimizer on cpu"] * self.optimizer_on_cpu + ["parameters on cpu"] * self.parameters_on_cpu
         parts += [f"within hosts of {self.within} ranks"] * (self.within is not None)
@@ -323,7 +323,7 @@ class Choice:
     def is_dearer_than(self, other: Choice) -> bool:
         """Return whether this choice differs from another only by settings that cost time and save memory.
 
-        A smaller micro-batch is such a setting too.
+        A smaller microbatch is such a setting too.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
@@ -331,7 +331,7 @@ class Choice:
 
 
 def micros(per_rank: int) -> list[int]:
-    """Return the micro-batches to try, the largest first: powers of two up to 64 that divide `per_rank`.
+    """Return the microbatches to try, the largest first: powers of two up to 64 that divide `per_rank`.
 
     Args:
         per_rank: the samples of a step on each rank.
@@ -340,7 +340,7 @@ def micros(per_rank: int) -> list[int]:
 
 
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
-    """Yield all settings at one micro-batch, in groups. The first group has neither checkpointing nor offloads."""
+    """Yield all settings at one microbatch, in groups. The first group has neither checkpointing nor offloads."""
     offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
     per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
@@ -365,7 +365,7 @@ class Estimate:
 
     Attributes:
         needed, host, seconds: `needed_nbytes`, `host_nbytes` and `seconds`, as in a plan.
-        growing: the part of the needed bytes that grows with the micro-batch.
+        growing: the part of the needed bytes that grows with the microbatch.
     """
 
     needed: float
@@ -457,7 +457,7 @@ class Search:
         return bool(mistaken)
 
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
-        """Run the choices that lack the least memory, with the smallest micro-batch or the largest.
+        """Run the choices that lack the least memory, with the smallest microbatch or the largest.
 
         With the largest, a step may have only one microbatch, and then keeps no gradients between microbatches.
         """
@@ -476,7 +476,7 @@ class Search:
         return any(choice.is_dearer_than(one) and self._fits_for_sure(each) for one, each in self._known.items())
 
     def _smaller(self, choice: Choice, sizes: Sequence[int]) -> Choice | None:
-        """Return the same choice with the next micro-batch that may fit; None if this one surely fits, or no smaller one can."""
+        """Return the same choice with the next microbatch that may fit; None if this one surely fits, or no smaller one can."""
         estimate = self._known[choice]
         if self._fits_for_sure(estimate):
             return None

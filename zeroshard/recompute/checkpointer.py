@@ -126,7 +126,7 @@ class Checkpointer:
         if self.options.profile or self.options.synchronize_checkpoint_boundary:
             options["context_fn"] = partial(self._measured, name)
         if not self._keeps_inputs:
-            # The function gets the caller's own lists and dicts, in which it may put something.
+            # The function gets the caller's own lists and dicts, to which it may add values.
             return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, **options)
         leaves, spec = tree_flatten((args, kwargs))
 
@@ -143,7 +143,7 @@ class Checkpointer:
 
     @property
     def _keeps_inputs(self) -> bool:
-        """Whether this object keeps or measures the inputs, instead of torch. torch passes it only tensors that are arguments."""
+        """Whether this object keeps or measures the inputs, instead of torch. torch gives its hooks only tensor arguments."""
         options = self.options
         return bool(options.profile or options.partition_activations or options.cpu_checkpointing or self._slots)
 

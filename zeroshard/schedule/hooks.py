@@ -247,9 +247,9 @@ class Hooks:
             self._saved.push(caller, unseen=self._in_compiled_code)
 
     def _hook(self, tensors: Sequence[Tensor], method: Callable[..., None], *args: Any) -> int:
-        """Register a call of `method(*args, gradient)` for each tensor, when that tensor's gradient is known.
+        """For each tensor, register a call of `method(*args, gradient)` that runs once the tensor's gradient is known.
 
-        Return the number of new calls: on a leaf, a hook replaces that of an earlier forward, which may have had no backward.
+        Return the number of new calls. On a leaf, a hook replaces that of an earlier forward, which may have had no backward.
         """
         before = len(self._on_leaves)
         others = 0
@@ -311,7 +311,7 @@ class Hooks:
     def _begin_backward(self) -> None:
         if self.is_removed:  # the graph is from before `remove`
             return
-        if self._ending() is None:  # autograd has dropped it without a call: that backward is no longer running
+        if self._ending() is None:  # autograd dropped the callback without a call: that backward is no longer running
             self._forget_what_aborted()
         if not self._backward_is_open:
             self._backward_is_open = True

@@ -6,7 +6,7 @@ tensors, and the number of a module's hooks. The effect of our hooks changes fro
 
 - Hooks of a unit's own module run at its border. torch.compile does not trace into them: a graph ends there.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
-  one graph. torch guards this: a parameter without values is of a different class, so torch traces the code again.
+  one graph. torch's guards check this: a parameter without values is of a different class, so torch traces the code again.
 - Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`). So similar layers share one
   graph.
 """
@@ -55,7 +55,7 @@ class Hook:
     def __call__(self, *args: Any) -> Any:
         return self._method(*self._args, *args)
 
-    def __reduce__(self) -> Any:  # copy.deepcopy and pickle come here
+    def __reduce__(self) -> Any:  # copy.deepcopy and pickle call it
         return functools.partial, (_ignore,)
 
 
@@ -179,10 +179,11 @@ def is_compiled(module: nn.Module, *, all_callers: bool) -> bool:
 
     Args:
         module: the running module.
-        all_callers: look through the whole stack, not only the nearest frames. 40 frames take 3 microseconds, the nearest 1.
+        all_callers: whether to search the whole stack instead of only the nearest frames. 40 frames take 3 microseconds, the
+            nearest take 1.
 
     Raises:
-        UsageError: it was compiled with CUDA graphs.
+        UsageError: the module was compiled with CUDA graphs.
     """
     found = _WRAPPER in module.__dict__
     frame: FrameType | None = sys._getframe(1)

@@ -133,7 +133,7 @@ class SavedParameters:
             self._base = before
 
     def recover(self) -> None:
-        """Remove hooks that forwards left when they ended without `pop`, such as by an interrupt."""
+        """Remove hooks that forwards left when they ended without `pop`, as after an interrupt."""
         while len(self._entered) > self._base:
             top = saved_tensors_hooks_in_force()
             if top is None or not self._is_own(top[1]):  # foreign hooks are above: they are popped first

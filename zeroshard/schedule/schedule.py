@@ -91,7 +91,7 @@ MOVES: dict[StepState, dict[Move, StepState | str]] = {
     S.BROKEN: {M.GRADIENT: _BROKE_OFF, M.END_BACKWARD: _BROKE_OFF, M.BREAK_OFF: S.BROKEN, M.STEP: _BROKE_OFF,
                M.STEPPED: _BROKE_OFF, M.ZERO_GRAD: S.CLEAN},
 }  # fmt: skip
-"""Where each move leads from each state; a sentence is the error of a move that is refused."""
+"""For each state, the state to which each move leads; a sentence is the error message of a refused move."""
 
 
 def after(state: StepState, move: Move) -> StepState:
@@ -187,7 +187,8 @@ class Schedule:
         self.tree = tree
         self.state = StepState.CLEAN
         self.arrivals = 0
-        """The number of `Move.GRADIENT` since the model was sharded. While it stays the same, no new backward makes a gradient."""
+        """The number of `Move.GRADIENT` moves since the model was sharded. While it stays the same, no new backward has made a
+        gradient."""
         self.gradients_taken = 0
         """The number of times that a unit's waiting gradients were taken since the model was sharded."""
         self.optimized: set[int] = set()
@@ -337,7 +338,7 @@ class Schedule:
         return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
-        """Reshard all units after a backward. Held units stay unsharded if it leaves a graph that may read them."""
+        """Reshard all units after a backward. Held units stay unsharded if the backward leaves a graph that may read them."""
         self._kept.clear()
         for unit in self.units:
             unit.is_held = unit.is_held and leaves_graph

@@ -88,7 +88,7 @@ UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
         UnitMove.LAND: UnitState.UNSHARDED,
     },
 }
-"""Where each move of a unit leads from each state. A missing move is a fault of zeroshard, and raises an error."""
+"""For each state of a unit, the state to which each move leads. A missing move is a fault of zeroshard, and raises an error."""
 
 MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""
@@ -129,7 +129,7 @@ class Unit:
         is_one_launch = len(self.collectives.launches((0, 1))) == 1
         limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
-        """Gradients that are not in their buckets yet. If one launch reduces all buckets, they wait for the unit's last one."""
+        """Gradients that are not in their buckets yet. If one launch reduces all buckets, they wait for the last gradient."""
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()
@@ -202,7 +202,7 @@ class Unit:
                     self._homes[piece.index].append((gradients, piece))
 
     def _begin_move(self) -> bool:
-        """Record that a move begins. If the one before did not end, first repair what it left, and return True."""
+        """Record that a move begins. If the one before did not end, first repair the state that it left, and return True."""
         if not self._is_moving:
             self._is_moving = True
             return False
@@ -419,11 +419,12 @@ class Unit:
     def written(self) -> set[int]:
         """Return the parameters that the user wrote to on this rank, by index, if they are unsharded at rest.
 
-        Writes that left a trace are not stored yet: all ranks get the owners' values first, or master weights would lose digits.
+        Writes that left a trace are not stored yet: all ranks first get the owners' values. Otherwise, master weights would lose
+        digits.
         """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
-            # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes that
-            # leave no trace early enough.
+            # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes
+            # without a trace early enough.
             self.writes.look(scans=not self.policy.optimizer.sharded or self.others.world_size > 1)
         return self.writes.found
 
@@ -500,7 +501,7 @@ class Unit:
     def local_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return this rank's sum over the microbatches so far, if the rank holds it in one piece and in the parameter's dtype.
 
-        Writes to it take effect.
+        Writes to the returned tensor take effect.
         """
         if not parameter.numel():
             return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -545,7 +546,7 @@ class Unit:
         """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.
 
         Args:
-            indices: the parameters in question; default: those that `replace_gradient` noted.
+            indices: the parameters in question; default: those that `replace_gradient` recorded.
         """
         if indices is None:
             indices = self.replaced_gradients

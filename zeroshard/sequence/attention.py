@@ -86,7 +86,7 @@ class CutAttention:
         self._slice: Slice | None = None
         self._calls = 0
         # All models share the registry, so each needs a separate name. It contains the core's name, since transformers looks
-        # for parts of that.
+        # for parts of the core's name.
         self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
         entry = untraced(_Entry, _MESSAGES)
         AttentionInterface.register(self.name, entry(self._attention))

@@ -155,9 +155,9 @@ class Sequences:
         """Return this rank's slice of a batch, or an iterator over slices of a loader's batches.
 
         `labels` are shifted before the cut, and become `shift_labels`. `position_ids` [B, S] stay whole, and are added
-        if they are missing. A document begins where they are not consecutive. An `attention_mask` of padding on the
-        right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Lengths that
-        are not a multiple of the number of ranks are padded.
+        if they are missing. A document begins where positions are not consecutive. An `attention_mask` of padding on the
+        right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Sequences
+        whose length is not a multiple of the number of ranks are padded.
 
         Args:
             batches: a batch with `input_ids` [B, S] or `inputs_embeds`, the same on all ranks of the sequence; or a
@@ -167,8 +167,8 @@ class Sequences:
 
         Raises:
             UsageError: a batch is not a dict with tokens, or has padding on the left, labels of padding that count, packed
-                lengths (cu_seq_lens), or a tensor of an unclear shape; or a loader's batches differ between ranks. (A single
-                batch is not compared.)
+                lengths (cu_seq_lens), or a tensor whose shape does not fit the tokens; or a loader's batches differ between
+                ranks. (A single batch is not compared.)
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)

@@ -37,8 +37,8 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
     """Run modules of a model on at most `tokens` positions at a time.
 
     The returned object's `remove` ends the tiling. Each parameter gets its gradient once, summed over tiles (16-bit
-    gradients in fp32). A sharded unit is gathered once. Inputs of at most `tokens` positions run as before. Call this
-    function before or after `shard`.
+    gradients in fp32). A sharded unit is unsharded once, not for each tile. Inputs of at most `tokens` positions run as
+    before. Call this function before or after `shard`.
 
     Args:
         model: the model. The `forward` of its modules is wrapped, on the modules themselves.
@@ -47,7 +47,7 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
 
     Raises:
         UsageError: `tokens` is below 1, no module has such a name, or a module cannot run in tiles: it combines positions,
-            takes other arguments than one tensor [rows, positions, ...], returns another shape, changes its input in
+            takes arguments other than one tensor [rows, positions, ...], returns another shape, changes its input in
             place, uses parameters of other modules, or has hooks on parameters. Some of these raise in the first forward or
             backward.
     """

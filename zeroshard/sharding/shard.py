@@ -118,7 +118,7 @@ def shard(
         elementwise: a fact about the optimizer. An optimizer of an unknown class is refused without this argument.
             True: it updates each element only from that element's own history, so ranks may divide a parameter.
             False: it reads whole parameters, so each parameter stays whole on one rank. An optimizer that reads several
-            parameters together, such as a norm of all gradients, cannot be sharded.
+            parameters together, for example to compute a norm of all gradients, cannot be sharded.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
         group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be DTensors
@@ -176,7 +176,7 @@ def shard_on(
     whole = needs_whole_parameters(optimizer, elementwise)
     live = Live()
     if not policy.parameters.sharded:
-        # If whole parameters have master weights of a different dtype, the next update would undo a write via `data`.
+        # If whole parameters have master weights of a different dtype, the next update would undo a write through `data`.
         attributes = notes_data(live) if _has_copies(optimizer, precision) else None
     device = parameters[0].device
     mesh = mesh_of(model)
@@ -366,7 +366,7 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
 
 
 def _refuse_max_norm(model: nn.Module, trained: set[int]) -> None:
-    """Raise for trained embeddings of which each rank's forward would rescale only its own batch's rows."""
+    """Raise for trained embeddings with `max_norm`: each rank's forward would rescale only the rows of its own batch."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and id(module.weight) in trained:
             raise UsageError(

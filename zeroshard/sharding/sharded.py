@@ -189,7 +189,10 @@ class Sharded:
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
 
     def measure_waits(self, measure: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Enter `measure(kind)` around waits for other ranks: "reduce", "gather", "exchange", "broadcast" or "transfer"."""
+        """Enter the context `measure(kind)` around each wait for other ranks.
+
+        The kind is "reduce", "gather", "exchange", "broadcast" or "transfer".
+        """
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
@@ -239,8 +242,8 @@ class Sharded:
             The number of freed bytes.
 
         Raises:
-            UsageError: a step has begun, states are parked already, a name is not a model state, or a parameter is of a
-                class of your own.
+            UsageError: gradients are waiting for a step, an `unsharded` block is open, states are parked already, a name is
+                not a model state, or a parameter to park is of a class of your own.
             PolicyError: there is no such place, or the place is the disk and `offload` names no folder.
             StorageError: there is no room; nothing has changed.
         """
@@ -251,7 +254,7 @@ class Sharded:
         self._parking.reload()
 
     def memory_formula(self) -> dict[str, float]:
-        """Return each rank's bytes at rest, by model state: the ZeRO paper's formulas for the trained parameters under Adam."""
+        """Return each rank's bytes at rest, by model state, from the ZeRO paper's formulas for trained parameters under Adam."""
         numel = sum(entry.shape.numel() for unit in self._schedule.units if unit.trainable for entry in unit.named)
         collectives = self._context.collectives
         per_host = collectives.inside.world_size
@@ -315,8 +318,8 @@ class Sharded:
                 The user's own `optimizer.add_param_group(param_group)` does the same.
 
         Raises:
-            UsageError: gradients are waiting for a step, an unfrozen parameter is in no group of the optimizer, or a
-                new group repeats a parameter, or is for `MuonWithAdamW` or one of several optimizers.
+            UsageError: gradients are waiting for a step, or an unfrozen parameter is in no group of the optimizer. For a
+                new group: it repeats a parameter, or the optimizer is `MuonWithAdamW` or one of several.
         """
         self._freezing.update(param_group)
 

@@ -66,7 +66,7 @@ class GradientOperations:
         """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
         self._finished_at = -1
-        """The schedule's `gradients_taken` when this object last waited for the mean; -1 before."""
+        """The schedule's `gradients_taken` when this object last waited for the mean; -1 before the first wait."""
 
     def operate(self, flag: Flag, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on a parameter's gradient. Every rank must call it.
@@ -87,7 +87,7 @@ class GradientOperations:
         try:
             _SIGNATURES[name].bind(self, 0, *args, **kwargs)
         except TypeError:
-            return NotImplemented  # arguments that shards have no answer to
+            return NotImplemented  # arguments that shards do not support
         for unit, index in self._own_classes:
             if index in unit.used:
                 raise UsageError(

@@ -148,7 +148,7 @@ class OptimizerStates:
                 one.state = states
 
     def _states_of(self, parameter: int) -> MutableMapping[str, Any] | None:
-        """Return this rank's part of a parameter's states; None if no group lists it. Raise if it is cut or rests elsewhere."""
+        """Return this rank's part of a parameter's states; None if no group lists it. Raise if they are cut or rest elsewhere."""
         if parameter not in self._step.parts_of:
             return None
         found = self._step.parts_of[parameter]

@@ -64,7 +64,7 @@ class Resident:
 
     Args:
         views: the parts of parameters in it.
-        optimizer: has the states, by the views' tensors.
+        optimizer: the optimizer, whose states are keyed by the views' tensors.
 
     Attributes:
         gradient: the memory of the mean gradient [numel]; None while it is elsewhere.
@@ -206,7 +206,7 @@ class SubGroups:
         """Point the optimizer's tensors, inside the block, at one shard's master weights and states in memory.
 
         Args:
-            write: store changes inside, and values that are set in the optimizer's state.
+            write: whether to store changes made inside the block, and values that are set in the optimizer's state.
             read: whether to read the values; False if all of them will be overwritten.
         """
         resident.shard.master.wait()
@@ -264,13 +264,13 @@ class MeanGradients:
     """The mean gradients of this rank's shards for the optimizer: scaled, or with factors to apply when it gets them.
 
     Gradients in the master weights' dtype and the optimizer's memory are multiplied in place. Others are not: 16-bit gradients
-    would lose digits, and gradients in other places would be copied twice. Their factors are kept until then.
+    would lose digits, and gradients in other places would be copied twice. Their factors are kept until the optimizer gets them.
 
     Args:
         accelerator: the storage of unsharded gradients, even if the optimizer steps elsewhere.
 
     Attributes:
-        changes: the number of changes on any rank, which is the same on every rank. The caller of `set` counts its own.
+        changes: the number of changes on any rank, which is the same on every rank. The caller of `set` counts its own changes.
         factors: the factors that `scale` has left for later.
     """
 

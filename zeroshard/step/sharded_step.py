@@ -55,7 +55,7 @@ class ShardedStep:
         whole_parameters: whether the optimizer reads whole parameters, so that none is cut.
         driver: the whole step of an engine, which also clips and counts: it runs when the user calls the optimizer's `step`.
         loss_scale: the loss scale of the next backward; 1 except under fp16.
-        overflow: whether the last gradient norm was infinite or NaN (for an engine: and the step was skipped).
+        overflow: whether the last gradient norm was infinite or NaN; after an engine's step, whether that step was skipped.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, schedule: Schedule, context: Context) -> None:
@@ -64,7 +64,7 @@ class ShardedStep:
         self.loss_scale = 1.0
         self._is_driven = False
         self.steps_begun = 0
-        """Counted since the model was sharded: a save that sees a different number at its end has values of two steps."""
+        """The number of steps begun since sharding. A save that finds a different number at its end has values of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._everyone = context.everyone
@@ -109,7 +109,7 @@ class ShardedStep:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last norm overflowed (see above). The read may wait for a norm that an accelerator is still computing."""
+        """Whether the last norm overflowed (see the class). The read may wait for a norm that an accelerator is still computing."""
         self._norm = float(self._norm)
         return not math.isfinite(self._norm)
 
@@ -444,7 +444,7 @@ class ShardedStep:
         }
 
     def _agree_on_used(self) -> None:
-        """Exchange which rank used which parameter, unless no gradient has come from a backward or the user since the last call."""
+        """Exchange which ranks used which parameters, if their answers may have changed since the last exchange."""
         is_known = self._used_at == self.schedule.gradients_taken and not self._changed
         if is_known:
             late = self._drops - self._dropped_by_user
@@ -487,13 +487,14 @@ class ShardedStep:
                 self._mean_gradients.drop(resident.shard, [view for view in resident.views if view.flag in new])
 
     def _drop_together(self, messages: Sequence[bytes]) -> bool:
-        """Drop gradients that any rank dropped. Return whether a rank had not yet: it has a part, but did not use the parameter.
+        """Drop the gradients that any rank dropped. Return whether some rank did not drop one, since it did not use the parameter.
 
         Args:
             messages: one per rank, in rank order, with the flags of each parameter.
 
         Raises:
-            UsageError: ranks dropped different gradients, or one that cannot be seen may have been dropped, too.
+            UsageError: some ranks dropped a gradient that others kept; or a used parameter is of a user's own class, so that
+                nothing shows whether its gradient was dropped, too.
         """
         dropped = set[int]()
         is_known = True

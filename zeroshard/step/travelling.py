@@ -47,7 +47,7 @@ class Frame:
         self._busy: list[Transfer] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Take room for `numel` elements, aligned for direct I/O. In a full frame, as in the first step, it is new memory."""
+        """Take room for `numel` elements, aligned for direct I/O. If the frame is full, as in the first step, take new memory."""
         nbytes = numel * dtype.itemsize
         start = self._used
         self._used += in_pages(nbytes)
@@ -96,7 +96,7 @@ class Travelling(Resident):
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._in_slots: dict[int, Tensor] = {}
-        """By `id`, the optimizer's tensors whose values are in the slots. The next write stores others, e.g. the user's."""
+        """By `id`, the optimizer's tensors whose values are in the slots. The next write stores others, such as the user's."""
         self._frame: Frame | None = None
         self._memory: dict[str, Tensor] = {}
         self._reading: list[Transfer] = []
@@ -140,7 +140,7 @@ class Travelling(Resident):
             self._reading.pop().wait(self.shard.step.device)
 
     def _read_stale_master(self) -> bool:
-        """Start to read the master weights if they were, or may have been, set since they were read. Return whether it did."""
+        """Start to read the master weights again if they may have been set since the last read. Return whether they may have."""
         master = self.shard.master
         if _MASTER not in self._memory or not (self.shard.is_shown or self._master_version != master.version):
             return False

@@ -29,7 +29,8 @@ from zeroshard.storage.pages import Pages, Range, kernel_memory
 from zeroshard.storage.transfers import CPU, Copies, InFlight, Transfer, aligned_bytes, in_pages
 
 SMALL_NBYTES = 64 << 10
-"""Smaller memory that is freed repeatedly comes from torch: malloc keeps such memory, and a page would be mostly empty."""
+"""The size below which memory that is freed repeatedly comes from torch: malloc keeps such memory, and a page would be mostly
+empty."""
 
 FREE_SHARE = 1 / 16
 """The share of an accelerator's memory that optional scratch leaves free, for a longer sequence later."""
@@ -148,7 +149,7 @@ class Storage(ABC):
     """Whether its CPU memory is pinned."""
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of `device` [numel] with undefined content. CPU memory begins at a page, for direct I/O."""
+        """Return memory of `device` [numel] with undefined content. CPU memory begins at a page boundary, for direct I/O."""
         if self.device.type == "cpu":
             return aligned_bytes(numel * dtype.itemsize, pin=self.pin).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -278,9 +279,9 @@ class DeviceStorage(MemoryStorage):
 
     @abstractmethod
     def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more, and FREE_SHARE, were free at this process's peak. It is for scratch that saves time.
+        """Return whether `nbytes` more, and FREE_SHARE, were free at this process's peak.
 
-        The result is False if the device's memory is CPU memory.
+        Callers use the result to decide on scratch that saves time. It is False if the device's memory is CPU memory.
         """
 
 

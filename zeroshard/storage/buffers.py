@@ -56,7 +56,7 @@ class FlatBuffer(ABC):
 
     @final
     def count_uses(self) -> None:
-        """Record that whatever uses the memory now is the owner's: `free` keeps memory that has more users."""
+        """Record the present users of the memory as the owner's: `free` keeps memory that has more users."""
         self._own_uses = storage_users(self.tensor)
 
     @final
@@ -279,7 +279,7 @@ def in_own_storage(view: Tensor) -> Tensor:
 def memory_of(flat: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, to be read from or written to.
 
-    It is made from the address, since a storage with a view from `Tensor.numpy` can never be freed and refilled again.
+    The result is made from the address, since a storage with a view from `Tensor.numpy` can never be freed and refilled again.
     """
     if flat.numel() == 0:
         return memoryview(b"")

@@ -65,7 +65,7 @@ class DirectFile:
 
     Args:
         folder: the file's folder, which must exist.
-        block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page.
+        block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page size.
         requests: the maximum number of requests under way at once.
         device: the device from which written data may still be on its way.
 
@@ -138,7 +138,7 @@ class DirectFile:
         return start
 
     def release(self, start: int, nbytes: int) -> None:
-        """Release a range of `allocate`, for a later call with as many pages."""
+        """Release a range that `allocate` returned, for a later call with as many pages."""
         self._released.setdefault(in_pages(nbytes), []).append(start)
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
@@ -335,7 +335,7 @@ class DiskSlot(Slot):
         return copying
 
     def _parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (start in the file, first element, end) of parts that fit into a buffer each."""
+        """Yield (start in the file, first element, end) of parts that each fit into a buffer."""
         step = self._storage.staging.buffer_nbytes // self.dtype.itemsize
         for low in range(0, self.numel, step):
             yield self._start + low * self.dtype.itemsize, low, min(low + step, self.numel)

@@ -207,7 +207,7 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 
 
 class Range:
-    """Addresses of at least one byte, with memory or without. The memory is freed when neither this nor its tensor is alive.
+    """Addresses of at least one byte, with memory or without. The memory is freed when neither this object nor its tensor is alive.
 
     Args:
         is_unit: whether the pool counts its memory as memory of a unit.

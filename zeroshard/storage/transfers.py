@@ -91,7 +91,7 @@ class _Copy(Transfer):
     def is_done(self) -> bool:
         if not self.is_over():
             return False
-        self._lane.end(self)  # nobody waits for it any more, and its memory may be freed
+        self._lane.end(self)  # nothing waits for it any more, and its memory may be freed
         return True
 
 
@@ -219,10 +219,10 @@ class Copies:
 
 
 def aligned_bytes(nbytes: int, *, pin: bool) -> Tensor:
-    """Return CPU memory [nbytes] as uint8 that begins at a page, with undefined content."""
+    """Return CPU memory [nbytes], as uint8 with undefined content, that begins at a page boundary."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     if memory.data_ptr() % PAGE_NBYTES:
-        del memory  # before there is another
+        del memory  # before another is allocated
         memory = torch.empty(nbytes + PAGE_NBYTES, dtype=torch.uint8, pin_memory=pin)
         start = -memory.data_ptr() % PAGE_NBYTES
         memory = memory[start : start + nbytes]

@@ -178,7 +178,7 @@ def writes_of(tensor: Any) -> int:
 
 
 def show_local(tensor: Any, local: Tensor) -> None:
-    """Replace a DTensor's local tensor by another one of the same shape, which assigning `data` does not do."""
+    """Replace a DTensor's local tensor with another one of the same shape, which assigning `data` does not do."""
     tensor._local_tensor = local
 
 

@@ -4,7 +4,7 @@
     ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
 
 Each hook steps on a separate thread, since waiting for DDP's buckets must not block autograd's thread. DDP's backward
-ends when all parameters are current. Updates begin with the first step (with torch's class, after two or three).
+ends when all parameters are current. Updates begin with the first step (with torch's class, after two or three steps).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _StepInBackward:
         self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
         done: torch.futures.Future[Tensor],
     ) -> None:  # fmt: skip
-        """Wait for one of DDP's buckets, and step. The one thread takes them in DDP's order, the same on all ranks."""
+        """Wait for one of DDP's buckets, and step. One thread takes all buckets in DDP's order, which is the same on all ranks."""
         try:
             value = reduced.wait()
             if value.data_ptr() != buffer.data_ptr():
@@ -110,7 +110,7 @@ class _StepInBackward:
             done.set_exception(error)  # type: ignore[arg-type]
 
     def _end(self) -> None:
-        """Wait for the gathers, and forget the backward."""
+        """Wait for the gathers, and drop the backward's gradients."""
         waits = list(self._waits)
         self._waits.clear()
         self._gradients.clear()

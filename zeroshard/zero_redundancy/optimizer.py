@@ -51,7 +51,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     """An optimizer for DistributedDataParallel that shards the state of a torch optimizer over a process group.
 
     Elementwise optimizers get even shards. Others (Muon, Adafactor, unknown classes) get whole parameters, balanced by
-    size. `repr` shows which.
+    size. `repr` shows the choice.
 
     Args:
         params: parameters, or param groups.
@@ -201,7 +201,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             self._lend(self.buckets, _GRADIENT)
             return value
 
-        if closure is not None:  # an optimizer that does not call it uses the present gradients
+        if closure is not None:  # an optimizer that does not call it uses the current gradients
             kwargs["closure"] = reduced
         loss = self._local_step(self.buckets, _GRADIENT, **kwargs)
         self.start_gather(self.buckets)()
@@ -293,7 +293,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return a hook that joins the steps of ranks that still have inputs.
 
-        A rank without inputs receives its shards' gradients from a rank with inputs. (torch's class uses the rank's own last ones.)
+        A rank without inputs receives its shards' gradients from a rank with inputs. (In torch's class, such a rank uses its own
+        last gradients.)
         """
         return _StepAlong(self)
 
@@ -395,8 +396,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             state_dict: the state dict, which is not changed.
 
         Raises:
-            ValueError: the sizes of its param groups differ from those of this optimizer's groups.
-            UsageError: it lacks shards that this rank needs, or holds whole parameters' states, which cannot be divided.
+            ValueError: the sizes of the loaded param groups differ from those of this optimizer's groups.
+            UsageError: the state dict lacks shards that this rank needs, or holds whole parameters' states, which cannot be
+                divided.
         """
         load_with_hooks(self, state_dict, self._load)
 
@@ -412,7 +414,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
 @functools.cache
 def _untraced_step() -> Callable[..., Any]:
-    """Return `_step_and_gather`, which torch.compile does not trace: it communicates. This imports the compiler."""
+    """Return `_step_and_gather`, which torch.compile must not trace, since it communicates. This call imports the compiler."""
     step: Callable[..., Any] = torch.compiler.disable(
         ZeroRedundancyOptimizer._step_and_gather, reason="zeroshard communicates"
     )

@@ -81,8 +81,8 @@ def consolidate(
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
     """Return (kind, dtype, content) of each entry.
 
-    The kind is "value" (content: the number or text), "along" (a tensor of the view's shape; None), or "apart" (a
-    tensor of a different shape; that shape).
+    The kind is "value" (content: the number or text), "along" (a tensor of the view's shape; content:
+    None), or "apart" (a tensor of a different shape; content: that shape).
     """
     described: dict[str, tuple[str, str | None, Any]] = {}
     for name, value in state.items():

@@ -60,7 +60,7 @@ class OwnView:
     is_whole: bool
 
     def follow(self) -> None:
-        """Point the view at the parameter's present storage, if user code replaced it (`p.data = x`, as trainers do)."""
+        """Point the view at the parameter's current storage, if user code replaced it (`p.data = x`, as trainers do)."""
         if self.value.data_ptr() != self.parameter.data_ptr() + self.start * self.parameter.element_size():
             self.value.data = _range(self.parameter, self.start, self.stop, self.is_whole)
 
@@ -91,7 +91,7 @@ class Home:
     place: Tensor
 
     def move_in(self) -> None:
-        """Make the parameter a view of its place, with its present value."""
+        """Make the parameter a view of its place, with its current value."""
         if self.parameter.data_ptr() != self.place.data_ptr():
             self.place.copy_(self.parameter.detach())
             self.parameter.data = in_own_storage(self.place)

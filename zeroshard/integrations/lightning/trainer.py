@@ -45,7 +45,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         stage: the ZeRO stage, 0 to 3; default 2.
         config: a DeepSpeed config (path or mapping) instead of stage, policy and units.
         policy: the residencies of model states, instead of the stage.
-        units: the parameters that are unsharded together, see `zeroshard.shard`.
+        units: the parameters that are unsharded together; see `zeroshard.shard`.
         auto: values for keys that are "auto" in the config and cannot be derived.
         ddp: arguments of Lightning's DDPStrategy: accelerator, parallel_devices, cluster_environment, checkpoint_io,
             precision_plugin (for Fabric, precision), timeout, process_group_backend and start_method.

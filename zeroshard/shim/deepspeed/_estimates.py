@@ -34,7 +34,7 @@ def _need(
     Activations and communication buffers are not included.
 
     Args:
-        largest: the number of elements of the largest layer. At stage 3, it is whole with its gradient while it runs.
+        largest: the number of elements of the largest layer. At stage 3, the layer and its gradient are unsharded while it runs.
         factor: a factor for the bytes in CPU memory.
         optimizer: whether optimizer states and sharded gradients are in CPU memory.
         parameters: whether parameters are in CPU memory.
@@ -93,7 +93,7 @@ def estimate_zero3_model_states_mem_needs(
     total_params: float, largest_layer_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True,
     cpu_offload_params: bool = True, zero_init: bool = True, additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Return bytes at stage 3: in a machine's CPU memory, on a rank's accelerator, and of the largest layer."""
+    """Return the bytes of model states at stage 3: in a machine's CPU memory, on a rank's accelerator, and in the largest layer."""
     host, accelerator = _need(
         3, total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor, cpu_offload,
         cpu_offload and cpu_offload_params, zero_init,

@@ -37,7 +37,7 @@ def fill(module: ModuleType) -> None:
         # Like `from home import theirs`, which also imports modules.
         value = getattr(__import__(home, fromlist=[theirs]), theirs)
         if home.startswith("deepspeed._") and _is_of(value, home):
-            # Pickles refer to it by DeepSpeed's name. Python 3.13 forgets the line of a class whose `__module__` is changed.
+            # Pickles refer to the object by DeepSpeed's name. Python 3.13 drops the line of a class whose `__module__` is changed.
             line = vars(value).get("__firstlineno__")
             value.__module__ = module.__name__
             value.__qualname__ = name

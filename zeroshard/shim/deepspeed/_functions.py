@@ -76,7 +76,7 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Move tensors to `device`, in lists, tuples and dicts of any depth. Other values, and those not accepted, stay.
+    """Move tensors to `device`, in lists, tuples and dicts of any depth. Values that `criterion_func` rejects stay.
 
     Args:
         item: the value.

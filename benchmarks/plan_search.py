@@ -3,7 +3,7 @@
 python benchmarks/plan_search.py --machine PROFILE [--rounds 4] [--only TEXT]
 
 PROFILE is a file of `zeroshard doctor --profile`. Real ranks train every setting of a case for a few steps: stage,
-checkpointing, micro-batch and accumulation. Settings take turns in rounds, and a time is the lowest of the medians of
+checkpointing, microbatch and accumulation. Settings take turns in rounds, and a time is the lowest of the medians of
 the rounds, since other load only adds to it. On one rank all stages do the same work, so the differences between them
 show the noise.
 
@@ -89,7 +89,7 @@ BASE = {"optimizer": config_of(0)["optimizer"]}
 
 
 def sweep(case: Case) -> list[Choice]:
-    """Return every combination of stage, checkpointing and micro-batch."""
+    """Return every combination of stage, checkpointing and microbatch."""
     return [
         Choice(stage, micro, checkpointing, False, False)
         for stage in range(4)

@@ -306,6 +306,9 @@ FOUND_OF_A_CLASS: dict[str, list[Action]] = {
     "gradients set to zero between microbatches": [
         ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
     ],
+    "a step after a drop that was refused": [
+        ("train", 10), ("set_mean_gradient", 8), ("drop_grads", 7), ("set_mean_gradient", 8), ("step_one", 1),
+    ],
 }  # fmt: skip
 """The same, of parameters of a class of the user's own."""
 

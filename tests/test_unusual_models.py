@@ -414,6 +414,54 @@ def test_a_forward_whose_graph_is_dropped_holds_nobody_up() -> None:
     run_ranks(body, 2, collective_timeout=20)
 
 
+def forward_and_error(model: nn.Module, x: Tensor) -> BaseException:
+    """Run a forward that fails in the last block. Return its error, whose traceback holds the graph."""
+    handle = model.blocks[-1].register_forward_hook(lambda *_: 1 / 0)
+    try:
+        model(x)
+    except ZeroDivisionError as error:
+        return error
+    finally:
+        handle.remove()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("what", ["an output", "an error", "an output of its own", "a target"])
+def test_ranks_may_keep_different_graphs(what: str) -> None:
+    """Only rank 0 keeps the graphs of forwards that no backward follows."""
+
+    def body(rank: int) -> None:
+        def run(stage: int) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = Net()
+            model.blocks.extend(Block() for _ in range(4))  # more reductions than may be in flight
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+            kept: list[object] = []
+            for number in range(3):
+                x = batch(rank, number)
+                loss = model(x)
+                if what == "an output of its own":
+                    with zeroshard.unsharded(model):
+                        found: object = model(2 * x) if rank == 0 else None
+                else:
+                    found = forward_and_error(model, 2 * x) if what == "an error" else model(2 * x)
+                if what == "a target":
+                    loss = (loss - found.detach()).square()
+                elif rank == 0:
+                    kept.append(found)
+                del found
+                loss.backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            with zeroshard.unsharded(model):
+                return [parameter.detach().clone() for parameter in model.parameters()]
+
+        for one, other in zip(run(2), run(3), strict=True):
+            assert torch.equal(one, other)
+
+    run_ranks(body, 2, collective_timeout=20)
+
+
 def test_buffers_that_share_memory_still_do_and_keep_their_layout() -> None:
     def body(rank: int) -> None:
         model = nn.Linear(2, 2)

@@ -110,6 +110,16 @@ class Reductions:
         if closed:
             self.start_ready(buckets)
 
+    def on_any_rank(self, flags: Sequence[bool]) -> Sequence[bool]:
+        """Return, for each flag, whether it is set on any rank, if ranks must close units at the same point; otherwise, `flags`.
+
+        Every rank must call it.
+        """
+        if not self._in_turn:
+            return flags
+        messages = self._collectives.exchange(bytes(flags), "the graphs of earlier forwards")
+        return [any(each) for each in zip(*messages, strict=True)]
+
     def end_microbatch(self) -> None:
         """Start to reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         for group in self._order[self._next :]:

@@ -11,6 +11,13 @@ needs a parameter's value to compute some gradient computes that parameter's gra
 gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
 resharded when the backward ends.
 
+[Note: when a module's backward is over]
+Autograd runs later modules first: when a module's backward begins, that of another whose calls have all begun is over. All ranks
+must reach the same answer, since they then reduce its gradients. But a forward may have no backward, and ranks may free its graph
+at different times: one keeps the output, or an exception's traceback does. So if no backward came after a forward, ranks that
+gather units exchange, at the next forward, whether its graph still exists. Inside `unsharded`, where a rank may run modules
+alone, no call counts, and units are closed when the backward ends.
+
 [Note: recomputation]
 Activation checkpointing runs a module's forward inside the backward. Such a forward unshards the unit, but must not
 reshard it: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no
@@ -34,6 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import (
     Call,
+    Forward,
     Hook,
     Part,
     WeakHook,
@@ -83,9 +91,10 @@ class Hooks:
         self._running: Counter[nn.Module] = Counter()
         """Forwards in progress, by module. A recursive module has several: its units stay whole until the outermost ends."""
         self._root = model
-        # By module, the number of calls whose backward is still to come. Then the modules whose backward has begun, oldest first.
-        self._calls_to_come: Counter[nn.Module] = Counter()
+        self._forwards = [Forward()]
+        """The forwards since the last backward ended, see [Note: when a module's backward is over]."""
         self._in_progress: dict[nn.Module, None] = {}
+        """The modules whose backward has begun, oldest first."""
         self._hook_of = untraced(Hook)
         self._in_compiled_code = False
         self._on_gradients: list[tuple[nn.Parameter, RemovableHandle]] = []
@@ -202,6 +211,7 @@ class Hooks:
                 for part in self._parts.values():
                     if part.is_open:
                         part.close()
+                self._begin_forward()
                 self._schedule.begin_forward()
         refuse_transforms(self._units[module])
         self._in_compiled_code = is_compiled(module, all_callers=is_root) or (self._in_compiled_code and not is_root)
@@ -215,6 +225,14 @@ class Hooks:
             inputs = _differentiable((args, kwargs))
             self._open_calls[module] += self._hook(inputs, self._input_gradient_known, module)
 
+    def _begin_forward(self) -> None:
+        """Begin another `Forward`, and forget those whose graphs are gone on every rank."""
+        if not self._forwards[-1].to_come or all(unit.is_pinned for unit in self._schedule.units):
+            return
+        exist = self._schedule.reductions.on_any_rank([forward.has_graph for forward in self._forwards])
+        self._forwards = [forward for forward, exists in zip(self._forwards, exist, strict=True) if exists]
+        self._forwards.append(Forward())
+
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
             return
@@ -223,9 +241,9 @@ class Hooks:
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            self._hook(
-                outputs, self._pre_backward, module, Call(self._calls_to_come, module, counted=not in_backward())
-            )
+            is_alone = all(unit.is_pinned for unit in self._units[module])
+            call = Call(self._forwards[-1], module, counts=not in_backward() and not is_alone)
+            self._hook(outputs, self._pre_backward, module, call)
         if not in_backward():
             self._running[module] -= 1
             if self._running[module] > 0:
@@ -365,8 +383,7 @@ class Hooks:
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root begins with its last child, at the same tensor
-            # Autograd runs later modules first: when this one begins, another whose calls have all begun has ended.
-            over = [other for other in self._in_progress if other is not module and self._calls_to_come[other] <= 0]
+            over = [other for other in self._in_progress if other is not module and self._is_over(other)]
             for other in over:
                 del self._in_progress[other]
                 for unit in self._units[other]:
@@ -379,6 +396,11 @@ class Hooks:
             unit.waiting.received.clear()  # the backward of this call computes each gradient again
         self._hold_for_graph(self._units[module])
         self._schedule.unshard(self._units[module], backward=True)
+
+    def _is_over(self, module: nn.Module) -> bool:
+        """Return whether a module's backward is over, see [Note: when a module's backward is over]."""
+        is_alone = any(unit.is_pinned for unit in self._units[module])
+        return not is_alone and not any(forward.to_come[module] for forward in self._forwards)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
@@ -434,7 +456,7 @@ class Hooks:
         self._backward_is_open = False
         self._leaves_graph = False
         self._open_calls.clear()
-        self._calls_to_come = Counter()  # calls that never began count down in the old object
+        self._forwards = [Forward()]
         self._in_progress.clear()
         for handle in self._on_leaves.values():
             handle.remove()

@@ -549,6 +549,7 @@ class ShardedStep:
         if norm:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
+        self._used_at = -1  # until ranks agree: a call after one that raised asks again
         # Parameters that only other ranks used, and dropped, stay dropped as long as this rank uses none of them.
         followed = {number for number in self._dropped_by_user if not self._is_used_here(number)}
         drops = self._drops | followed

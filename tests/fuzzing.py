@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard import Policy, Precision
+from zeroshard import Offload, Place, Policy, Precision, Residency
 
 WIDTH, BATCHES = 4, 5
 
@@ -107,6 +107,8 @@ class Setting:
     """One for matrices and one for the rest."""
     own_class: bool = False
     """Whether the blocks' scales have the user's own class, only below stage 3, which refuses such classes."""
+    places: tuple[Place, Place, Place] = (Place.ACCELERATOR, Place.ACCELERATOR, Place.ACCELERATOR)
+    """The places of parameters, gradients and optimizer states."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,11 +118,16 @@ class Setting:
         """Return the dtypes. Below stage 2, fp32 sums over microbatches prevent another rounding before sums over ranks."""
         return Precision(torch.bfloat16, None if self.stage >= 2 else torch.float32) if self.bf16 else None
 
-    def policy(self) -> Policy:
-        preset = Policy.stage(self.stage, reshard_after_forward=self.reshard_after_forward)
+    def policy(self, folder: Path) -> Policy:
+        """Return the policy. States on disk are in files in `folder`."""
+        how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
+        parameters, gradients, optimizer = self.places
         return Policy(
-            preset.parameters, preset.gradients, preset.optimizer, self.reshard_after_forward, self.prefetch_numel
-        )
+            Residency(sharded=self.stage > 2, place=parameters),
+            Residency(sharded=self.stage > 1, place=gradients),
+            Residency(sharded=self.stage > 0, place=optimizer),
+            self.reshard_after_forward, self.prefetch_numel, offload_parameters=how, offload_optimizer=how,
+        )  # fmt: skip
 
 
 class Side:
@@ -264,8 +271,8 @@ class Side:
         return seen[0]
 
     def keep_alias(self, number: int) -> None:
-        """Keep a view of an unsharded parameter."""
-        if self.setting.stage < 3:
+        """Keep a view of an unsharded parameter that stays on the accelerator."""
+        if self.setting.stage < 3 and self.setting.places[0] is Place.ACCELERATOR:
             self.alias = self.pick(number)[1].detach()
 
     def read_alias(self, number: int) -> Any:

@@ -24,7 +24,7 @@ class Sharded(Side):
         super().__init__(setting, folder)
         self.members = self.optimizers([parameter for _, parameter in self.listed])
         self.sharded = zeroshard.shard(
-            self.model, self.members, setting.policy(),
+            self.model, self.members, setting.policy(folder),
             precision=setting.precision(), overlap=setting.overlap,
             units=zeroshard.Units(min_numel=1000) if setting.one_unit else None,
         )  # fmt: skip

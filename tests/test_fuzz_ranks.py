@@ -1,18 +1,24 @@
-"""Ranks with different random sequences give the bits of plain PyTorch that runs all ranks' batches.
+"""Random sequences on several ranks give plain PyTorch's bits.
 
-Below stage 3, each rank skips blocks and runs them in its own order. At every stage, a rank may use a side path.
+In training, ranks differ: below stage 3, each rank skips blocks and runs them in its own order; at every stage, a rank may use a
+side path. In other actions of users (see fuzzing.py), all ranks do the same with the same batches, so that the mean over two
+ranks is one rank's gradient.
 """
 
 from __future__ import annotations
 
 import random
 from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
+from fuzzing import ACTIONS, Setting
+from fuzzing_comparison import compare
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import whole
+from twin import ACCELERATOR, CPU, DISK, as_set, whole
+from twin import Setting as Twin
 
 import zeroshard
 from zeroshard.gradients.norm import clip_coefficient
@@ -142,3 +148,56 @@ def test_ranks_that_differ_by_design_are_as_plain_pytorch(ranks: int) -> None:
 def test_ranks_that_differ_at_length(ranks: int) -> None:
     for start in range(100, 250, 50):
         on_ranks(run_all, ranks, ranks, range(start, start + 50))
+
+
+# ---------------------------------------------------------------------- all actions of users
+
+
+def setting_of(choice: random.Random) -> tuple[Setting, str, bool]:
+    """Return a setting, the ranks' transport, and whether CPU memory counts as separate from the accelerator's."""
+    stage = choice.randrange(4)
+    places = (
+        choice.choice([ACCELERATOR, ACCELERATOR, CPU, *([DISK] if stage > 2 else [])] if stage else [ACCELERATOR]),
+        choice.choice([ACCELERATOR, *([CPU, DISK] if stage > 1 else [])]),
+        choice.choice([ACCELERATOR, ACCELERATOR, CPU, DISK] if stage else [ACCELERATOR]),
+    )
+    setting = Setting(
+        stage,
+        bf16=choice.random() < 0.4,
+        optimizer=choice.choice(["sgd", "adamw"]),
+        reshard_after_forward=choice.random() < 0.7,
+        prefetch_numel=choice.choice([None, 0, 100]),
+        overlap=choice.random() < 0.7,
+        one_unit=choice.random() < 0.3,
+        two_optimizers=choice.random() < 0.3,
+        own_class=choice.random() < 0.2,
+        places=places,
+    )
+    return setting, choice.choice(["shared memory", "gloo"]), choice.random() < 0.8
+
+
+def act(rank: int, folder: Path, seeds: range) -> None:
+    """Run one sequence of actions for each seed, and compare it with its twin."""
+    for seed in seeds:
+        choice = random.Random(seed)
+        setting, transport, apart = setting_of(choice)
+        actions = [(choice.choice(ACTIONS), choice.randrange(12)) for _ in range(20)]
+        own = folder / str(seed)
+        own.mkdir(exist_ok=True)
+        try:
+            with as_set(Twin(setting.policy(own), transport, apart=apart)):
+                compare(setting, actions, own)
+        except BaseException as error:
+            error.add_note(f"in seed {seed}: {setting}, {transport}, {apart=}, {actions}")
+            raise
+
+
+@pytest.mark.quick(2)
+def test_whatever_users_do_on_two_ranks_is_as_plain_pytorch_does_it_or_refused_by_name(tmp_path: Path) -> None:
+    on_ranks(act, 2, tmp_path, range(20))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(5))
+def test_whatever_users_do_on_two_ranks_at_length(part: int, tmp_path: Path) -> None:
+    on_ranks(act, 2, tmp_path, range(100 * part + 100, 100 * part + 200), timeout=600.0)

@@ -11,6 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from ranks import on_ranks, run_ranks
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Sharded, ZeroshardError
+from zeroshard.errors import StorageError
 from zeroshard.storage import storages
-from zeroshard.storage.disk import DirectFile
+from zeroshard.storage.disk import DirectFile, DiskStorage
+from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
 from zeroshard.testing import Workload, train
 
 PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
@@ -283,6 +287,34 @@ def test_buffered_where_direct_io_is_not_to_be_had(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "posix_fallocate", fails_with(errno.EOPNOTSUPP))
     assert not DirectFile(tmp_path, 4096, 1).is_direct
     assert train(0, work, stage3_on_disk(tmp_path), bucket_numel=BUCKETS).equals(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in one transfer", "in parts"])
+def test_a_write_that_fails_waits_for_the_others(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They still read the caller's memory, and write to the slot's part of the file."""
+    device = torch.device("cpu")
+    buffers = Staging(4, 4096, partial(aligned_bytes, pin=False))
+    slot = DiskStorage(DirectFile(tmp_path, 4096, 4), Copies(device), buffers).slot("values", 4096, torch.float32)
+    real, calls, ended = os.pwritev, count(), []
+
+    def fails_once(*arguments: Any) -> int:
+        if next(calls) == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.1)
+        ended.append(real(*arguments))
+        return ended[-1]
+
+    monkeypatch.setattr(os, "pwritev", fails_once)
+    slot.write(torch.arange(4096, dtype=dtype))
+    with pytest.raises(StorageError, match=r"values in .* cannot be written"):
+        slot.wait()
+    assert len(ended) == 3
+    slot.write(torch.arange(4096, dtype=dtype))
+    found = torch.empty(4096)
+    slot.read(found).wait(device)
+    assert torch.equal(found, torch.arange(4096.0))
 
 
 def fails_with(error: int) -> Callable[..., None]:

@@ -17,6 +17,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
@@ -48,6 +49,7 @@ class Requests(Transfer):
         Raises:
             StorageError: a read or a write failed; the message names the file and the cause.
         """
+        wait_for_all(self._futures)  # after an error too: the others still use the caller's memory
         try:
             for future in self._futures:
                 future.result()
@@ -341,10 +343,15 @@ class DiskSlot(Slot):
             yield self._start + low * self.dtype.itemsize, low, min(low + step, self.numel)
 
     def wait(self, device: torch.device = CPU) -> None:
-        writing = list(self._writing)
-        self._writing.clear()
-        for requests in writing:
-            requests.wait(CPU)
+        failed = None
+        while self._writing:
+            try:
+                self._writing[0].wait(CPU)
+            except StorageError as error:
+                failed = failed or error
+            del self._writing[0]
+        if failed is not None:
+            raise failed
 
 
 def _release(file: DirectFile, start: int, nbytes: int, writing: list[Transfer]) -> None:

@@ -42,6 +42,10 @@ from zeroshard.step.users_optimizer import (
 from zeroshard.storage.base import Storage
 from zeroshard.torch_private import in_backward, step_without_hooks
 
+USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
+"""The flags of a parameter on one rank in the step's small message: the rank made a gradient, wrote to the parameter, changed the
+mean gradient, or set the gradient to None."""
+
 
 class ShardedStep:
     """The update of this rank's shards by the user's optimizer, once in each call of its `step()`.
@@ -449,7 +453,7 @@ class ShardedStep:
         if is_known:
             late = self._drops - self._dropped_by_user
             for number in sorted(late):
-                if not all(flags[number] & 9 for flags in self._flags_of_ranks):
+                if not all(flags[number] & (USED | DROPPED) for flags in self._flags_of_ranks):
                     unit, index = self._flags[number]
                     raise UsageError(
                         f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not "
@@ -501,8 +505,8 @@ class ShardedStep:
         for number, flags in enumerate(zip(*messages, strict=True)):
             unit, index = self._flags[number]
             fqn = unit.named[index].fqn
-            ranks = [rank for rank, flag in enumerate(flags) if flag & 8]
-            is_used = any(flag & 1 for flag in flags)
+            ranks = [rank for rank, flag in enumerate(flags) if flag & DROPPED]
+            is_used = any(flag & USED for flag in flags)
             if ranks and is_used:
                 raise UsageError(f"{fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none.")
             if is_used and not unit.appearance.is_own(unit.named[index]):
@@ -564,10 +568,10 @@ class ShardedStep:
         written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
         changed = self._changed
         own_flags = bytes(
-            (index in unit.used and number not in drops)
-            | (index in written[unit]) << 1
-            | (number in changed) << 2
-            | (number in drops) << 3
+            USED * (index in unit.used and number not in drops)
+            | WRITTEN * (index in written[unit])
+            | CHANGED * (number in changed)
+            | DROPPED * (number in drops)
             for number, (unit, index) in enumerate(self._flags)
         )
         digest = self._options.digest()
@@ -581,13 +585,13 @@ class ShardedStep:
             self.replicas.refuse_different([message[DIGEST_NBYTES : len(digest)] for message in messages])
         messages = [message[len(digest) :] for message in messages]
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
-        if any(flag & 4 for flag in flags):
-            self._operations().agree([bytes(flag & 4 for flag in message) for message in messages])
-        if any(flag & 8 for flag in flags) and self._drop_together(messages):
+        if any(flag & CHANGED for flag in flags):
+            self._operations().agree([bytes(flag & CHANGED for flag in message) for message in messages])
+        if any(flag & DROPPED for flag in flags) and self._drop_together(messages):
             return self._exchange(norm)
-        self._used = tuple(bool(flag & 1) for flag in flags)
+        self._used = tuple(bool(flag & USED) for flag in flags)
         self._flags_of_ranks = messages
-        for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & 2):
+        for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & WRITTEN):
             unit.spread_owners_values()
         self._used_at = self.schedule.gradients_taken
         if not norm:

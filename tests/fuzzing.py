@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zeroshard import Offload, Place, Policy, Precision, Residency
 
@@ -72,12 +74,21 @@ class Net(nn.Module):
         self.blocks[1].scale.requires_grad_(False)
         self.shift = Shift()
 
-    def forward(self, x: Tensor, skipped: int = -1) -> Tensor:
+    def forward(self, x: Tensor, skipped: int = -1, how: str = "once") -> Tensor:
         x = self.first(x)
         for number, block in enumerate(self.blocks):
             if number != skipped:
-                x = block(x)
+                x = HOW[how](block, x)
         return self.last(self.shift(x)).square().mean()
+
+
+HOW: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "once": lambda block, x: block(x),
+    "twice": lambda block, x: block(block(x)),
+    "recomputed": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "recomputed in a backward of its own": lambda block, x: checkpoint(block, x, use_reentrant=True),
+}
+"""The ways to run a block."""
 
 
 def make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -225,6 +236,27 @@ class Side:
         self.losses.pop().backward()
         return seen
 
+    def train_otherwise(self, number: int) -> Any:
+        """Run blocks twice, or recompute them in the backward."""
+        loss = self.model(self.batch(number), how=[*HOW][number % 3 + 1])
+        loss.backward()
+        return loss.detach()
+
+    def train_with_penalty(self, number: int) -> Any:
+        """Add the gradient of the inputs to the loss: the backward runs through another one."""
+        x = self.batch(number).requires_grad_()
+        loss = self.model(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().mean()).backward()
+        return loss.detach()
+
+    def train_on_two(self, number: int) -> Any:
+        """Add the losses of two forwards, of which a third one's graph is dropped."""
+        self.model(self.batch(number))
+        loss = self.model(self.batch(number + 1)) + self.model(self.batch(number + 2), skipped=number % 4 - 1)
+        loss.backward()
+        return loss.detach()
+
     def accumulate(self, number: int) -> Any:
         with self.accumulating():
             return self.train(number)
@@ -357,6 +389,18 @@ class Side:
         """Clear the model's gradients, as loops without an optimizer do."""
         self.model.zero_grad(set_to_none=self.drops(number))
 
+    def graded(self) -> list[Tensor]:
+        """Return the parameters whose `grad` has the gradients."""
+        return [parameter for _, parameter in self.named]
+
+    def halve_grads(self, number: int) -> None:
+        for parameter in self.graded():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def clamp_grads(self, number: int) -> None:
+        torch.nn.utils.clip_grad_value_(self.graded(), 0.01 * (number + 1))
+
     def drops(self, number: int) -> bool:
         """Return whether `drop_grads` removes gradients, as own classes require (docs/limits.md), or sets them to zero."""
         return bool(number % 4) or self.setting.own_class
@@ -417,5 +461,6 @@ ACTIONS = [
     "update_trainable", "update_trainable", "change_lr", "save", "load", "keep_optimizer", "restore_optimizer", "offload",
     "reload", "reload", "read", "read_state_dict", "read_one", "deepcopy", "read_states", "read_gradients", "set_state",
     "set_mean_gradient", "hooked", "hooked_late", "in_thread", "keep_alias", "read_alias", "add_group", "surgery",
-    "step_one", "step_one", "zero_one", "zero_one",
+    "step_one", "step_one", "zero_one", "zero_one", "train_otherwise", "train_with_penalty", "train_on_two", "halve_grads",
+    "clamp_grads", "clip_by_torch",
 ]  # fmt: skip

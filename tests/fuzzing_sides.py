@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,9 @@ class Sharded(Side):
 
     def clip(self, number: int) -> float:
         return self.sharded.clip_grad_norm_(0.1 * (number + 1))
+
+    def clip_by_torch(self, number: int) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.graded(), 0.1 * (number + 1)))
 
     def update_trainable(self, number: int) -> None:
         self.sharded.update_trainable()
@@ -251,6 +254,24 @@ class Plain(Side):
         finally:
             self.collect(in_backward=True)
 
+    def train_otherwise(self, number: int) -> Any:
+        try:
+            return super().train_otherwise(number)
+        finally:
+            self.collect(in_backward=True)
+
+    def train_with_penalty(self, number: int) -> Any:
+        try:
+            return super().train_with_penalty(number)
+        finally:
+            self.collect(in_backward=True)
+
+    def train_on_two(self, number: int) -> Any:
+        try:
+            return super().train_on_two(number)
+        finally:
+            self.collect(in_backward=True)
+
     def broken_backward(self, number: int) -> Any:
         try:
             return super().broken_backward(number)
@@ -317,13 +338,22 @@ class Plain(Side):
         self.optimizer.zero_grad()
         self.model.zero_grad()
 
-    def clip(self, number: int) -> float:
+    def graded(self) -> list[Tensor]:
         self.collect()
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        return list(self.masters.values())
+
+    def clip(self, number: int) -> float:
+        return self.clipped(number, clip_coefficient)
+
+    def clip_by_torch(self, number: int) -> float:
+        return self.clipped(number, lambda norm, most: float((most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)))
+
+    def clipped(self, number: int, coefficient_of: Callable[[float, float], float]) -> float:
+        gradients = [parameter.grad for parameter in self.graded() if parameter.grad is not None]
         norm = sum((g.double().square().sum().item() for g in gradients), 0.0) ** 0.5
         if self.told is not None and abs(self.told - norm) < 1e-6 * norm:
             norm = self.told  # another order of summation
-        coefficient = clip_coefficient(norm, 0.1 * (number + 1))
+        coefficient = coefficient_of(norm, 0.1 * (number + 1))
         for g in gradients if coefficient != 1.0 else ():
             g.mul_(coefficient)
         return norm

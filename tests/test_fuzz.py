@@ -143,6 +143,7 @@ FOUND_OF_A_CLASS: dict[str, list[Action]] = {
     "gradients set to zero between microbatches": [
         ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
     ],
+    "a gradient set between two backwards": [("train", 10), ("set_grad", 2), ("train_with_penalty", 9), ("step", 1)],
     "a step after a drop that was refused": [
         ("train", 10), ("set_mean_gradient", 8), ("drop_grads", 7), ("set_mean_gradient", 8), ("step_one", 1),
     ],

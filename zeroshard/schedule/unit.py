@@ -559,6 +559,15 @@ class Unit:
                 f'over ranks with sharded.states.set("{fqn}", "gradients", value)).'
             )
 
+    def refuse_unreported_gradients(self) -> None:
+        """Raise as `refuse_replaced_gradients` does for parameters of a user's own class, which report no such change.
+
+        Call it before a backward adds its gradients to `grad`.
+        """
+        if self.used and not self.appearance.tells_readers:
+            own_class = [index for index in self.used if not self.appearance.is_own(self.named[index])]
+            self.refuse_replaced_gradients(i for i in own_class if grad_of(self.named[i].parameter) is not None)
+
     def refuse_frozen_gradients(self, optimized: set[int]) -> None:
         """Raise if a parameter that was frozen at `shard` and is in the optimizer has a gradient: no step would update it.
 

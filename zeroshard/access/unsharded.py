@@ -162,6 +162,7 @@ def _units_whole(
         _refuse_changes(unit)
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
     offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
+    decides = undo or (changes and modifier_rank is not None)
     written: list[str] = []
     pinned: list[Unit] = []
     looks: list[tuple[Unit, list[int]]] = []
@@ -174,6 +175,7 @@ def _units_whole(
             for unit in units:
                 unit.unshard()
                 unit.pins += 1
+                unit.undecided += decides
                 pinned.append(unit)
                 unit.write_back()  # earlier writes are not changes inside the block
                 look = unit.appearance.versions()
@@ -196,7 +198,7 @@ def _units_whole(
             unit.appearance.end_look(look)
         if not is_over:
             _restore(kept)
-        _leave(pinned, at_rest, offloaded, forget_writes=not is_over)
+        _leave(pinned, at_rest, offloaded, forget_writes=not is_over, decides=decides)
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
@@ -260,10 +262,13 @@ def _restore(kept: Mapping[Unit, Tensor]) -> None:
         unit.appearance.restart_looks()
 
 
-def _leave(pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
+def _leave(
+    pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool, decides: bool
+) -> None:
     """Restore the states that the units had before the block."""
     for unit in pinned:
         unit.pins -= 1
+        unit.undecided -= decides
     for unit in at_rest:
         # Writes before an exception must not be stored.
         if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:

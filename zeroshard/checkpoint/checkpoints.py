@@ -184,6 +184,7 @@ class Checkpoints:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         steps = self.live.step.steps_begun
         self.live.step.refuse_inside()
+        self.live.schedule.refuse_undecided("a save")
         self.live.schedule.refuse_unseen_changes()
         with self.operation(f'save "{tag}"'):
             files.check_tag(tag)
@@ -300,6 +301,7 @@ class Checkpoints:
             raise UsageError(
                 "a load inside torch.inference_mode(): no step could update the states afterwards. Load outside of it."
             )
+        self.live.schedule.refuse_undecided("a load")
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
         with self.operation(operation):

@@ -308,6 +308,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
     """Write a model in training; see `export`. Every rank must call it, writes its own ranges, and raises an error of any rank."""
     live = checkpoints.live
+    live.schedule.refuse_undecided("an export")
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
     folder = Path(out)

@@ -503,6 +503,11 @@ class Schedule:
             if unit.state in (UnitState.SHARDED, UnitState.OFFLOADED):
                 unit.appearance.refuse_lost_writes()
 
+    def refuse_undecided(self, what: str) -> None:
+        """Raise if `what` is called inside a block that decides about changes at its end (see `Unit.refuse_undecided`)."""
+        for unit in self.units:
+            unit.refuse_undecided(what)
+
     def refuse_parked(self, what: str) -> None:
         """Raise if any model states are parked while `what` runs."""
         if self.live.parked:

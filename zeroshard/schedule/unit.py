@@ -136,6 +136,8 @@ class Unit:
         """The parameters of `used` whose `grad` the user has set after the gradient was taken."""
         self.pins = 0
         """The number of open `unsharded` blocks."""
+        self.undecided = 0
+        """The number of these blocks that store or undo their changes at their end."""
         self.state_dicts = 0
         """The number of state dicts that are being made or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
@@ -379,6 +381,15 @@ class Unit:
             raise UsageError(
                 f"{what} was called inside zeroshard.unsharded() or a loop over named_weights(), which holds {self.label}. "
                 "Call it outside."
+            )
+
+    def refuse_undecided(self, what: str) -> None:
+        """Raise if an open `unsharded` block has changes to store, undo or report at its end, which `what` would store or miss."""
+        if self.undecided or self.appearance.has_changes_to_report:
+            raise UsageError(
+                f"{what} was called inside an unsharded() that decides about changes to {self.label} only at its end: with "
+                "undo=True, with a modifier rank, or because of changes without one. Call it after that block; inside, read "
+                "with model.state_dict() or sharded.consolidated_state_dict()."
             )
 
     def refuse_parked(self, what: str) -> None:

@@ -162,6 +162,7 @@ class ModelStates:
         step.schedule.refuse_parked("a look at model states")
         self._unit_of: dict[str, tuple[Unit, int]] = {}
         for unit in units:
+            unit.refuse_undecided("a look at model states")
             unit.settle_at_rest()
             unit.write_back()
             for index, entry in enumerate(unit.named):

@@ -376,3 +376,70 @@ def test_after_a_step_without_an_optimizer_the_model_still_evaluates() -> None:
         model(*tokens(0, 0))
     assert made.consolidated_state_dict()
     made.remove()
+
+
+class Tied(nn.Module):
+    """Two linear layers, which may share a weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+
+def test_two_parameters_do_not_load_into_one(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        models = [Tied(tied=tied) for tied in (False, True)]
+        first, other = (zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 2) for model in models)
+        first.save(tmp_path, "one")
+        with pytest.raises(
+            CheckpointError, match=r"first\.weight and last\.weight were saved as two tensors.*strict=False"
+        ):
+            other.load(tmp_path)
+        other.load(tmp_path, strict=False, optimizer_states=False)
+        assert torch.equal(models[1].last.weight, models[0].first.weight)
+
+    on_ranks(body, 2)
+
+
+def test_parameters_that_were_left_out_do_not_count_as_loaded_if_this_run_trains_them(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        def made(frozen: bool) -> zeroshard.Sharded:
+            model = Tied(tied=False)
+            model.first.requires_grad_(not frozen)
+            return zeroshard.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), 2)
+
+        made(frozen=True).save(tmp_path, "adapters", exclude_frozen=True)
+        made(frozen=True).load(tmp_path)
+        with pytest.raises(CheckpointError, match=r"it lacks first\.weight.*strict=False"):
+            made(frozen=False).load(tmp_path)
+
+    on_ranks(body, 2)
+
+
+def test_states_of_several_optimizers_load_only_into_the_same_classes(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        def made(first: Any, last: Any, turned: bool = False) -> tuple[nn.Module, zeroshard.Sharded]:
+            model = Tied(tied=False)
+            members = [first(model.first.parameters(), lr=0.1), last(model.last.parameters(), lr=0.2)]
+            return model, zeroshard.shard(model, members[::-1] if turned else members, 1)
+
+        model, sharded = made(torch.optim.SGD, torch.optim.AdamW)
+        model.last(model.first(torch.ones(2, 8))).sum().backward()
+        sharded.optimizer.step()
+        sharded.save(tmp_path, "one")
+        for first, last, name in (
+            (torch.optim.SGD, torch.optim.SGD, "last"),
+            (torch.optim.AdamW, torch.optim.AdamW, "first"),
+        ):
+            with pytest.raises(
+                CheckpointError, match=rf"with .* for {name}\.weight, and this run has {first.__name__}"
+            ):
+                made(first, last)[1].load(tmp_path)
+        made(torch.optim.AdamW, torch.optim.SGD)[1].load(tmp_path, optimizer_states=False)
+        _, again = made(torch.optim.SGD, torch.optim.AdamW, turned=True)
+        again.load(tmp_path)
+        assert torch.equal(again.states.get("last.weight", "exp_avg"), sharded.states.get("last.weight", "exp_avg"))
+
+    on_ranks(body, 2)

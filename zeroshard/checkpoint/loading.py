@@ -22,6 +22,7 @@ from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Common, Placement, Runs
 from zeroshard.observe.display import Advance, ignore
+from zeroshard.optim.several import class_names
 from zeroshard.step.model_states import PARAMETERS, Held, Trained
 
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
@@ -245,9 +246,13 @@ class Loader:
             own[name, True] = (f"the buffer {name}", buffer.shape)
         missing = dict.fromkeys(first for first, _ in own.values())
         unexpected = []
+        trained = {entry.fqn for unit in self._live.units if unit.trainable for entry in unit.named}
         for name in self.reader.manifest.excluded:
-            if (name, False) in own:
-                missing.pop(own[name, False][0], None)
+            first, _ = own.get((name, False), (name, None))
+            if first not in trained:  # its values are those that the model was built with
+                missing.pop(first, None)
+        stored_as: dict[str, str] = {}
+        untied: list[str] = []
         for stored in self.reader.model():
             keys = [(name, stored.is_buffer) for name in stored.names]
             found = [own[key] for key in keys if key in own]
@@ -255,6 +260,8 @@ class Loader:
                 unexpected.append(stored.names[0])
             for first, shape in found:
                 missing.pop(first, None)
+                if stored_as.setdefault(first, stored.names[0]) != stored.names[0]:
+                    untied = [stored_as[first], stored.names[0]]
                 if stored.shape != shape:
                     raise CheckpointError(
                         f"{self.reader.folder}: {first} was saved with shape {stored.shape}, but has "
@@ -266,6 +273,11 @@ class Loader:
                 f"{some_of(unexpected)}. Pass strict=False (an engine: load_module_strict=False) to load the tensors that both "
                 "have."
             )
+        if strict and untied:
+            raise CheckpointError(
+                f"{self.reader.folder} is of a different model: {' and '.join(untied)} were saved as two tensors, and are one in "
+                f"this model. Pass strict=False (an engine: load_module_strict=False) to load only {untied[0]}."
+            )
 
     def _refuse_another_optimizer(self) -> None:
         manifest = self.reader.manifest
@@ -275,6 +287,12 @@ class Loader:
             saved = f"without an optimizer, for evaluation: it holds no states for this run's {name}"
         elif manifest.optimizer not in (None, name):
             saved = f"with {manifest.optimizer}, and this run has {name}"
+        classes = class_names(self._optimizer)
+        for number, own in enumerate(self._live.group_names):
+            for group in manifest.param_groups:
+                found = group.get("optimizer", classes[number])  # older checkpoints lack it
+                if not saved and found != classes[number] and set(own) & set(group["names"]):
+                    saved = f"with {found} for {some_of(own)}, and this run has {classes[number]}"
         if saved:
             raise CheckpointError(
                 f"{self.reader.folder} was saved {saved}. Pass optimizer_states=False (an engine: "

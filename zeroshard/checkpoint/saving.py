@@ -32,6 +32,7 @@ from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
 from zeroshard.layout.placement import Placement
 from zeroshard.observe.display import Advance, ignore
+from zeroshard.optim.several import class_names
 from zeroshard.schedule.unit import UnitState
 from zeroshard.step.model_states import Held
 from zeroshard.storage.base import CpuStorage
@@ -191,9 +192,12 @@ def take_snapshot(
             values[fqn] = {name: packer.pack(value, f"{fqn}.{name}") for name, value in held.beside.items()}
     groups = []
     if live.inner is not None:
+        classes = class_names(live.inner)
         for number, (group, names) in enumerate(zip(live.inner.param_groups, live.group_names, strict=False)):
-            options = {key: value for key, value in group.items() if key != "params"}
-            groups.append({"names": names, "options": packer.pack(options, f"param_groups[{number}]")})
+            options = packer.pack(
+                {key: value for key, value in group.items() if key != "params"}, f"param_groups[{number}]"
+            )
+            groups.append({"names": names, "options": options, "optimizer": classes[number]})
     packed = {}
     if live.rank == 0:
         if are_plain(shared):

@@ -69,3 +69,8 @@ def _flat(value: Any) -> list[Any]:
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the user made: the members of a `Several`, or the only one."""
     return optimizer.members if isinstance(optimizer, Several) else [optimizer]
+
+
+def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return, for each param group, the name of the class of the optimizer that the user made for it."""
+    return [type(one).__qualname__ for one in optimizers_of(optimizer) for _ in one.param_groups]

@@ -105,11 +105,13 @@ def test_states_that_rest_elsewhere(place: Place, stage: int, tmp_path: Any) -> 
 class Keeping(torch.optim.SGD):
     """Keeps the gradients of each call, with what they were, or only notes where they lay."""
 
+    calls: list[set[int]]  # of the class: a step leaves one entry in a list of the object
+
     def __init__(self, parameters: Any, keeps: bool) -> None:
         super().__init__(parameters, lr=0.1)
         self.keeps = keeps
         self.kept: list[tuple[Tensor, Tensor]] = []
-        self.calls: list[set[int]] = []
+        type(self).calls = []
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -304,6 +306,57 @@ def test_what_it_keeps_of_a_group_counts_one_step(stage: int) -> None:
         assert optimizer.param_groups[0]["count"] == 3
 
     on_ranks(body, 2)
+
+
+class CountingItself(torch.optim.Optimizer):
+    """Keeps counts in attributes, as numbers, in a list and in a tensor, and looks at the first parameter of a group."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.count, self.counts, self.total = 0, [0], torch.tensor(0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.counts[0] += 1
+        self.total += 1
+        self.last = self.count
+        for group in self.param_groups:
+            assert group["params"][0].ndim > 0
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                    parameter.sub_(
+                        mean / (1 - 0.9**self.count), alpha=group["lr"] / (self.counts[0] + float(self.total))
+                    )
+
+
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.DISK])
+@STAGES
+def test_what_it_counts_by_itself_counts_one_step(stage: int, place: Place, tmp_path: Path) -> None:
+    """Its code runs for each sub-group, and once without gradients."""
+    policy = Policy.stage(stage)
+    if place is Place.DISK:
+        if stage == 0:
+            return
+        how = Offload(str(tmp_path), buffer_numel=6000, sub_group_numel=400, block_nbytes=4096)
+        policy = policy.offloaded(optimizer=place, offload=how)
+    torch.manual_seed(0)
+    model = Stack()
+    plain = copy.deepcopy(model)
+    optimizer, expected = (CountingItself(one.parameters(), lr=0.1) for one in (model, plain))
+    sharded = zeroshard.shard(model, optimizer, policy, elementwise=True, bucket_numel=256)
+    for number in range(3):
+        for one, stepping in ((model, optimizer), (plain, expected)):
+            one(*tokens(0, number)).backward()
+            stepping.step()
+            stepping.zero_grad()
+    for counted in (optimizer, expected):
+        assert (counted.count, counted.counts, float(counted.total), counted.last) == (3, [3], 3.0, 3)
+    assert all(len(group["params"]) == len(list(plain.parameters())) for group in optimizer.param_groups)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(sharded.states.get(name), parameter), name
 
 
 class Twice(torch.optim.SGD):
@@ -1172,7 +1225,7 @@ class Numbering(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for group in self.param_groups:
-                if self.raises and not group["params"]:  # after the step over shards
+                if self.raises and all(p.grad is None for p in group["params"]):  # after the step over shards
                     raise ValueError("my own error")
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Stack
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import UsageError, ZeroRedundancyOptimizer
@@ -26,7 +27,15 @@ class Prodigy(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
 
+class Distributed(torch.optim.SGD):
+    """Divides its work over ranks itself, as the Muon of modded-nanogpt does."""
+
+    def _sum(self, value: Tensor) -> None:
+        dist.all_reduce(value)
+
+
 REFUSED = {
+    "one that communicates": (Distributed, "Distributed calls all_reduce.*for a single process"),
     "LBFGS": (torch.optim.LBFGS, "LBFGS uses all parameters at once"),
     "a subclass": (Mine, "Mine uses all parameters at once"),
     "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
@@ -54,6 +63,72 @@ def test_shard_refuses_by_name(name: str) -> None:
         model = nn.Linear(4, 4)
         with pytest.raises(UsageError, match=message):
             zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Moves the parameters between steps, as schedule-free optimizers do."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class CountingBeside(torch.optim.SGD):
+    """Keeps a state of no parameter."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.state["count"] = 0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, without the hooks of torch's class."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.base = torch.optim.SGD(parameters, lr)
+        self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
+
+
+NOT_SHARDED = {
+    "states moved between steps": (ScheduleFree, r"ScheduleFree\.train\(\) and eval\(\) move the parameters"),
+    "a state of no parameter": (CountingBeside, r"states of no parameter in optimizer\.state \('count'\)"),
+    "a wrapper": (Lookahead, "Lookahead has no hooks.*Pass shard.. the optimizer that it wraps"),
+}
+
+
+@pytest.mark.parametrize("elementwise", [None, False, True])
+@pytest.mark.parametrize("name", NOT_SHARDED)
+def test_shard_refuses_what_its_shards_could_not_follow(name: str, elementwise: bool | None) -> None:
+    cls, message = NOT_SHARDED[name]
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match=message):
+        zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+
+
+class Ahead(torch.optim.SGD):
+    """Moves the parameters, evaluates the closure there, and updates."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(0.1)
+        loss = closure()
+        super().step()
+        return loss
+
+
+def test_a_closure_that_belongs_to_moved_parameters_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Ahead(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, 1, elementwise=True)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UsageError, match=r"Ahead\.step moves the parameters and then evaluates its closure"):
+        optimizer.step(closure)
 
 
 class ByNorm(torch.optim.Optimizer):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 
 import torch
 
@@ -79,6 +81,13 @@ REFUSED = {
 """Class names of optimizers that sharding cannot support, with the reasons."""
 
 
+COLLECTIVES = {
+    "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
+    "all_to_all_single", "broadcast", "reduce_scatter", "reduce_scatter_tensor",
+}  # fmt: skip
+"""The names of torch.distributed's operations that an optimizer which divides its work over ranks calls."""
+
+
 _NEAREST = 10
 """The number of stack frames to check: torch's wrappers of `step` and `state_dict` add some."""
 
@@ -125,6 +134,24 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
                 f"{cls.__name__} {REFUSED[base.__name__]}, but zeroshard shards dense parameters over ranks: the "
                 f"results would be wrong. Use one of {', '.join(KNOWN)}."
             )
+    called = {name for code in _code_of(cls) for name in code.co_names} & COLLECTIVES
+    if called:
+        raise UsageError(
+            f"{cls.__name__} calls {', '.join(sorted(called))}: it divides its work over ranks itself, but under zeroshard each "
+            "rank has other tensors in it, so it would add up parts of different parameters, or wait forever. Use its version for "
+            "a single process."
+        )
+
+
+def _code_of(cls: type[torch.optim.Optimizer]) -> Iterator[CodeType]:
+    """Yield the code of the methods that a class has beyond those of torch's optimizers."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(("torch.optim", "zeroshard.optim", "builtins")):
+            continue
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None:
+                yield code
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
@@ -165,6 +192,12 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         raise UsageError(
             f"elementwise=True, but {type(optimizer).__name__} uses whole parameters: its updates of shards would be wrong. Leave "
             "elementwise out."
+        )
+    moves = all(callable(getattr(type(optimizer), name, None)) for name in ("train", "eval"))
+    if moves:
+        raise UsageError(
+            f"{type(optimizer).__name__}.train() and eval() move the parameters with the optimizer's states, which zeroshard keeps "
+            "in shards: they would find none, and change nothing. Use an optimizer without them, and a learning rate schedule."
         )
     if elementwise is not None:
         return not elementwise

@@ -20,7 +20,8 @@ from zeroshard.torch_private import GRAD, distributed_class, grad_of, is_traced,
 METADATA = {
     "is_floating_point", "is_complex", "numel", "size", "dim", "stride", "element_size", "ndimension", "is_contiguous",
     "_has_compatible_shallow_copy_type", "__hash__", "__len__", "is_signed", "__get__", "__set__", "get_device", "requires_grad_",
-    "register_hook", "register_post_accumulate_grad_hook", "grad", "backward",
+    "register_hook", "register_post_accumulate_grad_hook", "grad", "backward", "new_empty", "new_full", "new_ones", "new_tensor",
+    "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like",
 }  # fmt: skip
 """Operations of torch that need no values of the tensor, among them getters and setters of attributes."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
@@ -156,7 +157,8 @@ def classes_of(
             cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             attribute = _attribute_of(func)
-            if func.__name__ not in METADATA or attribute in VALUES:
+            is_metadata = func.__name__ in METADATA or _asks_for_type(func, args, kwargs, cls)
+            if not is_metadata or attribute in VALUES:
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
                 if _changes_nothing(func, args, kwargs):
                     return args[0]
@@ -211,6 +213,13 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
     return found
 
 
+def _asks_for_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, cls: type[Tensor]) -> bool:
+    """Return whether a call of `type` or `type_as` needs only the dtype and the device of tensors of `cls`."""
+    if func.__name__ == "type":
+        return len(args) == 1 and not kwargs
+    return func.__name__ == "type_as" and not isinstance(args[0], cls)
+
+
 def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
     """Return whether a call leaves its tensor as it is: a conversion to the same type, or `data` set to the tensor itself."""
     if func.__name__ == "__set__":
@@ -256,7 +265,7 @@ class TakenGradient(Tensor):
         fqn = next(one.fqn for one in _flat(args, kwargs) if isinstance(one, TakenGradient))
         raise UsageError(
             f"the gradient of {fqn} is not in its `grad`: it was reduced over ranks, into shards. torch's clipping and "
-            f"GradScaler work on it (as do norm, and mul_, div_ and clamp_ with numbers), but {func.__name__} does not. To "
+            f"GradScaler work on it (as do norm, and mul_, div_ and clamp_ with numbers), but this {func.__name__} does not. To "
             f'read or change it, call sharded.states.get("{fqn}", "gradients") and set; to drop gradients, optimizer.zero_grad().'
         )
 

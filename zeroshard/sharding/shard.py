@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
@@ -395,9 +395,23 @@ def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
+    for one in optimizers_of(optimizer):
+        try:
+            one.register_state_dict_pre_hook(lambda *_: None).remove()
+        except AttributeError as error:
+            raise UsageError(
+                f"{type(one).__name__} has no hooks of torch.optim.Optimizer, whose __init__ it did not call, as wrappers of "
+                "another optimizer do (Lookahead). Pass shard() the optimizer that it wraps, and go on calling the wrapper."
+            ) from error
+    others = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if others:
+        raise UsageError(
+            f"the optimizer ({names}) keeps states of no parameter in optimizer.state ({', '.join(map(repr, others))}), which no "
+            "shard has. Keep such values in attributes of the optimizer, or use another one."
+        )
     steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
     if any(steps):  # Adagrad has a state from the start
-        names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
         raise UsageError(
             f"the optimizer ({names}) has stepped already, or has loaded states, which shard() would "
             "lose. Shard first, and then call optimizer.load_state_dict(), or load a checkpoint."

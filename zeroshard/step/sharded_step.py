@@ -35,12 +35,13 @@ from zeroshard.step.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
     GroupOptions,
+    OwnValues,
     ParamGroups,
     UsersOptimizer,
     warn_of_zeros,
 )
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import in_backward, step_without_hooks
+from zeroshard.torch_private import in_backward, step_without_hooks, version_of
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
 """The flags of a parameter on one rank in the step's small message: the rank made a gradient, wrote to the parameter, changed the
@@ -250,6 +251,7 @@ class ShardedStep:
         self.schedule.begin_step()
         steps = self._updated_by(users)
         before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
+        own_values = OwnValues(users.optimizer)
         left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -267,11 +269,12 @@ class ShardedStep:
             self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
         for residents in self.sub_groups.run(sync):
-            # To the optimizer this is one step: values that it keeps for a whole group are reset before each sub-group.
+            # To the optimizer this is one step: values that it keeps for a whole group, or itself, are reset before each sub-group.
             for group, options in zip(self.inner.param_groups, before, strict=True):
                 for key in group.keys() - options.keys() - {"params"}:
                     del group[key]
                 group.update(options)
+            own_values.restore(users.optimizer)
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)
@@ -607,8 +610,16 @@ class ShardedStep:
 def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return a closure that returns the loss of an evaluation that is over. It makes no gradients: a second call raises."""
     left = [loss]
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    versions = [version_of(parameter) for parameter in listed]
 
     def closure() -> Any:
+        if versions != [version_of(parameter) for parameter in listed]:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step moves the parameters and then evaluates its closure, and zeroshard evaluates it "
+                "before the step: the gradients would be those of another point. Pass no closure, and use an optimizer that needs "
+                "none."
+            )
         if not left:
             raise UsageError(
                 f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "

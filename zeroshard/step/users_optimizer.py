@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
@@ -58,6 +60,9 @@ class UsersOptimizer:
         self._schedule = schedule
         self._groups: list[dict[str, Any]] = []
         """The param groups as they were before the optimizer's own step."""
+        self._own_values = OwnValues(optimizer)
+        self._stand_ins: list[Tensor] = []
+        """The parameters, without a gradient, in the param groups during the own step of an unknown class, which may need one."""
         self._depth = 0
         """The depth of nested calls of the optimizer's own step: a class may call the step of the class that it extends."""
         self._stepped_at = -1
@@ -134,20 +139,77 @@ class UsersOptimizer:
         self._depth = 1
         self._stepped_at = self._schedule.gradients_taken
         self._groups = [dict(group) for group in optimizer.param_groups]
+        self._own_values = OwnValues(optimizer)
+        self._stand_ins = []
         for group in optimizer.param_groups:
-            group["params"] = []
+            if group["params"] and not is_known(optimizer):
+                self._stand_ins.append(nn.Parameter(torch.zeros((1,) * group["params"][0].ndim)))
+                group["params"] = self._stand_ins[-1:]
+            else:
+                group["params"] = []
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            self._own_values.restore(optimizer)
             self._give_back(optimizer)
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer the param groups from before its own code ran."""
         for group, before in zip(optimizer.param_groups, self._groups, strict=False):
             group.update(before)  # values that it keeps for a whole group, such as a count, advance only once
+        for parameter in self._stand_ins:
+            optimizer.state.pop(parameter, None)
         self._groups = []
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's class is torch's or zeroshard's."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "zeroshard.optim."))
+
+
+class OwnValues:
+    """The numbers that an optimizer of an unknown class keeps in its attributes, such as a count of its steps.
+
+    Its code runs several times in a step: once for each sub-group, and once without gradients (see `UsersOptimizer`). To the
+    optimizer this is one step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._values = {} if is_known(optimizer) else copy.deepcopy(_numbers_in(optimizer))
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the attributes to these values again."""
+        if is_known(optimizer):
+            return
+        for name in _numbers_in(optimizer).keys() - self._values.keys():
+            del vars(optimizer)[name]
+        for name, value in self._values.items():
+            now = vars(optimizer).get(name)
+            if isinstance(now, Tensor) and isinstance(value, Tensor):
+                now.copy_(value)
+            else:
+                vars(optimizer)[name] = copy.deepcopy(value)
+
+
+def _numbers_in(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _TORCHS and _is_plain(value)}
+
+
+_TORCHS = ("defaults", "param_groups", "state")
+"""The attributes of torch's class that hold the options and the states."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a string, None, or a collection of these."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.requires_grad
+    return value is None or isinstance(value, int | float | complex | str)
 
 
 def warn_of_zeros(set_to_none: bool) -> None:

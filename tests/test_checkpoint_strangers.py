@@ -227,6 +227,12 @@ def test_a_folder_without_a_name_is_refused(tmp_path: Path) -> None:
     zeroshard.testing.run_ranks(body, 1)
 
 
+def test_an_empty_latest_is_named(tmp_path: Path) -> None:
+    (tmp_path / files.LATEST).write_text("")
+    with pytest.raises(CheckpointError, match=r"latest is empty.*fall_back=True"):
+        files.latest_tag(tmp_path)
+
+
 def test_a_tag_of_a_megabyte_is_a_short_error(tmp_path: Path) -> None:
     (tmp_path / files.LATEST).write_text("x" * 1_000_000)
     with pytest.raises(CheckpointError, match="cannot be a tag") as caught:

@@ -313,7 +313,7 @@ class CountingItself(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
-        self.count, self.counts, self.total = 0, [0], torch.tensor(0.0)
+        self.count, self.counts, self.total = 0, [0], torch.zeros(1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -323,6 +323,7 @@ class CountingItself(torch.optim.Optimizer):
         self.last = self.count
         for group in self.param_groups:
             assert group["params"][0].ndim > 0
+            group.setdefault("seen", torch.zeros(1)).add_(1)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
@@ -354,6 +355,7 @@ def test_what_it_counts_by_itself_counts_one_step(stage: int, place: Place, tmp_
             stepping.zero_grad()
     for counted in (optimizer, expected):
         assert (counted.count, counted.counts, float(counted.total), counted.last) == (3, [3], 3.0, 3)
+        assert float(counted.param_groups[0]["seen"]) == 3.0
     assert all(len(group["params"]) == len(list(plain.parameters())) for group in optimizer.param_groups)
     for name, parameter in plain.named_parameters():
         assert torch.equal(sharded.states.get(name), parameter), name

@@ -64,6 +64,28 @@ WANTING_VALUES = {
 }
 
 
+WANTING_NONE = {
+    "new_zeros": lambda weight: weight.new_zeros(2, 3),
+    "new_tensor": lambda weight: weight.new_tensor([0.0]),
+    "zeros_like": torch.zeros_like,
+    "ones_like": lambda weight: torch.ones_like(weight) - 1,
+    "type_as": lambda weight: torch.zeros(2, dtype=torch.float64).type_as(weight),
+    "type": lambda weight: torch.zeros(2).type(weight.type()),
+    "to": lambda weight: torch.zeros(2, dtype=torch.float64).to(weight),
+}
+
+
+def test_operations_that_need_no_values_of_a_sharded_parameter() -> None:
+    model = Stack()
+    zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+    weight = model.blocks[1].up.weight
+    for name, make in WANTING_NONE.items():
+        made = make(weight)
+        assert type(made) is torch.Tensor and made.dtype == weight.dtype, name
+        assert made.is_contiguous() and not made.any() and not made.requires_grad, name
+    assert torch.zeros_like(weight).shape == weight.shape
+
+
 def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() -> None:
     def body(rank: int) -> None:
         model = Stack()

@@ -91,7 +91,7 @@ class Lookahead(torch.optim.Optimizer):
 
 NOT_SHARDED = {
     "states moved between steps": (ScheduleFree, r"ScheduleFree\.train\(\) and eval\(\) move the parameters"),
-    "a state of no parameter": (CountingBeside, r"states of no parameter in optimizer\.state \('count'\)"),
+    "a state of no parameter": (CountingBeside, r"keeps states of no parameter in optimizer\.state \('count'\)"),
     "a wrapper": (Lookahead, "Lookahead has no hooks.*Pass shard.. the optimizer that it wraps"),
 }
 
@@ -103,6 +103,27 @@ def test_shard_refuses_what_its_shards_could_not_follow(name: str, elementwise: 
     model = nn.Linear(4, 4)
     with pytest.raises(UsageError, match=message):
         zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+
+
+class CountingLater(torch.optim.SGD):
+    """Keeps a state of no parameter from its first step on, and overrides `zero_grad`."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = 1
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_what_a_class_does_beside_its_step_is_named() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = CountingLater(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"CountingLater\.zero_grad\(\) is not called"):
+        zeroshard.shard(model, optimizer, 1, elementwise=True)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"states of no parameter in optimizer\.state \('count'\)"):
+        optimizer.step()
 
 
 class Ahead(torch.optim.SGD):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -357,8 +359,21 @@ def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
             expected = torch.autograd.functional.jacobian(model, x)
             torch.testing.assert_close(torch.func.grad(model)(x), expected)
             assert torch.equal(torch.jit.trace(model, x)(x), model(x))
+        assert not any(zeroshard.parameter_states(parameter).is_here for parameter in model.parameters())
 
     on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_copy_names_nothing_of_zeroshards(stage: int) -> None:
+    """It can be unpickled where zeroshard is not installed."""
+    model = Net()
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    copied = copy.deepcopy(model)
+    data = pickle.dumps(copied)
+    assert b"zeroshard" not in data
+    again = pickle.loads(data)
+    assert torch.equal(again(batch(0, 0)), model(batch(0, 0)))
 
 
 def test_a_graph_from_before_remove_leaves_the_model_alone() -> None:

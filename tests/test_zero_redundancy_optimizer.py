@@ -310,7 +310,9 @@ def test_groups_added_frozen_and_freed_on_the_way() -> None:
         optimizer = make(layers[:2].parameters())
         for step in range(9):
             if step == 3:
+                optimizer.param_groups[0]["lr"] = 0.05
                 optimizer.add_param_group({"params": list(layers[2].parameters()), "lr": 0.3})
+                assert optimizer.param_groups[0]["lr"] == 0.05
             if step == 6:
                 layers[1].requires_grad_(True)
                 layers[0].requires_grad_(False)

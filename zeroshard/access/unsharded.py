@@ -270,6 +270,8 @@ def _leave(
         unit.pins -= 1
         unit.undecided -= decides
     for unit in at_rest:
+        if not unit.is_pinned:
+            unit.is_held = False  # by torch.func inside the block, whose graph keeps the memory that it may still read
         # Writes before an exception must not be stored.
         if forget_writes and unit.state is UnitState.UNSHARDED and not unit.is_pinned:
             unit.appearance.collect_written()

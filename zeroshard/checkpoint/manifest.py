@@ -315,7 +315,10 @@ def whole_path(folder: str | os.PathLike[str]) -> Path:
 def latest_tag(folder: Path) -> str:
     """Return the tag in the file `latest`, or raise a `CheckpointError` if the file is missing, unreadable or without a tag."""
     try:
-        return check_tag((folder / LATEST).read_text(encoding="utf-8").strip())
+        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        if not tag:
+            raise CheckpointError(f"{folder / LATEST} is empty. Name a checkpoint's tag, or load with fall_back=True.")
+        return check_tag(tag)
     except FileNotFoundError:
         raise CheckpointError(_without_latest(folder.absolute())) from None
     except (OSError, UnicodeDecodeError) as error:

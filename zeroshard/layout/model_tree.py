@@ -56,18 +56,20 @@ class ModelTree:
             if place not in now or now[place][2] is not parameter:
                 raise UsageError(
                     f"{fqn} is no longer the tensor that zeroshard took (load_state_dict(assign=True), an assignment, "
-                    "weight_norm, prune?), and would not train. Write into it in place, or call remove() and shard again."
+                    "weight_norm, prune?), and would not train. Write into it in place, or call model.zero_grad() and remove(), "
+                    "and shard again."
                 )
         for fqn, _, parameter in now.values():
             if id(parameter) not in taken:
                 raise UsageError(
                     f"{fqn} was put into the model after zeroshard took it: it would not train, and files would lack "
-                    "it. Change the model before shard(), or call remove() and shard again, with a new optimizer."
+                    "it. Change the model before shard(), or call model.zero_grad() and remove(), and shard again, with a new "
+                    "optimizer."
                 )
             if by_name.get(fqn, parameter) is not parameter:
                 raise UsageError(
                     f"{fqn} is not the parameter that zeroshard took: modules changed places, and files "
-                    "would mix them up. Change the model before shard(), or call remove() and shard again."
+                    "would mix them up. Change the model before shard(), or call model.zero_grad() and remove(), and shard again."
                 )
         self._record()
 
@@ -83,7 +85,8 @@ class ModelTree:
             if id(module) not in present:
                 raise UsageError(
                     f"{fqn} is no longer part of the model: its module was replaced or removed after zeroshard took "
-                    "the model. Change the model before shard(), or call remove() and shard again, with a new optimizer."
+                    "the model. Change the model before shard(), or call model.zero_grad() and remove(), and shard again, with a "
+                    "new optimizer."
                 )
 
 

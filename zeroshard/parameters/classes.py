@@ -214,10 +214,10 @@ def _flat(args: tuple[Any, ...], kwargs: Any) -> list[Any]:
 
 
 def _asks_for_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, cls: type[Tensor]) -> bool:
-    """Return whether a call of `type` or `type_as` needs only the dtype and the device of tensors of `cls`."""
+    """Return whether a call of `type`, `type_as` or `to` needs only the dtype and the device of tensors of `cls`."""
     if func.__name__ == "type":
         return len(args) == 1 and not kwargs
-    return func.__name__ == "type_as" and not isinstance(args[0], cls)
+    return func.__name__ in ("type_as", "to") and not isinstance(args[0], cls)
 
 
 def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:

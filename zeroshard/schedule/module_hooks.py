@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -56,11 +57,7 @@ class Hook:
         return self._method(*self._args, *args)
 
     def __reduce__(self) -> Any:  # copy.deepcopy and pickle call it
-        return functools.partial, (_ignore,)
-
-
-def _ignore(*_: Any) -> None:
-    """Do nothing: this replaces a hook in copies of a module."""
+        return getattr, (nullcontext(), "__exit__")  # it does nothing, and exists where zeroshard is not installed
 
 
 class WeakHook:
@@ -255,8 +252,8 @@ def refuse_transforms(units: Sequence[Unit]) -> None:
     sharded = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
     if sharded and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(
-            f"{sharded[0].label} is sharded at rest, and torch.jit.trace would record placeholders. Call it "
-            "inside `with zeroshard.unsharded(model):`."
+            f"{sharded[0].label} is sharded at rest, and torch.jit.trace would record placeholders. Call it on a "
+            "copy.deepcopy(model), or call it, save and run its result inside `with zeroshard.unsharded(model):`."
         )
     if sharded and in_transform():
         raise UsageError(

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
@@ -58,7 +58,7 @@ from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
-from zeroshard.step.users_optimizer import NoOptimizer
+from zeroshard.step.users_optimizer import NoOptimizer, refuse_other_states
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
 from zeroshard.torch_private import distributed_class, past_torch_function
@@ -404,12 +404,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 f"{type(one).__name__} has no hooks of torch.optim.Optimizer, whose __init__ it did not call, as wrappers of "
                 "another optimizer do (Lookahead). Pass shard() the optimizer that it wraps, and go on calling the wrapper."
             ) from error
-    others = [key for key in optimizer.state if not isinstance(key, Tensor)]
-    if others:
-        raise UsageError(
-            f"the optimizer ({names}) keeps states of no parameter in optimizer.state ({', '.join(map(repr, others))}), which no "
-            "shard has. Keep such values in attributes of the optimizer, or use another one."
-        )
+        refuse_other_states(one)
     steps = [float(state.get("step", 1)) for state in optimizer.state.values()]
     if any(steps):  # Adagrad has a state from the start
         raise UsageError(

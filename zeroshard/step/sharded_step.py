@@ -250,8 +250,7 @@ class ShardedStep:
         self.steps_begun += 1
         self.schedule.begin_step()
         steps = self._updated_by(users)
-        before = [{key: group[key] for key in group if key != "params"} for group in self.inner.param_groups]
-        own_values = OwnValues(users.optimizer)
+        own_values = OwnValues(users.optimizer, self.inner.param_groups)
         left = Counter(self._unit_of[resident] for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -269,12 +268,7 @@ class ShardedStep:
             self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
         for residents in self.sub_groups.run(sync):
-            # To the optimizer this is one step: values that it keeps for a whole group, or itself, are reset before each sub-group.
-            for group, options in zip(self.inner.param_groups, before, strict=True):
-                for key in group.keys() - options.keys() - {"params"}:
-                    del group[key]
-                group.update(options)
-            own_values.restore(users.optimizer)
+            own_values.restore()
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)

@@ -7,7 +7,7 @@ import hashlib
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -58,9 +58,9 @@ class UsersOptimizer:
         self._step = step
         self._zero_grad = zero_grad
         self._schedule = schedule
-        self._groups: list[dict[str, Any]] = []
-        """The param groups as they were before the optimizer's own step."""
-        self._own_values = OwnValues(optimizer)
+        self._groups: list[list[Tensor]] = []
+        """The parameters in the param groups before the optimizer's own step."""
+        self._own_values = OwnValues(optimizer, ())
         self._stand_ins: list[Tensor] = []
         """The parameters, without a gradient, in the param groups during the own step of an unknown class, which may need one."""
         self._depth = 0
@@ -71,6 +71,12 @@ class UsersOptimizer:
         # A compiled training step must not trace into these hooks.
         self._before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._after = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad and not is_known(optimizer):
+            warnings.warn(
+                f"{type(optimizer).__name__}.zero_grad() is not called: zeroshard drops the gradients itself. Do what else it does "
+                "in the optimizer's step, or in the loop.",
+                stacklevel=2,
+            )
         # Replace the method, as torch's schedulers replace `step`: after an aborted backward, no `grad` would show the call.
         optimizer.zero_grad = torch.compiler.disable(self._drop_gradients)  # type: ignore[method-assign]
 
@@ -136,10 +142,11 @@ class UsersOptimizer:
             loss = self._step(self, closure)
         finally:
             self._is_inside = False
+        refuse_other_states(optimizer)
         self._depth = 1
         self._stepped_at = self._schedule.gradients_taken
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._own_values = OwnValues(optimizer)
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        self._own_values = OwnValues(optimizer, optimizer.param_groups)
         self._stand_ins = []
         for group in optimizer.param_groups:
             if group["params"] and not is_known(optimizer):
@@ -152,13 +159,13 @@ class UsersOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:
-            self._own_values.restore(optimizer)
+            self._own_values.restore()
             self._give_back(optimizer)
 
     def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer the param groups from before its own code ran."""
-        for group, before in zip(optimizer.param_groups, self._groups, strict=False):
-            group.update(before)  # values that it keeps for a whole group, such as a count, advance only once
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=False):
+            group["params"] = parameters
         for parameter in self._stand_ins:
             optimizer.state.pop(parameter, None)
         self._groups = []
@@ -169,46 +176,67 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "zeroshard.optim."))
 
 
-class OwnValues:
-    """The numbers that an optimizer of an unknown class keeps in its attributes, such as a count of its steps.
+def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer has states that belong to no parameter: no shard has them, and no checkpoint would."""
+    others = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if others:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps states of no parameter in optimizer.state ({', '.join(map(repr, others))}), which "
+            "zeroshard neither shards nor saves. Keep such values in the param groups, or use another optimizer."
+        )
 
-    Its code runs several times in a step: once for each sub-group, and once without gradients (see `UsersOptimizer`). To the
-    optimizer this is one step.
+
+class OwnValues:
+    """The values that an optimizer keeps beside its states, as they are now: the options of its param groups, and its own numbers.
+
+    In a step its code runs several times: once for each sub-group, and once without gradients (see `UsersOptimizer`). To the
+    optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes keep no numbers in attributes,
+    and change no number in place.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._values = {} if is_known(optimizer) else copy.deepcopy(_numbers_in(optimizer))
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+        self._kept = [(group, {key: value for key, value in group.items() if key != "params"}) for group in groups]
+        self._copies = not is_known(optimizer)
+        if self._copies:
+            self._kept.append(
+                (vars(optimizer), {key: value for key, value in vars(optimizer).items() if _is_own(key, value)})
+            )
+            self._kept = [
+                (live, {key: copy.deepcopy(value) if _is_plain(value) else value for key, value in kept.items()})
+                for live, kept in self._kept
+            ]
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the attributes to these values again."""
-        if is_known(optimizer):
-            return
-        for name in _numbers_in(optimizer).keys() - self._values.keys():
-            del vars(optimizer)[name]
-        for name, value in self._values.items():
-            now = vars(optimizer).get(name)
-            if isinstance(now, Tensor) and isinstance(value, Tensor):
-                now.copy_(value)
-            else:
-                vars(optimizer)[name] = copy.deepcopy(value)
+    def restore(self) -> None:
+        """Set the values again, and remove others that the optimizer has set since then."""
+        for live, kept in self._kept:
+            for key in [key for key, value in live.items() if key not in kept and _is_own(key, value)]:
+                del live[key]
+            for key, value in kept.items():
+                if not self._copies or not _is_plain(value):
+                    live[key] = value
+                elif isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
+                    live[key].copy_(value)
+                else:
+                    live[key] = copy.deepcopy(value)
 
 
-def _numbers_in(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in _TORCHS and _is_plain(value)}
+def _is_own(key: str, value: Any) -> bool:
+    """Return whether an optimizer's code may have set this attribute or option, and not torch's class."""
+    return key not in _TORCHS and _is_plain(value)
 
 
-_TORCHS = ("defaults", "param_groups", "state")
-"""The attributes of torch's class that hold the options and the states."""
+_TORCHS = ("defaults", "param_groups", "params", "state")
+"""The names under which torch's class keeps options, parameters and states."""
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a string, None, or a collection of these."""
+    """Return whether a value is a number (perhaps a tensor of one element), a string, None, or a collection of these."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set | deque):
         return all(map(_is_plain, value))
     if isinstance(value, Tensor):
-        return value.ndim == 0 and not value.requires_grad
+        return value.numel() == 1 and not value.requires_grad
     return value is None or isinstance(value, int | float | complex | str)
 
 

@@ -407,3 +407,9 @@ def test_a_model_is_built_as_the_config_resolves() -> None:
     }
     assert load_birth(config) == Birth(torch.bfloat16, "cpu")
     assert load_birth({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}) == Birth()
+
+
+def test_errors_name_the_keys_that_users_wrote() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, 1)
+    assert "zero_optimization.stage: " in str(caught.value) and "constrained" not in str(caught.value)

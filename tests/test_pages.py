@@ -329,7 +329,7 @@ def test_who_keeps_a_gradient_keeps_its_memory() -> None:
 
     class Keeps(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            kept.extend(p.grad for group in self.param_groups for p in group["params"])
+            kept.extend(p.grad for group in self.param_groups for p in group["params"] if p.grad is not None)
             return super().step(closure)
 
     kept: list[Tensor] = []

@@ -137,12 +137,14 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
                     f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} Pass only "
                     f"{', '.join(accepted)}."
                 )
+    defaults = {one.name: one.default for one in rest}
     for key, value in params.items():
+        takes_number = isinstance(defaults.get(key), float | int) and not isinstance(defaults[key], bool)
         items = [value]
         if isinstance(value, Sequence) and not isinstance(value, str):
             items = list(value)
         for item in items:
-            if isinstance(item, str) and _number_from_text(item) != item:
+            if isinstance(item, str) and (takes_number or _number_from_text(item) != item):
                 raise ConfigError(f"{block}.params.{key}: {item!r} is text: write the number without quotes.")
     for one in rest:
         if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in params:

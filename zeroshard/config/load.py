@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -465,11 +466,16 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+_OF_UNION = re.compile(r"(constrained-)?(bool|float|int|str)|literal\[.*|function-.*")
+"""The names that pydantic appends to a key's path for the types that the key may have."""
+
+
 def _explain(error: ValidationError) -> str:
     problems = error.errors()
     lines = []
     for problem in problems[:_MOST_PROBLEMS]:
-        path = ".".join(str(part) for part in problem["loc"])
+        parts = [part for part in problem["loc"] if not _OF_UNION.fullmatch(str(part))]
+        path = ".".join(str(part) for part in parts)
         if problem["type"] == "extra_forbidden":
             lines.append(
                 f"{path}: unknown key{nearest(str(problem['loc'][-1]), _block_at(problem['loc'][:-1]).model_fields)}"

@@ -160,9 +160,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._optim is not None:
             group = self.param_groups[-1]
             self._optim.add_param_group(self._local_groups([group], self._own_views(group["params"]))[0])
-            _copy_options(
-                self._optim.param_groups[-1:], [group]
-            )  # the others' options may have changed since the last step
+            # The other groups' options may have changed since the last step.
+            _copy_options(self._optim.param_groups[-1:], [group])
             self._consolidated = None
 
     def __repr__(self) -> str:

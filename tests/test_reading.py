@@ -96,6 +96,8 @@ def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() ->
             assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
             weight = model.blocks[1].up.weight
             assert weight.dtype == torch.float32 and weight.to("cpu") is weight and "not here" in repr(weight)
+            with pytest.raises(zeroshard.UsageError, match="before shard"):
+                model.half()
             for name, want in WANTING_VALUES.items():
                 with torch.no_grad(), pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight.*unsharded"):
                     want(weight)

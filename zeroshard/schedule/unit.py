@@ -35,6 +35,7 @@ from zeroshard.gradients.gradient_bucket import TAKEN_AT_ONCE, GradientBucket, H
 from zeroshard.layout.bucketing import Group
 from zeroshard.layout.layout import Piece, lay_out, lay_out_whole
 from zeroshard.parameters.appearance import Appearance
+from zeroshard.parameters.classes import CONVERSIONS
 from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import Place, Residency
@@ -471,10 +472,13 @@ class Unit:
         fqn = self.named[self._index_of[id(parameter)]].fqn
         if self.state is UnitState.PARKED:
             raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
+        more = ""
+        if what in CONVERSIONS:
+            more = " To convert the whole model (model.to, model.half), do so before shard(), which fixes its dtypes."
         raise UsageError(
             f"{fqn} is sharded at rest, and `{what}` needs its values while its module does not run. Read or write inside "
             "`with zeroshard.unsharded(module):` on every rank (to write, with modifier_rank=0). In another module's forward, use "
-            "zeroshard.borrow(module, parameter). For files: sharded.save, export."
+            f"zeroshard.borrow(module, parameter). For files: sharded.save, export.{more}"
         )
 
     def deep_copy(self, parameter: Tensor, memo: dict[int, Any]) -> nn.Parameter:

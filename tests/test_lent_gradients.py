@@ -24,7 +24,7 @@ class Counting(torch.optim.AdamW):
     """Counts how often it is called with gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        if any(group["params"] for group in self.param_groups):
+        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
             calls.append(1)
         return super().step(closure)
 

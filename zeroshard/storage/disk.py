@@ -345,11 +345,12 @@ class DiskSlot(Slot):
     def wait(self, device: torch.device = CPU) -> None:
         failed = None
         while self._writing:
+            requests = self._writing[0]
             try:
-                self._writing[0].wait(CPU)
+                requests.wait(CPU)
             except StorageError as error:
                 failed = failed or error
-            del self._writing[0]
+            self._writing.remove(requests)
         if failed is not None:
             raise failed
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,8 @@ def test_a_save_whose_file_another_job_removed_has_failed(node_local: bool, asyn
 
         def write_and_lose(*arguments: Any) -> Any:
             report = write_part(*arguments)
+            while rank == 1 and len(list((tmp_path / "torn").iterdir())) < 2:
+                time.sleep(0.01)  # rank 0 has not begun to write
             if rank == 1:
                 files.clean(tmp_path)
             return report

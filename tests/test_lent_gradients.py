@@ -24,7 +24,8 @@ class Counting(torch.optim.AdamW):
     """Counts how often it is called with gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        if any(gradient is not None and gradient.any() for gradient in gradients):
             calls.append(1)
         return super().step(closure)
 

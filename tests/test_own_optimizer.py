@@ -314,6 +314,7 @@ class CountingItself(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
         self.count, self.counts, self.total = 0, [0], torch.zeros(1)
+        self.log, self.of_each = self.counts, dict[int, int]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -326,6 +327,7 @@ class CountingItself(torch.optim.Optimizer):
             group.setdefault("seen", torch.zeros(1)).add_(1)
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    self.of_each[id(parameter)] = self.of_each.get(id(parameter), 0) + 1
                     state = self.state[parameter]
                     mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
                     parameter.sub_(
@@ -354,8 +356,8 @@ def test_what_it_counts_by_itself_counts_one_step(stage: int, place: Place, tmp_
             stepping.step()
             stepping.zero_grad()
     for counted in (optimizer, expected):
-        assert (counted.count, counted.counts, float(counted.total), counted.last) == (3, [3], 3.0, 3)
-        assert float(counted.param_groups[0]["seen"]) == 3.0
+        assert (counted.count, counted.log, float(counted.total), counted.last) == (3, [3], 3.0, 3)
+        assert float(counted.param_groups[0]["seen"]) == 3.0 and set(counted.of_each.values()) == {3}
     assert all(len(group["params"]) == len(list(plain.parameters())) for group in optimizer.param_groups)
     for name, parameter in plain.named_parameters():
         assert torch.equal(sharded.states.get(name), parameter), name
@@ -1227,7 +1229,7 @@ class Numbering(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         with torch.no_grad():
             for group in self.param_groups:
-                if self.raises and all(p.grad is None for p in group["params"]):  # after the step over shards
+                if self.raises and not any(p.grad.any() for p in group["params"]):  # after the step over shards
                     raise ValueError("my own error")
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -28,7 +28,7 @@ DIGEST_NBYTES = 8
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
-    The sharded step runs before the optimizer's own step, for which the param groups are emptied and afterwards restored.
+    The sharded step runs before the optimizer's own step. For that, the param groups are emptied, or get a zero, and are restored.
     The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
@@ -61,8 +61,8 @@ class UsersOptimizer:
         self._groups: list[list[Tensor]] = []
         """The parameters in the param groups before the optimizer's own step."""
         self._own_values = OwnValues(optimizer, ())
-        self._stand_ins: list[Tensor] = []
-        """The parameters, without a gradient, in the param groups during the own step of an unknown class, which may need one."""
+        self._stand_ins: dict[int, Tensor] = {}
+        """By group, the parameter in it during the own step of an unknown class, which may need one: of one element, 0."""
         self._depth = 0
         """The depth of nested calls of the optimizer's own step: a class may call the step of the class that it extends."""
         self._stepped_at = -1
@@ -147,14 +147,19 @@ class UsersOptimizer:
         self._stepped_at = self._schedule.gradients_taken
         self._groups = [group["params"] for group in optimizer.param_groups]
         self._own_values = OwnValues(optimizer, optimizer.param_groups)
-        self._stand_ins = []
-        for group in optimizer.param_groups:
-            if group["params"] and not is_known(optimizer):
-                self._stand_ins.append(nn.Parameter(torch.zeros((1,) * group["params"][0].ndim)))
-                group["params"] = self._stand_ins[-1:]
-            else:
-                group["params"] = []
+        for number, group in enumerate(optimizer.param_groups):
+            own = group["params"]
+            group["params"] = [] if is_known(optimizer) or not own else [self._stand_in(number, own[0])]
         return None if closure is None else ((optimizer, lambda: loss), {})
+
+    def _stand_in(self, number: int, like: Tensor) -> Tensor:
+        stand_in = self._stand_ins.get(number)
+        if stand_in is None:
+            zeros = torch.zeros((1,) * like.ndim, dtype=like.dtype, device=like.device)
+            stand_in = self._stand_ins[number] = nn.Parameter(zeros)
+        stand_in.data.zero_()
+        stand_in.grad = torch.zeros_like(stand_in)
+        return stand_in
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._depth -= 1
@@ -166,7 +171,7 @@ class UsersOptimizer:
         """Give the optimizer the param groups from before its own code ran."""
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters
-        for parameter in self._stand_ins:
+        for parameter in self._stand_ins.values():
             optimizer.state.pop(parameter, None)
         self._groups = []
 
@@ -189,35 +194,49 @@ def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
 class OwnValues:
     """The values that an optimizer keeps beside its states, as they are now: the options of its param groups, and its own numbers.
 
-    In a step its code runs several times: once for each sub-group, and once without gradients (see `UsersOptimizer`). To the
+    In a step its code runs several times: once for each sub-group, and once for nothing (see `UsersOptimizer`). To the
     optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes keep no numbers in attributes,
-    and change no number in place.
+    and change no number in place. What a class keeps for each parameter, in dicts by parameter or `id`, each run changes once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-        self._kept = [(group, {key: value for key, value in group.items() if key != "params"}) for group in groups]
         self._copies = not is_known(optimizer)
+        kept = [(group, {key: value for key, value in group.items() if key != "params"}) for group in groups]
         if self._copies:
-            self._kept.append(
-                (vars(optimizer), {key: value for key, value in vars(optimizer).items() if _is_own(key, value)})
-            )
-            self._kept = [
-                (live, {key: copy.deepcopy(value) if _is_plain(value) else value for key, value in kept.items()})
-                for live, kept in self._kept
-            ]
+            own = vars(optimizer)
+            kept.append((own, {key: value for key, value in own.items() if _is_own(key, value)}))
+        self._kept = [
+            (live, set(live), {key: (value, self._copied(value)) for key, value in values.items()})
+            for live, values in kept
+        ]
+
+    def _copied(self, value: Any) -> Any:
+        is_mutable = isinstance(value, Tensor | list | dict | set | deque)
+        return copy.deepcopy(value) if self._copies and is_mutable and _is_plain(value) else value
 
     def restore(self) -> None:
         """Set the values again, and remove others that the optimizer has set since then."""
-        for live, kept in self._kept:
-            for key in [key for key, value in live.items() if key not in kept and _is_own(key, value)]:
+        for live, present, kept in self._kept:
+            for key in [key for key, value in live.items() if key not in present and _is_own(key, value)]:
                 del live[key]
-            for key, value in kept.items():
-                if not self._copies or not _is_plain(value):
-                    live[key] = value
-                elif isinstance(value, Tensor) and isinstance(live.get(key), Tensor):
-                    live[key].copy_(value)
-                else:
-                    live[key] = copy.deepcopy(value)
+            for key, (value, before) in kept.items():
+                is_set_once = before is None or before is False  # the first run has set it for the whole step
+                if not self._copies or (_is_plain(live.get(key)) and not is_set_once):
+                    live[key] = _refilled(value, before)
+
+
+def _refilled(value: Any, before: Any) -> Any:
+    """Return `value` with the content of its copy `before`, if it is one. Others may refer to it."""
+    if value is before:
+        return value
+    if isinstance(value, Tensor):
+        return value.copy_(before)
+    value.clear()
+    if isinstance(value, dict | set):
+        value.update(copy.deepcopy(before))
+    else:
+        value.extend(copy.deepcopy(before))
+    return value
 
 
 def _is_own(key: str, value: Any) -> bool:
@@ -232,7 +251,7 @@ _TORCHS = ("defaults", "param_groups", "params", "state")
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a number (perhaps a tensor of one element), a string, None, or a collection of these."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
     if isinstance(value, list | tuple | set | deque):
         return all(map(_is_plain, value))
     if isinstance(value, Tensor):

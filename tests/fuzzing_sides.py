@@ -189,6 +189,18 @@ class Pair:
             group.update(values)
 
 
+def _collecting(action: str) -> Callable[[Plain, int], Any]:
+    """Return an action that runs a backward, with the collection of its gradients at the end."""
+
+    def run(self: Plain, number: int) -> Any:
+        try:
+            return getattr(Side, action)(self, number)
+        finally:
+            self.collect(in_backward=True)
+
+    return run
+
+
 class Plain(Side):
     """The plain twin. In 16 bits, it keeps separate fp32 master weights and gradients, as users write by hand."""
 
@@ -242,41 +254,12 @@ class Plain(Side):
             same = p.detach() == master.to(p.dtype)
             master.copy_(torch.where(same, master, p.detach().float()))
 
-    def backward(self, number: int) -> Any:
-        try:
-            return super().backward(number)
-        finally:
-            self.collect(in_backward=True)
-
-    def train(self, number: int) -> Any:
-        try:
-            return super().train(number)
-        finally:
-            self.collect(in_backward=True)
-
-    def train_otherwise(self, number: int) -> Any:
-        try:
-            return super().train_otherwise(number)
-        finally:
-            self.collect(in_backward=True)
-
-    def train_with_penalty(self, number: int) -> Any:
-        try:
-            return super().train_with_penalty(number)
-        finally:
-            self.collect(in_backward=True)
-
-    def train_on_two(self, number: int) -> Any:
-        try:
-            return super().train_on_two(number)
-        finally:
-            self.collect(in_backward=True)
-
-    def broken_backward(self, number: int) -> Any:
-        try:
-            return super().broken_backward(number)
-        finally:
-            self.collect(in_backward=True)
+    backward = _collecting("backward")
+    broken_backward = _collecting("broken_backward")
+    train = _collecting("train")
+    train_otherwise = _collecting("train_otherwise")
+    train_with_penalty = _collecting("train_with_penalty")
+    train_on_two = _collecting("train_on_two")
 
     @torch.no_grad()
     def show(self, names: Iterable[str]) -> None:

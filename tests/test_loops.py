@@ -536,3 +536,14 @@ def test_one_line_changes_nothing_else(name: str, stage: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
     on_ranks(body, 2)
+
+
+def test_a_sum_over_ranks_of_a_loss() -> None:
+    def body(rank: int) -> None:
+        sharded = zeroshard.shard(nn.Linear(2, 1), None, 1)
+        loss = torch.tensor(rank + 1.0, requires_grad=True) * 2
+        total = sharded.sum_over_ranks(loss)
+        assert total.shape == () and float(total) == 6.0 and not total.requires_grad
+        assert sharded.sum_over_ranks(torch.full((2, 3), 0.5).T).tolist() == [[1.0, 1.0]] * 3
+
+    on_ranks(body, 2)

@@ -324,6 +324,8 @@ def overflow(rank: int) -> None:
                 training.sharded.optimizer.step()
             training.sharded.optimizer.zero_grad()
             training.step_number += 1
+        total = training.sharded.sum_over_ranks(torch.full((2,), rank + 1.0, device=simgpu.device()))
+        assert total.device == simgpu.device() and total.tolist() == [3.0, 3.0]
         results.append((*training.end(), torch.tensor(norms[:2] + norms[3:])))
     assert all(same(one, results[0]) for one in results)
 

@@ -41,7 +41,7 @@ class StepReport:
         applied: whether the parameters were updated.
         reason: the reason why the parameters were not updated, otherwise None.
         not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
-            config allows such steps, since the step does not wait for the norm.
+            config does not skip steps with such gradients, since the step then does not wait for the norm.
         norm: the global L2 norm of the unscaled gradients before clipping; None between the microbatches of a step. If
             the step does not wait for the accelerator, the norm is a tensor of shape [] on it.
         loss_scale: the loss scale of the step's backwards; 1 between the microbatches of a step.

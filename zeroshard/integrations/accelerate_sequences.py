@@ -35,7 +35,7 @@ def get_sequence_parallel_world_size() -> int:
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return this rank's position in its group; 0 without such groups."""
+    """Return this rank's position among the ranks that share its sequences; 0 if no ranks share sequences."""
     return sequence_groups[0].get_sequence_parallel_rank() if sequence_groups else 0
 
 

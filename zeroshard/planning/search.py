@@ -394,7 +394,8 @@ class Search:
     Attributes:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
-        depth, shallow: the number of blocks, and a function from fewer blocks to a factory; None: all runs are at full depth.
+        depth: the number of blocks of the model; None: all runs are at full depth.
+        shallow: a function that takes a smaller number of blocks, and returns a factory of such a model; None with `depth`.
         told: a function that is called with the progress.
     """
 

@@ -259,7 +259,7 @@ class Unit:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether values are under way to the flat buffer."""
+        """Whether values are on their way to the flat buffer."""
         return self.state in (UnitState.GATHERING, UnitState.UPDATING)
 
     # ------------------------------------------------------------------ unshard and reshard

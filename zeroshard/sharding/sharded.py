@@ -133,15 +133,18 @@ class Sharded:
             yield
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Return a small CPU tensor's sum over ranks, added in rank order. All ranks must call it, with one shape and dtype."""
+        """Return a small tensor's sum over ranks, added in rank order, on its device. The host waits for the values.
+
+        Every rank must call it, with the same shape and dtype.
+        """
         if not isinstance(values, Tensor):
             raise UsageError(f"sum_over_ranks takes a tensor, not a {type(values).__name__}. Pass torch.tensor(value).")
         if not values.numel():
             return values.clone()
-        own = values.contiguous().reshape(-1)
+        own = values.detach().cpu().contiguous().reshape(-1)
         messages = self._context.collectives.exchange(own.view(torch.uint8).numpy().tobytes(), "a sum over ranks")
         parts = [torch.frombuffer(bytearray(message), dtype=own.dtype) for message in messages]
-        return torch.stack(parts).sum(0).view(values.shape)
+        return torch.stack(parts).sum(0).view(values.shape).to(values.device)
 
     def exchange_json(self, value: Any, what: str) -> list[Any]:
         """Return every rank's small `value`, converted by JSON, in rank order. Every rank must call it. Errors name `what`."""

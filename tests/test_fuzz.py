@@ -133,6 +133,9 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
     "dropped between two backwards after a step, of which the second was aborted": [
         ("step_one", 0), ("backward", 0), ("zero_one", 0), ("broken_backward", 0), ("zero_one", 1), ("step_one", 0),
     ],
+    "a gradient set after its optimizer dropped its own, and the other dropped": [
+        ("train", 0), ("zero_one", 1), ("set_grad", 1), ("zero_one", 0), ("step", 0),
+    ],
     "a gradient set after the norm, and the other dropped": [("clip", 0), ("set_grad", 0), ("zero_one", 1), ("step", 0)],
 }  # fmt: skip
 """The same, of two optimizers."""
@@ -143,6 +146,7 @@ FOUND_OF_A_CLASS: dict[str, list[Action]] = {
     "gradients set to zero between microbatches": [
         ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
     ],
+    "a part's backward after another": [("train", 0), ("forward_part", 0), ("backward", 0)],
     "a gradient set between two backwards": [("train", 10), ("set_grad", 2), ("train_with_penalty", 9), ("step", 1)],
     "a step after a drop that was refused": [
         ("train", 10), ("set_mean_gradient", 8), ("drop_grads", 7), ("set_mean_gradient", 8), ("step_one", 1),

@@ -332,9 +332,6 @@ class Hooks:
         if self._ending() is None:  # autograd dropped the callback without a call: that backward is no longer running
             self._forget_what_aborted()
         if not self._backward_is_open:
-            if self._take is None:
-                for unit in self._schedule.units:
-                    unit.refuse_unreported_gradients()
             self._backward_is_open = True
             _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
             if self._take is None and not self._reaches_parameters():
@@ -383,6 +380,9 @@ class Hooks:
             return
         if not self._backward_is_open:
             self._keep_places()
+            if self._take is None:
+                for unit in self._schedule.units:
+                    unit.refuse_unreported_gradients()
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root begins with its last child, at the same tensor

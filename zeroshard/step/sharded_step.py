@@ -41,7 +41,7 @@ from zeroshard.step.users_optimizer import (
     warn_of_zeros,
 )
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import in_backward, step_without_hooks, version_of
+from zeroshard.torch_private import grad_of, in_backward, step_without_hooks, version_of
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
 """The flags of a parameter on one rank in the step's small message: the rank made a gradient, wrote to the parameter, changed the
@@ -364,7 +364,13 @@ class ShardedStep:
 
     def _zero_grad_of(self, optimizer: UsersOptimizer) -> None:
         if self.dropped.add(optimizer):
+            # Gradients that the user set after the `zero_grad` of their optimizer stay.
+            others = chain.from_iterable(other.listed() for other in self._optimizers if other is not optimizer)
+            given = [(parameter, grad_of(parameter)) for parameter in others]
             self.zero_grad()
+            for parameter, gradient in given:
+                if gradient is not None:
+                    parameter.grad = gradient
 
     # ------------------------------------------------------------------ the norm
 

@@ -435,9 +435,9 @@ class DroppedGradients:
         if is_late and self._schedule.arrivals != self._arrivals:
             self._dropped = []  # that backward has since added gradients, which must be dropped, too
         self._arrivals = self._schedule.arrivals
+        for parameter in optimizer.listed():
+            forget_grad(parameter)
         if self._schedule.is_between_steps:
-            for parameter in optimizer.listed():
-                forget_grad(parameter)
             # The user may have put gradients into `grad` of the others.
             return all(grad_of(parameter) is None for other in self._optimizers for parameter in other.listed())
         if optimizer not in self._dropped:

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from twin import everything, same
 import zeroshard
 from zeroshard import CheckpointError, Policy, Precision, UsageError
 from zeroshard.checkpoint import manifest as files
+from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -689,11 +691,21 @@ def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
         for _ in range(2):
             engine.backward(engine(*tokens(rank, 0)))
             engine.step()
-        engine.save_checkpoint(blocked, asynchronous=True)
-        with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-            for _ in range(200):
-                engine.backward(engine(*tokens(rank, 0)))
-                engine.step()
+        write_behind = Checkpoints._write_behind
+
+        def late(*args: Any) -> None:
+            try:
+                write_behind(*args)
+            finally:
+                time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoints, "_write_behind", late)
+            engine.save_checkpoint(blocked, asynchronous=True)
+            with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+                for _ in range(2000):
+                    engine.backward(engine(*tokens(rank, 0)))
+                    engine.step()
         engine.save_checkpoint(tmp_path / "good")
         engine.load_checkpoint(tmp_path / "good")
 

@@ -81,6 +81,8 @@ class Checkpoints:
         self.display = display
         self._hosts: Hosts | None = None
         self._pending: Future[None] | None = None
+        self._is_unreported = False
+        """Whether ranks have not met yet, to raise an asynchronous save's error on all of them. It is the same on every rank."""
         self._staging: dict[str, Tensor] = {}  # memory for a copy of this rank's part, for asynchronous saves
         atexit.register(_tell_failure_at_exit, weakref.ref(self))
 
@@ -206,6 +208,7 @@ class Checkpoints:
                 thread = ThreadPoolExecutor(1, "zeroshard checkpoint")
                 self._pending = thread.submit(self._write_behind, outline, part, to)
                 thread.shutdown(wait=False)
+                self._is_unreported = True
             else:
                 part.arrived()
                 with self.display.task(f'saving "{tag}"', part.nbytes) as row:
@@ -244,6 +247,7 @@ class Checkpoints:
         The ranks meet over the connections of training, which detect a rank that is still training. If some rank has closed
         its connections for saves, all ranks close theirs.
         """
+        self._is_unreported = False
         collectives = self.live.collectives
         with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
             self.wait()
@@ -258,9 +262,14 @@ class Checkpoints:
                 )
 
     def raise_if_failed(self) -> None:
-        """Raise the error of an asynchronous save that has failed."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+        """Raise the error of an asynchronous save that has ended on every rank. Every rank must call it."""
+        if not self._is_unreported:
+            return
+        has_ended = self._pending is None or self._pending.done()
+        # The ranks' threads end at different times. If each rank raised when its own has, ranks would be in different steps.
+        everyone = self.live.collectives.exchange(bytes([has_ended]), "the end of an asynchronous save")
+        if all(one[0] for one in everyone):
+            self.wait_together()
 
     def close(self) -> None:
         """Wait for an asynchronous save, and close the connections."""

@@ -32,7 +32,7 @@ from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import group_of
 from zeroshard.construction.born import BornSharded, is_shown
-from zeroshard.construction.meshes import (
+from zeroshard.construction.tensor_parallel import (
     mesh_of,
     placed,
     refuse_beside_others,

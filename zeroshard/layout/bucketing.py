@@ -34,15 +34,11 @@ TINY_NUMEL = 10_000
 sets `min_numel`. The messages of a separate unit would take longer than the block's computation."""
 
 
-FROZEN = " (frozen)"
-"""The end of the label of a group that is not trained."""
-
-
 @dataclass(frozen=True)
 class Group:
     """A group of parameters that become one unit, with the same module, dtype, device, and trainability."""
 
-    label: str
+    name: str
     module: nn.Module
     named: tuple[NamedParameter, ...]
     trainable: bool
@@ -51,6 +47,11 @@ class Group:
     """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
     """The end of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)", or "" for other parameters."""
+
+    @property
+    def label(self) -> str:
+        """The label of its unit, without `kind`."""
+        return self.name if self.trainable else f"{self.name} (frozen)"
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
@@ -156,10 +157,8 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         members.items(), key=lambda item: item[0][:2]
     ):
         fqn, module = units[home]
-        label = "small parameters" if is_persistent else fqn or "the root module"
-        if not trainable:
-            label += FROZEN
-        groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent, kind))
+        name = "small parameters" if is_persistent else fqn or "the root module"
+        groups.append(Group(name, module, tuple(named), trainable, dtype, is_persistent, kind))
     return groups
 
 

@@ -30,11 +30,9 @@ import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
-from zeroshard.storage.base import DeviceStorage
-from zeroshard.storage.buffers import BufferPool
+from zeroshard.parameters.context import Context
 
 Group = tuple[GradientBucket, ...]
 """The buckets that are reduced at once."""
@@ -49,17 +47,20 @@ class Reductions:
             always allowed. 0: wait for each reduction immediately.
         overlap: whether gathers overlap with computation. If not, each blocks immediately.
         in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
-        accelerator: the accelerator's memory, checked for free space if gradients are stored elsewhere. See [Note: room].
-        pool: the buckets' buffer pool.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[GradientBucket]], collectives: Collectives, limit_numel: int, *, overlap: bool,
-        in_turn: bool, accelerator: DeviceStorage, pool: BufferPool,
-    ) -> None:  # fmt: skip
-        self._collectives = collectives
-        self._accelerator = accelerator
-        self._pool = pool
+        self,
+        units: Sequence[Sequence[GradientBucket]],
+        context: Context,
+        limit_numel: int,
+        *,
+        overlap: bool,
+        in_turn: bool,
+    ) -> None:
+        self._collectives = context.collectives
+        self._accelerator = context.storages.accelerator
+        self._pool = context.pool
         self._keeps_sums: bool | None = None
         """Whether means that rest elsewhere stay on the accelerator until the last microbatch. None: not checked in this step."""
         self._kept_sums = False

@@ -205,8 +205,8 @@ class Schedule:
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
         limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
-            [unit.gradients for unit in self.units], self._collectives, limit, overlap=overlap,
-            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
+            [unit.gradients for unit in self.units], context, limit, overlap=overlap,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None

@@ -117,9 +117,13 @@ class Shard:
         self._shape = shape
         self.number = next(_numbers)
         self.shows = 0
-        self.numel = -(-shape.numel() // births.world_size)
         self._whole: Tensor | None = None
         self._own: Tensor
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of each rank's part, with padding."""
+        return -(-self._shape.numel() // self.births.world_size)
 
     @property
     def own(self) -> Tensor:
@@ -212,7 +216,6 @@ class Shard:
     def keep(self, parameter: nn.Parameter) -> None:
         """Store this rank's part of a shown parameter, in its present shape and dtype."""
         self._shape = parameter.shape
-        self.numel = -(-self._shape.numel() // self.births.world_size)
         self._store(parameter.data)
 
     def hide(self, parameter: nn.Parameter) -> None:
@@ -284,7 +287,7 @@ def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     return born(twin, parameter.shape, parameter.requires_grad)
 
 
-def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
+def born(shard: Shard, shape: torch.Size, requires_grad: bool) -> BornSharded:
     """Create a parameter of which this rank has the part `shard`."""
     parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
     shard_of[parameter] = shard

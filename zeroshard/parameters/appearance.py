@@ -46,7 +46,7 @@ class Appearance:
         owner: Any,
         whole: type[nn.Parameter],
         *,
-        separate: bool = False,
+        separate: bool,
     ) -> None:
         self._named = named
         self._separate = separate
@@ -65,9 +65,9 @@ class Appearance:
         self.placeholders: Tensor | None = None
         self._absent_views: list[Tensor] = []
         if views[0].is_floating_point():
-            nan = torch.full((len(named),), math.nan, dtype=views[0].dtype, device=views[0].device)
-            self.placeholders = nan
-            self._absent_views = [nan[index].expand(entry.shape) for index, entry in enumerate(named)]
+            self.placeholders = torch.full((len(named),), math.nan, dtype=views[0].dtype, device=views[0].device)
+            pairs = zip(self.placeholders, named, strict=True)
+            self._absent_views = [nan.expand(entry.shape) for nan, entry in pairs]
         self._versions: list[int] = []
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
@@ -243,14 +243,15 @@ class Appearance:
         """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
-            if view.numel() and not self._is_shown(shown, view):
+            is_shown = shown.shape == view.shape and shown.stride() == view.stride()
+            if (
+                is_shown and self._separate
+            ):  # the storage of a shared tensor moves to other memory (`model.share_memory()`)
+                is_shown = shown.data_ptr() == view.data_ptr()
+            elif is_shown:
+                is_shown = is_same_memory(shown, view)
+            if view.numel() and not is_shown:
                 yield index, entry, view
-
-    def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
-        if shown.shape != view.shape or shown.stride() != view.stride():
-            return False
-        # The storage of a shared tensor moves to other memory (`model.share_memory()`).
-        return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 
     def refuse_unfrozen(self, optimized: set[int]) -> None:
         """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced.

@@ -164,6 +164,7 @@ class Reductions:
         if not started:
             return
         self._in_flight.append(started)
+        # If nothing may be in flight, this waits for the last group, too. Otherwise one group may exceed the limit.
         while _numel(self._in_flight) > self._limit and (len(self._in_flight) > 1 or not self._limit):
             self._land()
 

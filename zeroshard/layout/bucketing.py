@@ -122,7 +122,6 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
     Args:
         optimized: the `id`s of the parameters that the optimizer updates. Others count as frozen. If they require a gradient,
             autograd computes one from this rank's batches only, and no step uses it.
-        rule: the user's rule for units.
     """
     rule = rule or Units()
     units = [("", model), *find_units(model, rule)]
@@ -177,7 +176,7 @@ def _persistent(model: nn.Module, rule: Units) -> set[int]:
 def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise UsageError(f"parameter {fqn} is on the meta device and has no values: materialise the model first.")
-    if parameter.layout is not torch.strided or isinstance(parameter, nn.parameter.UninitializedParameter):
+    if parameter.layout is not torch.strided:
         raise UsageError(f"parameter {fqn} is not an initialised dense tensor ({type(parameter).__name__}, "
                          f"{parameter.layout}); zeroshard shards dense tensors only. Initialise it, or make it "
                          "dense.")  # fmt: skip
@@ -207,9 +206,6 @@ def refuse_shared_memory(model: nn.Module) -> None:
     """Raise if a parameter shares elements in memory with another parameter or with a buffer.
 
     In plain PyTorch, a write to one of the two shows in the other. With parameters in flat buffers, it would not.
-
-    Raises:
-        UsageError: two of them share elements; the message names both, and the remedy.
     """
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
     with past_torch_function():  # for a parameter that was born sharded, look at its placeholder

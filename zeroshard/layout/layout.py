@@ -78,6 +78,7 @@ class BucketLayout:
     numel: int
     world_size: int
     pieces: tuple[Piece, ...]
+    """The parameters' pieces, in the order of their starts."""
 
     @cached_property
     def stop(self) -> int:
@@ -92,7 +93,7 @@ class BucketLayout:
         """The ranges [start, stop) of the bucket that belong to no parameter."""
         gaps = []
         used = 0
-        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+        for piece in self.pieces:
             if used < piece.start:
                 gaps.append((used, piece.start))
             used = piece.start + piece.numel

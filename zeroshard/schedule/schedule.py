@@ -328,14 +328,14 @@ class Schedule:
         policy = self._policy
         # Between a unit's forward and its backward, each unit after it is used twice.
         is_reused_soon = not policy.reshard_after_forward or 2 * self._last.numel_after(units) <= policy.max_reuse_numel
-        if backward_follows and is_reused_soon and self.live.numel <= self._live_limit:
+        if backward_follows and is_reused_soon and self.live.numels.total() <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
         for unit in units:
             unit.reshard()
 
     def _has_room(self, unit: Unit) -> bool:
-        return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
+        return unit.state is not UnitState.SHARDED or self.live.numels.total() + unit.layout.numel <= self._live_limit
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
         """Reshard all units after a backward. Held units stay unsharded if the backward leaves a graph that may read them."""

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.errors import StorageError, UsageError
-from zeroshard.parameters.classes import CONVERSIONS, METADATA, VALUES, whole_class
+from zeroshard.parameters.classes import CONVERSIONS, METADATA, VALUES, attribute_of, whole_class
 from zeroshard.torch_private import past_torch_function, storage_users, tree_map, version_of
 
 _METADATA = METADATA | {"__format__", "__repr__"}
@@ -246,7 +246,7 @@ class BornSharded(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with past_torch_function():
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            attribute = attribute_of(func)
             if func.__name__ == "__set__" and attribute == "data":
                 if args[1] is args[0]:
                     return None  # `module.to` with nothing to move

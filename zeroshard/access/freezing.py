@@ -47,8 +47,7 @@ class Freezing:
             if param_group is not None:
                 given = param_group["params"]
                 param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
-                known = {id(entry.parameter) for unit in self._schedule.units for entry in unit.named}
-                strangers = sum(id(parameter) not in known for parameter in param_group["params"])
+                strangers = sum(id(parameter) not in self._schedule.fqns for parameter in param_group["params"])
                 if strangers:
                     raise UsageError(
                         f"{strangers} of the new param group's parameters are not in the model that was sharded. Pass "

@@ -150,7 +150,7 @@ def _units_whole(
     wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
 ) -> Iterator[None]:
     """Unshard units, as `unsharded` does. Without `changes`, writes count like writes in a forward of the units' own modules."""
-    homes: list[Home] = [_home_of[parameter] for parameter in wanted if parameter in _home_of]
+    homes = [home for home in map(home_of, wanted) if home is not None]
     # The caller's order may differ between ranks, as in a set.
     ordered = sorted(homes, key=lambda home: home.number)
     units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
@@ -180,7 +180,7 @@ def _units_whole(
                 unit.unshard()
                 unit.pins += 1
                 unit.undecided += decides
-                pinned.append(unit)
+                pinned.append(unit)  # at once: what follows may raise, and `_leave` must then count this pin
                 unit.write_back()  # earlier writes are not changes inside the block
                 look = unit.appearance.versions()
                 if changes and modifier_rank is None:

@@ -48,12 +48,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     """Return the styles that a model's plan gives to modules, by full name, without replicated modules.
 
-    Args:
-        model: a model of transformers.
-        size: the number of tensor-parallel ranks.
-
-    Raises:
-        UsageError: the model has no plan, or this number of ranks cannot use its plan. The message names the module.
+    Raise if the model has no plan, or if `size` tensor-parallel ranks cannot use its plan.
     """
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
@@ -122,12 +117,7 @@ def refuse_uneven(size: int, world: int) -> None:
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
-    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it.
-
-    Raises:
-        UsageError: `size` does not divide the number of ranks, or differs between ranks.
-        CollectiveError: not every rank made the call. The message names the missing ranks.
-    """
+    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
     sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
@@ -141,19 +131,11 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
 def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.Parameter, nn.Parameter]:
     """Divide a model's matrices over the ranks of a mesh, in place, by its plan. Every rank of the mesh must call it.
 
-    All ranks get the first rank's values of parameters and buffers. Parameters that were tied are tied again.
-
-    Args:
-        model: a model of transformers, which is whole on each rank and not sharded.
-        mesh: a mesh of one dimension.
-        precision: the dtypes of the parameters, which are converted before the division. Buffers keep their dtypes.
+    All ranks get the first rank's values of parameters and buffers. Parameters are first converted to the dtypes of `precision`;
+    buffers keep theirs. Parameters that were tied are tied again.
 
     Returns:
         The new parameters, keyed by those that they replace.
-
-    Raises:
-        UsageError: the model has no plan that can be used (see `plan_of`), is already divided, or has no values; or, after the
-            division, the plan divides tied parameters in two ways.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -256,11 +238,7 @@ def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with the same part of a model as this rank. Every rank of the job must call it.
 
-    Args:
-        mesh: the one-dimensional mesh of the ranks that divide this rank's model.
-
-    Raises:
-        UsageError: the meshes of the ranks do not divide the job evenly.
+    `mesh` has the ranks that divide this rank's model. Raise if the meshes of the ranks do not divide the job evenly.
     """
     own = mesh.mesh.flatten().tolist()
     everyone = _exchange(own, mesh.device_type, "the ranks that divide each model")
@@ -280,11 +258,7 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the model's DTensors, or None if it has none.
-
-    Raises:
-        UsageError: there are several meshes, a buffer is a DTensor, or zeroshard does not support a placement.
-    """
+    """Return the mesh of the model's DTensors, or None if it has none. Raise for several meshes, and unsupported placements."""
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
             raise UsageError(

@@ -73,7 +73,8 @@ class Appearance:
         self._shown_taken: set[int] = set()
         self._in_use = False
         self._own_writes = [0] * len(self._named)
-        """For each parameter, the number of counted writes that are not the user's."""
+        """For each parameter, the number of counted writes that are not the user's, without `hides`: a graph that saved a sharded
+        parameter as a position in its unit stays valid when the values are freed, but not when they are updated."""
         self.hides = 0
 
     # ------------------------------------------------------------------ the tensors that parameters show

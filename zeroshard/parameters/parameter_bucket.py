@@ -127,9 +127,7 @@ class ParameterBucket:
     def unshard(self, make_room: Callable[[], None] | None = None) -> None:
         """Start to all-gather the parameters for their next use.
 
-        Args:
-            make_room: allocates the rows when they are needed, at the latest in `wait_unsharded`. None: the rows already have
-                memory.
+        `make_room` allocates the rows when they are needed, at the latest in `wait_unsharded`. None: they already have memory.
         """
         if self.block is not None and self.gathering is None:
             self._bring("all-gather of", make_room)
@@ -242,10 +240,8 @@ class ParameterBucket:
     def broadcast_masters(self, replicas: Collectives | None) -> None:
         """Copy separate master weights from the ranks that own them to all ranks that update them.
 
-        A write to a row on another rank may have rounded that rank's master weights. Every rank must call it.
-
-        Args:
-            replicas: the ranks of another mesh dimension, if they hold the same parameters.
+        A write to a row on another rank may have rounded that rank's master weights. Every rank must call it. `replicas` are the
+        ranks of another mesh dimension, if they hold the same parameters.
         """
         for shard, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool, write=True) as values:

@@ -283,19 +283,15 @@ class GradientBucket:
                 piece, gradient = gradients[0]
                 part = _part(piece, gradient)
                 is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
-                if is_bucket and self._collectives.sends_in_place(
-                    part
-                ):  # the bucket is reduced from autograd's own tensor
-                    now.whole = part
+                if is_bucket and self._collectives.sends_in_place(part):
+                    now.whole = part  # autograd's own tensor, from which the bucket is reduced
                     now.missing.clear()
                     return
                 now.whole = self._borrow(self.layout.numel)
                 now.is_scratch = True
                 for start, stop in self.layout.padding:
                     now.whole[start:stop].zero_()
-            elif (
-                not now.is_scratch
-            ):  # a second gradient of one microbatch: autograd's own tensor must not be written to
+            elif not now.is_scratch:  # a second gradient: autograd's own tensor must not be written to
                 now.whole = self._borrow(self.layout.numel).copy_(now.whole)
                 now.is_scratch = True
             whole = now.whole

@@ -65,9 +65,9 @@ class Appearance:
         self.placeholders: Tensor | None = None
         self._absent_views: list[Tensor] = []
         if views[0].is_floating_point():
-            self.placeholders = torch.full((len(named),), math.nan, dtype=views[0].dtype, device=views[0].device)
-            pairs = zip(self.placeholders, named, strict=True)
-            self._absent_views = [nan.expand(entry.shape) for nan, entry in pairs]
+            nan = torch.full((len(named),), math.nan, dtype=views[0].dtype, device=views[0].device)
+            self.placeholders = nan
+            self._absent_views = [nan[index].expand(entry.shape) for index, entry in enumerate(named)]
         self._versions: list[int] = []
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
@@ -245,9 +245,8 @@ class Appearance:
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
             is_shown = shown.shape == view.shape and shown.stride() == view.stride()
-            if (
-                is_shown and self._separate
-            ):  # the storage of a shared tensor moves to other memory (`model.share_memory()`)
+            if is_shown and self._separate:
+                # Not the storage: that of a shared tensor moves to other memory (`model.share_memory()`).
                 is_shown = shown.data_ptr() == view.data_ptr()
             elif is_shown:
                 is_shown = is_same_memory(shown, view)

@@ -69,6 +69,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
                 f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of {heads}."
             )
     styles: dict[str, str] = {}
+    between = {COLWISE: "out_features", ROWWISE: "in_features"}  # the side that stays divided, between two matrices
     for name, module in model.named_modules():
         style = plan.get(_pattern_of(name))
         if style is None or style == WHOLE:
@@ -78,7 +79,11 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
             raise UsageError(
                 f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not supported. {_REMEDY}'
             )
-        _refuse_uneven_matrix(name, module, style, size)
+        side = between.get(style)
+        if side is not None and getattr(module, side) % size:
+            raise UsageError(
+                f"{name} has {side} = {getattr(module, side)}, which {size} tensor-parallel ranks cannot divide evenly. {_REMEDY}"
+            )
         styles[name] = style
     for name, _ in model.named_parameters(remove_duplicate=False):
         pattern = _pattern_of(name)
@@ -90,16 +95,6 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     if not set(styles.values()) - {NORM}:
         raise UsageError(f"the plan of {kind} names no module that can be divided. {_REMEDY}")
     return styles
-
-
-def _refuse_uneven_matrix(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Raise if the side between two divided matrices does not divide evenly over the ranks."""
-    sides = {COLWISE: "out_features", ROWWISE: "in_features"}
-    side = sides.get(style)
-    if side is not None and getattr(module, side) % size:
-        raise UsageError(
-            f"{name} has {side} = {getattr(module, side)}, which {size} tensor-parallel ranks cannot divide evenly. {_REMEDY}"
-        )
 
 
 def _pattern_of(name: str) -> str:

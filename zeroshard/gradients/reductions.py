@@ -104,6 +104,7 @@ class Reductions:
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
         """Close a unit's buckets when its backward ended, at the same point on every rank: missing gradients count as zeros."""
+        # Buckets before `_next` are on their way: what they receive now is reduced at the end of the microbatch.
         closed = [bucket for bucket in buckets if self._position[bucket] >= self._next]
         for bucket in closed:
             bucket.microbatch.is_closed = True

@@ -107,7 +107,7 @@ class Appearance:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
-        self._become(self.whole_class)
+        self._become(self.whole_class)  # first: in the other class, setting `data` would count as a read
         for entry, view in zip(self._named, self._absent_views, strict=True):
             entry.show(view)
         self._versions = self.versions()

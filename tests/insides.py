@@ -67,7 +67,7 @@ def units(sharded: Sharded) -> list[Unit]:
 
 def live_numel(sharded: Sharded) -> int:
     """Return the number of elements that count as unsharded, against `max_live_numel`."""
-    return sharded._schedule.live.numel
+    return sharded._schedule.live.numels.total()
 
 
 def padded_numel(sharded: Sharded) -> int:

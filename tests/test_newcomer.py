@@ -320,7 +320,7 @@ import zeroshard
 assert {name for name in sys.modules if name.startswith("zeroshard.")} <= {"zeroshard.version"}, "importing it imports nothing"
 assert set(zeroshard.__all__) <= set(dir(zeroshard))
 from zeroshard.sharding.sharded import Sharded
-import zeroshard.engine.initialize, zeroshard.construction.sharded_init, zeroshard.access.unsharded, zeroshard.planning.dry_run
+import zeroshard.engine.initialize, zeroshard.construction.born, zeroshard.access.unsharded, zeroshard.planning.dry_run
 for name in ("shard", "initialize", "sharded_init", "unsharded", "plan"):
     assert isinstance(getattr(zeroshard, name), types.FunctionType), name
 for name in zeroshard.__all__:

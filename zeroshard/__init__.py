@@ -11,7 +11,7 @@ from zeroshard.version import __version__ as __version__
 _NAMES = {
     "access.parameter_states": "ParameterStates parameter_states",
     "access.unsharded": "Borrowed borrow unsharded",
-    "construction.sharded_init": "cut sharded_init",
+    "construction.born": "cut sharded_init",
     "engine": "Engine StepReport",
     "engine.initialize": "initialize",
     "errors": "CheckpointError CollectiveError ConfigError LossScaleError PolicyError StorageError UsageError ZeroshardError",
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from zeroshard.access.unsharded import Borrowed as Borrowed
     from zeroshard.access.unsharded import borrow as borrow
     from zeroshard.access.unsharded import unsharded as unsharded
-    from zeroshard.construction.sharded_init import cut as cut
-    from zeroshard.construction.sharded_init import sharded_init as sharded_init
+    from zeroshard.construction.born import cut as cut
+    from zeroshard.construction.born import sharded_init as sharded_init
     from zeroshard.engine import Engine as Engine
     from zeroshard.engine import StepReport as StepReport
     from zeroshard.engine.initialize import initialize as initialize

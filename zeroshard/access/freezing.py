@@ -9,7 +9,6 @@ from torch import Tensor
 
 from zeroshard.access.unsharded import register
 from zeroshard.errors import UsageError
-from zeroshard.layout.bucketing import FROZEN
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
@@ -35,7 +34,45 @@ class Freezing:
     def update(self, param_group: dict[str, Any] | None) -> None:
         """Update the states of parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
-            self._update(param_group)
+            self._schedule.refuse_parked("update_trainable()")
+            self._schedule.refuse_pinned("update_trainable()")
+            if self._schedule.state is StepState.STEPPED:
+                self._step.zero_grad()  # for loops that drop gradients before a backward, not after the step
+            if not self._schedule.is_between_steps:
+                raise UsageError(
+                    "parameters were frozen or unfrozen between a backward and its step: their gradients would be lost. End "
+                    "the step first, or call zero_grad()."
+                )
+            listed = {one for group in self._step.groups.ids for one in group}
+            if param_group is not None:
+                given = param_group["params"]
+                param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
+                strangers = sum(id(parameter) not in self._schedule.fqns for parameter in param_group["params"])
+                if strangers:
+                    raise UsageError(
+                        f"{strangers} of the new param group's parameters are not in the model that was sharded. Pass "
+                        "parameters of that model; for new ones, call remove() and shard again."
+                    )
+                listed |= {id(parameter) for parameter in param_group["params"]}
+            freed = self._freed(listed)
+            if param_group is not None:
+                self._step.list_group(param_group)
+            self._schedule.optimized = listed
+            for entry in freed:
+                entry.parameter.grad = None  # the gradient of a parameter outside the optimizer belongs to no step
+            self._frozen = self._frozen_names()
+            for unit in list(self._schedule.units):
+                now = {id(entry.parameter) for entry in unit.named if entry.parameter.requires_grad} & listed
+                trained = [entry for entry in unit.named if id(entry.parameter) in now]
+                untrained = [entry for entry in unit.named if id(entry.parameter) not in now]
+                if unit.trainable:
+                    for entry in untrained:
+                        entry.parameter.grad = None
+                if (unit.trainable and untrained) or (not unit.trainable and trained):
+                    self._split(unit, trained, untrained)
+            self._hooks.remove()
+            self._hooks.attach()
+            register(self._schedule.units, self._hooks, self._step)
 
     def _frozen_names(self) -> set[str]:
         entries = (entry for unit in self._schedule.units for entry in unit.named)
@@ -44,48 +81,6 @@ class Freezing:
     @property
     def _states(self) -> ModelStates:
         return ModelStates(self._schedule.units, self._step, self._context.collectives)
-
-    def _update(self, param_group: dict[str, Any] | None) -> None:
-        self._schedule.refuse_parked("update_trainable()")
-        self._schedule.refuse_pinned("update_trainable()")
-        if self._schedule.state is StepState.STEPPED:
-            self._step.zero_grad()  # for loops that drop gradients before a backward, not after the step
-        if not self._schedule.is_between_steps:
-            raise UsageError(
-                "parameters were frozen or unfrozen between a backward and its step: their gradients would be lost. End "
-                "the step first, or call zero_grad()."
-            )
-        listed = {one for group in self._step.groups.ids for one in group}
-        if param_group is not None:
-            given = param_group["params"]
-            param_group = {**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}
-            known = {id(entry.parameter) for unit in self._schedule.units for entry in unit.named}
-            strangers = sum(id(parameter) not in known for parameter in param_group["params"])
-            if strangers:
-                raise UsageError(
-                    f"{strangers} of the new param group's parameters are not in the model that was sharded. Pass "
-                    "parameters of that model; for new ones, call remove() and shard again."
-                )
-            listed |= {id(parameter) for parameter in param_group["params"]}
-        freed = self._freed(listed)
-        if param_group is not None:
-            self._step.list_group(param_group)
-        self._schedule.optimized = listed
-        for entry in freed:
-            entry.parameter.grad = None  # the gradient of a parameter outside the optimizer belongs to no step
-        self._frozen = self._frozen_names()
-        for unit in list(self._schedule.units):
-            now = {entry.fqn: entry.parameter.requires_grad and id(entry.parameter) in listed for entry in unit.named}
-            trained = [entry for entry in unit.named if now[entry.fqn]]
-            untrained = [entry for entry in unit.named if not now[entry.fqn]]
-            if unit.trainable:
-                for entry in untrained:
-                    entry.parameter.grad = None
-            if (unit.trainable and untrained) or (not unit.trainable and trained):
-                self._split(unit, trained, untrained)
-        self._hooks.remove()
-        self._hooks.attach()
-        register(self._schedule.units, self._hooks, self._step)
 
     def _freed(self, listed: set[int]) -> list[NamedParameter]:
         """Return the frozen parameters that will train from now on. Raise for an unfrozen one whose `id` is not `listed`."""
@@ -113,8 +108,7 @@ class Freezing:
         groups = []
         for named, trainable in ((trained, True), (untrained, False)):
             if named:
-                label = unit.group.label.removesuffix(FROZEN) + FROZEN * (not trainable)
-                groups.append(replace(unit.group, label=label, named=tuple(named), trainable=trainable, dtype=dtype))
+                groups.append(replace(unit.group, named=tuple(named), trainable=trainable, dtype=dtype))
         first = 1 + max((bucket.number for other in self._schedule.units for bucket in other.buckets), default=-1)
         # `shard` has already decided the place of the unit's optimizer states.
         decided = replace(unit.policy, offload_optimizer=replace(unit.policy.offload_optimizer, ratio=1.0))

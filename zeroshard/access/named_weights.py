@@ -43,12 +43,6 @@ class _Part:
     plain: list[tuple[str, Tensor]] = field(default_factory=list)
     adapted: list[tuple[str, nn.Module]] = field(default_factory=list)
 
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that must be whole for this part."""
-        return [tensor for _, tensor in self.plain] + [
-            parameter for _, module in self.adapted for parameter in module.parameters()
-        ]
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values. Merged weights and the last value are copies; the others are the model's own memory.
 
@@ -110,9 +104,11 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
     """Unshard a part's units until the stack ends. Undo writes to sharded parameters, and refuse writes to others."""
-    wanted = [parameter for parameter in part.parameters() if id(parameter) in unit_of]
-    # An outer `unsharded` already holds the other units, and checks for writes when it ends.
-    wanted = [parameter for parameter in wanted if not unit_of[id(parameter)].is_pinned]
+    tensors = [tensor for _, tensor in part.plain]
+    for _, module in part.adapted:
+        tensors += module.parameters()
+    # An outer `unsharded` already holds the pinned units, and checks for writes when it ends.
+    wanted = [tensor for tensor in tensors if id(tensor) in unit_of and not unit_of[id(tensor)].is_pinned]
     for are_sharded in (True, False):
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
         if chosen:
@@ -127,11 +123,7 @@ def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
 
 
 def _goes_on(live: LiveModel, part: _Part, to: int | None, *, is_last: bool) -> bool:
-    """Return whether all ranks continue with the next part.
-
-    Raises:
-        UsageError: some ranks have left the loop, and others have not.
-    """
+    """Return whether all ranks continue with the next part. Raise if some have left the loop, and others have not."""
     left = _exchange(live, part, _GOES_ON)
     if not left or is_last:
         return True
@@ -178,11 +170,7 @@ def _parts(live: LiveModel) -> list[_Part]:
 
 
 def _merged_parts(live: LiveModel) -> list[_Part]:
-    """List the tensors that the model has after PEFT's `merge_and_unload`.
-
-    Raises:
-        UsageError: some parameters are not in that model.
-    """
+    """List the tensors that the model has after PEFT's `merge_and_unload`. Raise if some parameters are not in that model."""
     model: Any = live.model
     root: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     unit_of = _units_by_parameter(live)

@@ -150,7 +150,7 @@ def _units_whole(
     wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
 ) -> Iterator[None]:
     """Unshard units, as `unsharded` does. Without `changes`, writes count like writes in a forward of the units' own modules."""
-    homes: list[Home] = [_home_of[parameter] for parameter in wanted if parameter in _home_of]
+    homes = [home for home in map(home_of, wanted) if home is not None]
     # The caller's order may differ between ranks, as in a set.
     ordered = sorted(homes, key=lambda home: home.number)
     units = list(dict.fromkeys(unit for unit in (home.unit() for home in ordered) if unit is not None))
@@ -159,7 +159,11 @@ def _units_whole(
         if modifier_rank is not None:
             refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, unit.collectives.world_size)
             unit.refuse_parked("a change of")
-        _refuse_changes(unit)
+        if unit.appearance.has_changes_to_report:  # of an outer block; this block would store them when it begins
+            raise UsageError(
+                f"{unit.label} was changed inside unsharded() without a modifier rank, and another unsharded() begins there, which "
+                "would store the change. Pass modifier_rank=0 to the outer block, or change the parameters in the inner one."
+            )
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
     offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
     decides = undo or (changes and modifier_rank is not None)
@@ -176,7 +180,7 @@ def _units_whole(
                 unit.unshard()
                 unit.pins += 1
                 unit.undecided += decides
-                pinned.append(unit)
+                pinned.append(unit)  # at once: what follows may raise, and `_leave` must then count this pin
                 unit.write_back()  # earlier writes are not changes inside the block
                 look = unit.appearance.versions()
                 if changes and modifier_rank is None:
@@ -189,29 +193,18 @@ def _units_whole(
             yield
         with _operation(units, "the end of unsharded"):
             if undo:
-                _undo(looks, kept, at_rest)
+                _undo([one for one in looks if one[0] not in kept], at_rest)
             elif changes:
                 written = _take_changes(looks, modifier_rank)
         is_over = True
     finally:
         for unit, look in looks:
             unit.appearance.end_look(look)
-        if not is_over:
-            _restore(kept)
-        _leave(pinned, at_rest, offloaded, forget_writes=not is_over, decides=decides)
+        _leave(pinned, at_rest, offloaded, kept, forget_writes=not is_over, decides=decides)
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or change a copy."
-        )
-
-
-def _refuse_changes(unit: Unit) -> None:
-    """Raise if an outer block has changes to report or to undo: this block would store them when it begins."""
-    if unit.appearance.has_changes_to_report:
-        raise UsageError(
-            f"{unit.label} was changed inside unsharded() without a modifier rank, and another unsharded() begins there, which "
-            "would store the change. Pass modifier_rank=0 to the outer block, or change the parameters in the inner one."
         )
 
 
@@ -229,43 +222,32 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
         else:
             written += [unit.named[index].fqn for index in sorted(unit.writes.written_since(versions))]
         unit.appearance.restart_looks()
-    return _on_all_dimensions(looks, written)
-
-
-def _on_all_dimensions(looks: Sequence[tuple[Unit, list[int]]], written: list[str]) -> list[str]:
-    """Return the names on all ranks of the mesh's other dimension. Data-parallel ranks already have the same names."""
-    others = looks[0][0].others if looks else None
-    if others is None or others.world_size == 1:
+    # Data-parallel ranks have the same names already, but ranks of the mesh's other dimension may not.
+    if not looks or looks[0][0].others.world_size == 1:
         return written
-    answers = others.exchange_json(written, "the end of unsharded")
+    answers = looks[0][0].others.exchange_json(written, "the end of unsharded")
     return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
 
 
-def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], at_rest: Sequence[Unit]) -> None:
-    """Restore the parameters that stay whole to their values on entry. `kept` has copies for units unsharded at rest."""
-    _restore(kept)
+def _undo(looks: Sequence[tuple[Unit, list[int]]], at_rest: Sequence[Unit]) -> None:
+    """Restore units that are sharded at rest to their values on entry, where they stay whole after the block."""
     for unit, versions in looks:
-        if unit in kept:
-            continue
         if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
             unit.writes.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
 
 
-def _restore(kept: Mapping[Unit, Tensor]) -> None:
-    """Restore parameters that are unsharded at rest from their copies, without other ranks."""
+def _leave(
+    pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], kept: Mapping[Unit, Tensor],
+    *, forget_writes: bool, decides: bool,
+) -> None:  # fmt: skip
+    """Restore the states that the units had before the block, and the values of which there are copies, without other ranks."""
     for unit, values in kept.items():
         unit.appearance.show_current()  # instead of tensors that the user assigned as `.data`
         unit.flat.tensor.copy_(values)
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
-
-
-def _leave(
-    pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool, decides: bool
-) -> None:
-    """Restore the states that the units had before the block."""
     for unit in pinned:
         unit.pins -= 1
         unit.undecided -= decides

@@ -1,4 +1,11 @@
-"""Owns parameters that are born sharded: they are divided over ranks before they join a unit.
+"""Owns models that are born sharded: no rank ever holds the whole model.
+
+    with zeroshard.sharded_init():
+        model = MyModel()          # the same values as without sharded_init, under the same seed
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+
+The parameters of a module are divided over ranks when the module is added to another module, since its constructor is
+then done. The outermost module's parameters are divided when the context ends. Every rank must run the same code.
 
 Until `shard` takes the model, such a parameter has a special class. The class gathers the parameter for every torch operation,
 and divides it again if the operation wrote to it. So a constructor may end by reinitialising all parameters.
@@ -10,6 +17,9 @@ import copy
 import itertools
 import os
 import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,12 +27,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module as registration
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
-from zeroshard.errors import StorageError
-from zeroshard.parameters.classes import CONVERSIONS, METADATA, VALUES, whole_class
+from zeroshard.errors import StorageError, UsageError
+from zeroshard.parameters.classes import CONVERSIONS, METADATA, VALUES, attribute_of, whole_class
 from zeroshard.torch_private import past_torch_function, storage_users, tree_map, version_of
 
 _METADATA = METADATA | {"__format__", "__repr__"}
@@ -106,9 +117,13 @@ class Shard:
         self._shape = shape
         self.number = next(_numbers)
         self.shows = 0
-        self.numel = -(-shape.numel() // births.world_size)
         self._whole: Tensor | None = None
         self._own: Tensor
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of each rank's part, with padding."""
+        return -(-self._shape.numel() // self.births.world_size)
 
     @property
     def own(self) -> Tensor:
@@ -132,12 +147,6 @@ class Shard:
         """This rank's elements [start, stop) of the flattened parameter."""
         start = min(self.numel * self.births.rank, self._shape.numel())
         return start, min(start + self.numel, self._shape.numel())
-
-    def converted(self, own: Tensor) -> Shard:
-        """Return a copy of the shard with the elements `own`, of any dtype, on any device."""
-        twin = copy.copy(self)
-        twin.own = own
-        return twin
 
     def take(self, whole: Tensor) -> None:
         """Store this rank's part of new values, from the source rank if there is one. Every rank must call it."""
@@ -207,7 +216,6 @@ class Shard:
     def keep(self, parameter: nn.Parameter) -> None:
         """Store this rank's part of a shown parameter, in its present shape and dtype."""
         self._shape = parameter.shape
-        self.numel = -(-self._shape.numel() // self.births.world_size)
         self._store(parameter.data)
 
     def hide(self, parameter: nn.Parameter) -> None:
@@ -238,7 +246,7 @@ class BornSharded(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with past_torch_function():
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            attribute = attribute_of(func)
             if func.__name__ == "__set__" and attribute == "data":
                 if args[1] is args[0]:
                     return None  # `module.to` with nothing to move
@@ -269,15 +277,17 @@ class BornSharded(nn.Parameter):
 
 def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     parameter = args[0]
-    shard = shard_of[args[0]]
+    shard = shard_of[parameter]
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     own = func(shard.own, *args[1:], **kwargs)
     if own is shard.own:
         return cast("Tensor", parameter)
-    return born(shard.converted(own), parameter.shape, parameter.requires_grad)
+    twin = copy.copy(shard)
+    twin.own = own
+    return born(twin, parameter.shape, parameter.requires_grad)
 
 
-def born(shard: Shard, shape: torch.Size, requires_grad: bool = True) -> BornSharded:
+def born(shard: Shard, shape: torch.Size, requires_grad: bool) -> BornSharded:
     """Create a parameter of which this rank has the part `shard`."""
     parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
     shard_of[parameter] = shard
@@ -337,3 +347,112 @@ def _cut(parameter: nn.Parameter, shard: Shard) -> None:
 def is_shown(parameter: Tensor) -> bool:
     """Return whether a parameter that was created sharded is now unsharded, inside `unsharded`."""
     return parameter in shard_of and shard_of[parameter].shows > 0
+
+
+# ---------------------------------------------------------------------- modules
+
+
+@contextmanager
+def sharded_init(
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    source: int | None = 0,
+    attributes: type | None = None,
+    detached_stay_cut: bool = False,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Shard modules while they are built in this context. Every rank must enter it.
+
+    Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
+    another one; parameters of the outermost modules, at the end of the context. Until then, the direct parameters of modules
+    under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
+    `shard` and `initialize` accept such a model like any other.
+
+    Args:
+        group: the data-parallel process group; default: all ranks.
+        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. They may then be larger than memory.
+        dtype: torch's default dtype in the context.
+        source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
+            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and send none.
+        attributes: a class whose properties these parameters get in addition to their own, see `shard`.
+        detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their
+            tensors then gathers it, so every rank must run it. Otherwise they are whole on every rank.
+        enabled: whether to shard; False builds ordinary modules.
+
+    Raises:
+        CollectiveError: some ranks did not enter it.
+        StorageError: `folder` cannot hold the parts.
+    """
+    if not enabled:
+        yield
+        return
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
+    holders: list[weakref.ref[nn.Module]] = []  # in the order of their parameters: the same order on all ranks
+
+    def cut(_parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        births.close()
+        if child is None:
+            return
+        for parameter in child.parameters():
+            cut_parameter(parameter, births)
+
+    def note(module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        if not holders or holders[-1]() is not module:
+            holders.append(weakref.ref(module))
+
+    handles = [
+        registration.register_module_module_registration_hook(cut),
+        registration.register_module_parameter_registration_hook(note),
+    ]
+    before = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        if dtype is not None:
+            torch.set_default_dtype(before)
+        for handle in handles:
+            handle.remove()
+        births.close()
+    for ref in holders:
+        module = ref()
+        if module is None:
+            continue
+        for parameter in module.parameters(recurse=False):
+            cut_parameter(parameter, births)
+
+
+def cut(
+    module: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    source: int | None = 0,
+    attributes: type | None = None,
+    detached_stay_cut: bool = False,
+) -> None:
+    """Keep only this rank's part of a model that is whole on every rank. Every rank must call it.
+
+    The model is then as if it had been built inside `sharded_init`.
+
+    Args:
+        module: the model, which is changed in place. Parameters that are already divided do not change.
+        group, folder, attributes, detached_stay_cut: as for `sharded_init`.
+        source: the rank of the group whose values all ranks get; None if the values are the same on all ranks.
+
+    Raises:
+        UsageError: a parameter is on the meta device.
+        CollectiveError: some ranks did not call it.
+        StorageError: `folder` cannot hold the parts.
+    """
+    births = Births(group, torch.get_default_device(), folder, source, attributes, detached_stay_cut)
+    for fqn, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"{fqn} is on the meta device and has no values: call materialise or load_pretrained instead."
+            )
+    for parameter in module.parameters():
+        cut_parameter(parameter, births)

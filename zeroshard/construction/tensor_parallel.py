@@ -1,4 +1,4 @@
-"""Owns the division of a transformers model over tensor-parallel ranks, by the model's own plan.
+"""Owns models with DTensors over a dimension of a mesh: their checks, and the division of a transformers model by its plan.
 
 A plan (`model.tp_plan`) names a style for each module: `{"model.layers.*.mlp.up_proj": "colwise", ...}`, where `*` is
 the number of a layer. torch's `parallelize_module` applies the styles, and makes the modules' parameters DTensors.
@@ -7,6 +7,7 @@ the number of a layer. torch's `parallelize_module` applies the styles, and make
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.collectives.members import ranks_of
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import placement_of
+from zeroshard.parameters.context import Context
 from zeroshard.policy import Precision
+from zeroshard.storage.buffers import memory_of
 from zeroshard.torch_private import is_distributed, local_of
 
 if TYPE_CHECKING:
@@ -43,12 +48,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     """Return the styles that a model's plan gives to modules, by full name, without replicated modules.
 
-    Args:
-        model: a model of transformers.
-        size: the number of tensor-parallel ranks.
-
-    Raises:
-        UsageError: the model has no plan, or this number of ranks cannot use its plan. The message names the module.
+    Raise if the model has no plan, or if `size` tensor-parallel ranks cannot use its plan.
     """
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
@@ -69,6 +69,7 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
                 f"{kind} has {key} = {heads}, which {size} tensor-parallel ranks cannot divide evenly: choose a divisor of {heads}."
             )
     styles: dict[str, str] = {}
+    between = {COLWISE: "out_features", ROWWISE: "in_features"}  # the side that stays divided, between two matrices
     for name, module in model.named_modules():
         style = plan.get(_pattern_of(name))
         if style is None or style == WHOLE:
@@ -78,7 +79,11 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
             raise UsageError(
                 f'the plan of {kind} divides {name} ({type(module).__name__}) as "{style}", which is not supported. {_REMEDY}'
             )
-        _refuse_uneven_matrix(name, module, style, size)
+        side = between.get(style)
+        if side is not None and getattr(module, side) % size:
+            raise UsageError(
+                f"{name} has {side} = {getattr(module, side)}, which {size} tensor-parallel ranks cannot divide evenly. {_REMEDY}"
+            )
         styles[name] = style
     for name, _ in model.named_parameters(remove_duplicate=False):
         pattern = _pattern_of(name)
@@ -90,16 +95,6 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     if not set(styles.values()) - {NORM}:
         raise UsageError(f"the plan of {kind} names no module that can be divided. {_REMEDY}")
     return styles
-
-
-def _refuse_uneven_matrix(name: str, module: nn.Module, style: str, size: int) -> None:
-    """Raise if the side between two divided matrices does not divide evenly over the ranks."""
-    sides = {COLWISE: "out_features", ROWWISE: "in_features"}
-    side = sides.get(style)
-    if side is not None and getattr(module, side) % size:
-        raise UsageError(
-            f"{name} has {side} = {getattr(module, side)}, which {size} tensor-parallel ranks cannot divide evenly. {_REMEDY}"
-        )
 
 
 def _pattern_of(name: str) -> str:
@@ -117,12 +112,7 @@ def refuse_uneven(size: int, world: int) -> None:
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
-    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it.
-
-    Raises:
-        UsageError: `size` does not divide the number of ranks, or differs between ranks.
-        CollectiveError: not every rank made the call. The message names the missing ranks.
-    """
+    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
     sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
@@ -136,19 +126,11 @@ def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
 def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.Parameter, nn.Parameter]:
     """Divide a model's matrices over the ranks of a mesh, in place, by its plan. Every rank of the mesh must call it.
 
-    All ranks get the first rank's values of parameters and buffers. Parameters that were tied are tied again.
-
-    Args:
-        model: a model of transformers, which is whole on each rank and not sharded.
-        mesh: a mesh of one dimension.
-        precision: the dtypes of the parameters, which are converted before the division. Buffers keep their dtypes.
+    All ranks get the first rank's values of parameters and buffers. Parameters are first converted to the dtypes of `precision`;
+    buffers keep theirs. Parameters that were tied are tied again.
 
     Returns:
         The new parameters, keyed by those that they replace.
-
-    Raises:
-        UsageError: the model has no plan that can be used (see `plan_of`), is already divided, or has no values; or, after the
-            division, the plan divides tied parameters in two ways.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -186,12 +168,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie again the new parameters that replace one old parameter. Return the new parameters by the old ones.
-
-    Args:
-        model: the divided model.
-        before: the old parameters by all of their names.
-    """
+    """Tie again the new parameters that replace one old parameter, and return them by the old. `before` has all old names."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in before.items():
         now = model.get_parameter(name)
@@ -256,11 +233,7 @@ def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with the same part of a model as this rank. Every rank of the job must call it.
 
-    Args:
-        mesh: the one-dimensional mesh of the ranks that divide this rank's model.
-
-    Raises:
-        UsageError: the meshes of the ranks do not divide the job evenly.
+    `mesh` has the ranks that divide this rank's model. Raise if the meshes of the ranks do not divide the job evenly.
     """
     own = mesh.mesh.flatten().tolist()
     everyone = _exchange(own, mesh.device_type, "the ranks that divide each model")
@@ -274,3 +247,111 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
             "must be in one group, and all groups must have one size. Or pass the data-parallel ranks as group=."
         )
     return DeviceMesh(mesh.device_type, models, mesh_dim_names=("dp", "tp"))["dp"].get_group()
+
+
+# ---------------------------------------------------------------------- the checks of `shard`
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of the model's DTensors, or None if it has none. Raise for several meshes, and unsupported placements."""
+    for name, buffer in model.named_buffers():
+        if is_distributed(buffer):
+            raise UsageError(
+                f"buffer {name} is a DTensor, but zeroshard needs ordinary buffers: replace it by its local values, "
+                "`module.name = module.name.to_local()`."
+            )
+    meshes: dict[str, DeviceMesh] = {}
+    for name, parameter in model.named_parameters():
+        placement_of(name, parameter)
+        if is_distributed(parameter):
+            distributed: Any = parameter
+            meshes[name] = distributed.device_mesh
+    if not meshes:
+        return None
+    first, mesh = next(iter(meshes.items()))
+    for name, other in meshes.items():
+        if other != mesh:
+            raise UsageError(
+                f"parameters {first} and {name} are DTensors over different meshes, {mesh} and {other}: divide "
+                "all by one dimension of one mesh."
+            )
+    return mesh
+
+
+def refuse_crossed(collectives: Collectives, others: Collectives) -> None:
+    """Raise if ranks that shard one model have different parts of its DTensors. Every rank must call it."""
+    numbers = collectives.exchange_json(others.rank, "the dimensions of the mesh")
+    if len(set(numbers)) > 1:
+        raise UsageError(
+            f"the ranks of group= have parts {numbers} of the DTensors, but all ranks of a data-parallel dimension must have the "
+            'same part. Make one mesh, and pass its data-parallel dimension, group=mesh["dp"].'
+        )
+
+
+def placed(parameter: Tensor) -> str:
+    """Describe the placements of a DTensor; "" for other parameters."""
+    distributed: Any = parameter
+    return f" {distributed.placements}" if is_distributed(parameter) else ""
+
+
+def refuse_beside_others(
+    model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, precision: Precision, *, whole_parameters: bool
+) -> None:
+    """Raise for settings of a model with DTensors over `mesh` that need more than each rank's own part.
+
+    Args:
+        group: the data-parallel ranks.
+        whole_parameters: whether the optimizer needs whole parameters.
+    """
+    divided = mesh.mesh.flatten().tolist()
+    own = ranks_of(group)
+    shared = {*own} & {*divided} - {dist.get_rank()}
+    if shared:
+        first = next(name for name, parameter in model.named_parameters() if is_distributed(parameter))
+        raise UsageError(
+            f"parameter {first} is a DTensor over ranks {divided}, and zeroshard would shard it over ranks {own}: both include "
+            f'{sorted(shared)}. Pass the data-parallel dimension of the mesh: shard(..., group=mesh["dp"]).'
+        )
+    for name, parameter in model.named_parameters():
+        if mesh.size() > 1 and isinstance(parameter, BornSharded):
+            raise UsageError(
+                f"parameter {name} was born sharded (sharded_init), but the model has DTensors over {mesh.size()} ranks: build "
+                "the model without sharded_init."
+            )
+        if not is_distributed(parameter):
+            continue
+        wanted = precision.resolve(parameter.dtype).param
+        if wanted != parameter.dtype:
+            raise UsageError(
+                f"parameter {name} is a DTensor of {parameter.dtype}, whose dtype cannot change to {wanted}: convert the model "
+                f"with model.to({wanted}) before you divide it. Master weights are still in fp32."
+            )
+        if whole_parameters and not placement_of(name, parameter).is_whole:
+            raise UsageError(
+                f"parameter {name} is already divided over {mesh.size()} ranks, but this optimizer needs whole "
+                "parameters: use one that treats each element separately, such as AdamW."
+            )
+
+
+def refuse_different_replicas(model: nn.Module, context: Context) -> None:
+    """Raise if a parameter or buffer that is whole on the ranks of the other dimension differs between them.
+
+    Only the values of the first data-parallel ranks are compared, since only these are used. Every rank must call it.
+    """
+    everyone = context.everyone
+    if context.others.world_size == 1:
+        return
+    whole: dict[str, int] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, nn.Parameter) and not placement_of(name, tensor).is_whole:
+            continue
+        values = local_of(tensor) if is_distributed(tensor) else tensor.detach()
+        whole[name] = zlib.crc32(memory_of(values.cpu().contiguous().view(-1)))
+    answers = everyone.exchange_json(whole, "the values of whole parameters and buffers")
+    firsts = [answer for rank, answer in enumerate(answers) if everyone.data_rank(rank) == 0]
+    for name in whole:
+        if len({answer[name] for answer in firsts}) > 1:
+            raise UsageError(
+                f"{name} is whole on each of the {len(firsts)} ranks that divide other parameters, but differs between them: build "
+                "it from the same seed or file on each, or make it a DTensor, which gets the first rank's values."
+            )

@@ -208,11 +208,7 @@ class Waiting:
 
 
 class GradientBucket:
-    """The gradients of one bucket, see the module's docstring.
-
-    Args:
-        parameters: the bucket of the same parameters.
-    """
+    """The gradients of one bucket of parameters, see the module's docstring."""
 
     def __init__(self, parameters: ParameterBucket, dtypes: DTypes, context: Context) -> None:
         self.number = parameters.number
@@ -283,10 +279,22 @@ class GradientBucket:
             self._summed |= indices
             self._move("add")
         else:
-            room = self._room_for(*gradients[0])
-            if room is None:
-                return
-            whole = room
+            if now.whole is None:
+                piece, gradient = gradients[0]
+                part = _part(piece, gradient)
+                is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
+                if is_bucket and self._collectives.sends_in_place(part):
+                    now.whole = part  # autograd's own tensor, from which the bucket is reduced
+                    now.missing.clear()
+                    return
+                now.whole = self._borrow(self.layout.numel)
+                now.is_scratch = True
+                for start, stop in self.layout.padding:
+                    now.whole[start:stop].zero_()
+            elif not now.is_scratch:  # a second gradient: autograd's own tensor must not be written to
+                now.whole = self._borrow(self.layout.numel).copy_(now.whole)
+                now.is_scratch = True
+            whole = now.whole
             added = indices - now.missing
         now.missing -= indices
         targets: list[Tensor] = []
@@ -311,25 +319,6 @@ class GradientBucket:
         assert self._rows is not None
         piece = next(piece for piece in self.layout.pieces if piece.index == index)
         return self._rows.view(-1)[piece.start : piece.start + piece.numel]
-
-    def _room_for(self, piece: Piece, gradient: Tensor) -> Tensor | None:
-        """Return scratch for the microbatch's gradient; None if the bucket is part of `gradient`, and is reduced from there."""
-        now = self.microbatch
-        if now.whole is None:
-            is_bucket = piece.numel == self.layout.numel and gradient.dtype == self._dtypes.reduce
-            part = _part(piece, gradient)
-            if is_bucket and self._collectives.sends_in_place(part):
-                now.whole = part
-                now.missing.clear()
-                return None
-            now.whole = self._borrow(self.layout.numel)
-            now.is_scratch = True
-            for start, stop in self.layout.padding:
-                now.whole[start:stop].zero_()
-        elif not now.is_scratch:  # a second gradient of one microbatch: autograd's own tensor must not be written to
-            now.whole = self._borrow(self.layout.numel).copy_(now.whole)
-            now.is_scratch = True
-        return now.whole
 
     @property
     def _sums_before_reducing(self) -> bool:
@@ -395,6 +384,8 @@ class GradientBucket:
         flight = self.flight
         slot = self._own.gradient
         adds = self.holds is Holds.ADDING
+        # The mean lands in one of three places: on the accelerator until the last microbatch, in scratch that already has the
+        # earlier sum, or in its slot, through scratch that is borrowed only now. See [Note: room] in reductions.py.
         if flight.stays or self._sum is not None:
             if self._sum is None:
                 self._sum = self._accelerator.room(slot.numel, slot.dtype)

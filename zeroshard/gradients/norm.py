@@ -73,12 +73,7 @@ def norm_of(squares: Tensor) -> float | Tensor:
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
     """Return the factor that removes the loss scale from gradients, and clips them as torch.nn.utils.clip_grad_norm_ does.
 
-    The factor is 1 if the norm is not finite.
-
-    Args:
-        norm: the norm of the gradients without their scale.
-        max_norm: the largest norm; None: do not clip.
-        loss_scale: the scale that the gradients have.
+    `norm` is the norm without the loss scale. The factor is 1 if it is not finite. With `max_norm` None, nothing is clipped.
     """
     if isinstance(norm, Tensor):
         clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -28,14 +28,11 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 
-from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
-from zeroshard.storage.base import DeviceStorage
-from zeroshard.storage.buffers import BufferPool
+from zeroshard.parameters.context import Context
 
 Group = tuple[GradientBucket, ...]
 """The buckets that are reduced at once."""
@@ -50,17 +47,20 @@ class Reductions:
             always allowed. 0: wait for each reduction immediately.
         overlap: whether gathers overlap with computation. If not, each blocks immediately.
         in_turn: whether a unit's reductions start only when it is closed, since a backward gathers several units.
-        accelerator: the accelerator's memory, checked for free space if gradients are stored elsewhere. See [Note: room].
-        pool: the buckets' buffer pool.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[GradientBucket]], collectives: Collectives, limit_numel: int, *, overlap: bool,
-        in_turn: bool, accelerator: DeviceStorage, pool: BufferPool,
-    ) -> None:  # fmt: skip
-        self._collectives = collectives
-        self._accelerator = accelerator
-        self._pool = pool
+        self,
+        units: Sequence[Sequence[GradientBucket]],
+        context: Context,
+        limit_numel: int,
+        *,
+        overlap: bool,
+        in_turn: bool,
+    ) -> None:
+        self._collectives = context.collectives
+        self._accelerator = context.storages.accelerator
+        self._pool = context.pool
         self._keeps_sums: bool | None = None
         """Whether means that rest elsewhere stay on the accelerator until the last microbatch. None: not checked in this step."""
         self._kept_sums = False
@@ -69,7 +69,6 @@ class Reductions:
         self._overlap = overlap
         self._in_turn = in_turn
         self._in_flight: deque[Group] = deque()
-        self._in_flight_numel = 0
         self.is_last_microbatch = True
         self.set_units(units)
 
@@ -79,19 +78,20 @@ class Reductions:
         for unit in reversed(units):
             order += self._collectives.launches(unit[::-1])
         self._set_order([group for group in order if group])
-        self._completed: dict[Group, None] = {}
-        self._is_agreed = False
+        self._completed: dict[Group, None] | None = {}
+        """The groups in the order in which this rank completed them; None once the ranks agree on an order."""
 
     def _set_order(self, order: Sequence[Group]) -> None:
         self._order = list(order)
         self._position = {bucket: position for position, group in enumerate(order) for bucket in group}
+        """All buckets, in the order of their groups, each with the position of its group."""
         self._next = 0
 
     # ------------------------------------------------------------------ one microbatch
 
     def start_ready(self, buckets: Sequence[GradientBucket]) -> None:
         """Start to reduce complete groups, in the fixed order (see [Note: order])."""
-        if not self._is_agreed:
+        if self._completed is not None:
             groups = [self._order[self._position[bucket]] for bucket in buckets]
             self._completed.update(dict.fromkeys(filter(self._may_start, groups)))
         while self._next < len(self._order) and self._may_start(self._order[self._next]):
@@ -104,6 +104,7 @@ class Reductions:
 
     def close(self, buckets: Sequence[GradientBucket]) -> None:
         """Close a unit's buckets when its backward ended, at the same point on every rank: missing gradients count as zeros."""
+        # Buckets before `_next` are on their way: what they receive now is reduced at the end of the microbatch.
         closed = [bucket for bucket in buckets if self._position[bucket] >= self._next]
         for bucket in closed:
             bucket.microbatch.is_closed = True
@@ -124,18 +125,15 @@ class Reductions:
         """Start to reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         for group in self._order[self._next :]:
             self._reduce(group)
-        for bucket in self._buckets():
+        for bucket in self._position:
             if bucket.microbatch.whole is not None:  # a second gradient, after the bucket's turn
                 self._reduce((bucket,))
         self._next = 0
 
-    def _buckets(self) -> Iterator[GradientBucket]:
-        return chain.from_iterable(self._order)
-
     def _look_for_room(self) -> None:
         """Decide how much of the accelerator's memory this step uses for speed. See [Note: room]."""
-        offloaded = sum(bucket.offloaded_nbytes for bucket in self._buckets())
-        numel = sum(bucket.layout.numel for bucket in self._buckets())
+        offloaded = sum(bucket.offloaded_nbytes for bucket in self._position)
+        numel = sum(bucket.layout.numel for bucket in self._position)
         if not offloaded:
             self._keeps_sums = False
             return
@@ -167,15 +165,15 @@ class Reductions:
         if not started:
             return
         self._in_flight.append(started)
-        self._in_flight_numel += _numel(started)
-        while self._in_flight_numel > self._limit and (len(self._in_flight) > 1 or not self._limit):
+        # If nothing may be in flight, this waits for the last group, too. Otherwise one group may exceed the limit.
+        while _numel(self._in_flight) > self._limit and (len(self._in_flight) > 1 or not self._limit):
             self._land()
 
     def _land(self) -> None:
         group = self._in_flight[0]
         for bucket in group:
             bucket.finish_reduction()  # which may fail if gradients rest on disk, and is then tried again
-        self._in_flight_numel -= _numel(self._in_flight.popleft())
+        self._in_flight.popleft()
         with self._collectives.together():
             for bucket in group:
                 bucket.start_gather()
@@ -197,17 +195,17 @@ class Reductions:
     def finish(self) -> None:
         """Block until every gradient that this rank's update uses is the mean over ranks. Every rank must call it."""
         self.land()
-        unreduced = [bucket.label for bucket in self._buckets() if bucket.holds is Holds.LOCAL_SUM]
+        unreduced = [bucket.label for bucket in self._position if bucket.holds is Holds.LOCAL_SUM]
         if unreduced:
             raise UsageError(
                 "a step or a gradient norm was asked for, but the last backward was not declared the last microbatch: "
                 f"the gradients of {len(unreduced)} buckets (one is {unreduced[0]}) were summed on this rank and never "
                 "reduced. Run the last backward of a step outside of `accumulate()`."
             )
-        for bucket in self._buckets():
+        for bucket in self._position:
             bucket.write_sum()  # if no microbatch was declared the last
             bucket.wait_gather()
-        if self._is_agreed:
+        if self._completed is None:
             return
         # Agree, once, on the order in which rank 0 completed its buckets.
         rest = [group for group in self._order if group not in self._completed]
@@ -215,18 +213,16 @@ class Reductions:
         first = self._collectives.exchange(numbers, "the order of buckets")[0]
         by_number = {group[0].number: group for group in self._order}
         self._set_order([by_number[number] for number in struct.unpack(f"<{len(self._order)}I", first)])
-        self._completed = {}
-        self._is_agreed = True
+        self._completed = None
 
     def forget(self) -> None:
         """Drop this step's gradients and errors, at `zero_grad()` or after a backward that was aborted."""
-        for bucket in self._buckets():
+        for bucket in self._position:
             bucket.forget()
         self._keeps_sums = None
         self._in_flight.clear()
-        self._in_flight_numel = 0
         self._next = 0
 
 
-def _numel(group: Group) -> int:
-    return sum(bucket.layout.numel for bucket in group)
+def _numel(groups: Iterable[Group]) -> int:
+    return sum(bucket.layout.numel for group in groups for bucket in group)

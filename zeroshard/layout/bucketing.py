@@ -34,15 +34,11 @@ TINY_NUMEL = 10_000
 sets `min_numel`. The messages of a separate unit would take longer than the block's computation."""
 
 
-FROZEN = " (frozen)"
-"""The end of the label of a group that is not trained."""
-
-
 @dataclass(frozen=True)
 class Group:
     """A group of parameters that become one unit, with the same module, dtype, device, and trainability."""
 
-    label: str
+    name: str
     module: nn.Module
     named: tuple[NamedParameter, ...]
     trainable: bool
@@ -51,6 +47,11 @@ class Group:
     """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
     """The end of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)", or "" for other parameters."""
+
+    @property
+    def label(self) -> str:
+        """The label of its unit, without `kind`."""
+        return self.name if self.trainable else f"{self.name} (frozen)"
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
@@ -121,7 +122,6 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
     Args:
         optimized: the `id`s of the parameters that the optimizer updates. Others count as frozen. If they require a gradient,
             autograd computes one from this rank's batches only, and no step uses it.
-        rule: the user's rule for units.
     """
     rule = rule or Units()
     units = [("", model), *find_units(model, rule)]
@@ -156,10 +156,8 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         members.items(), key=lambda item: item[0][:2]
     ):
         fqn, module = units[home]
-        label = "small parameters" if is_persistent else fqn or "the root module"
-        if not trainable:
-            label += FROZEN
-        groups.append(Group(label, module, tuple(named), trainable, dtype, is_persistent, kind))
+        name = "small parameters" if is_persistent else fqn or "the root module"
+        groups.append(Group(name, module, tuple(named), trainable, dtype, is_persistent, kind))
     return groups
 
 
@@ -178,7 +176,7 @@ def _persistent(model: nn.Module, rule: Units) -> set[int]:
 def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise UsageError(f"parameter {fqn} is on the meta device and has no values: materialise the model first.")
-    if parameter.layout is not torch.strided or isinstance(parameter, nn.parameter.UninitializedParameter):
+    if parameter.layout is not torch.strided:
         raise UsageError(f"parameter {fqn} is not an initialised dense tensor ({type(parameter).__name__}, "
                          f"{parameter.layout}); zeroshard shards dense tensors only. Initialise it, or make it "
                          "dense.")  # fmt: skip
@@ -208,9 +206,6 @@ def refuse_shared_memory(model: nn.Module) -> None:
     """Raise if a parameter shares elements in memory with another parameter or with a buffer.
 
     In plain PyTorch, a write to one of the two shows in the other. With parameters in flat buffers, it would not.
-
-    Raises:
-        UsageError: two of them share elements; the message names both, and the remedy.
     """
     by_storage: dict[int, list[_Extent]] = defaultdict(list)
     with past_torch_function():  # for a parameter that was born sharded, look at its placeholder

@@ -78,6 +78,7 @@ class BucketLayout:
     numel: int
     world_size: int
     pieces: tuple[Piece, ...]
+    """The parameters' pieces, in the order of their starts."""
 
     @cached_property
     def stop(self) -> int:
@@ -92,7 +93,7 @@ class BucketLayout:
         """The ranges [start, stop) of the bucket that belong to no parameter."""
         gaps = []
         used = 0
-        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+        for piece in self.pieces:
             if used < piece.start:
                 gaps.append((used, piece.start))
             used = piece.start + piece.numel
@@ -203,7 +204,7 @@ def lay_out_whole(numels: Sequence[int], world_size: int) -> UnitLayout:
     starts = [homes[index][0] * max(loads) + homes[index][1] for index in range(len(numels))]
     in_order = sorted((start, index) for index, start in enumerate(starts) if numels[index])
     pieces = tuple(Piece(index, 0, start, numels[index]) for start, index in in_order)
-    if not pieces:
-        return UnitLayout(tuple(numels), tuple(starts), ())
-    bucket = BucketLayout(0, max(loads) * world_size, world_size, pieces)
-    return UnitLayout(tuple(numels), tuple(starts), (bucket,))
+    buckets: tuple[BucketLayout, ...] = ()
+    if pieces:
+        buckets = (BucketLayout(0, max(loads) * world_size, world_size, pieces),)
+    return UnitLayout(tuple(numels), tuple(starts), buckets)

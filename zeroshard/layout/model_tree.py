@@ -42,9 +42,6 @@ class ModelTree:
 
         Modules without parameters may be added and removed. Modules may be wrapped in others, which gives their parameters
         new names.
-
-        Raises:
-            UsageError: the model has changed; the message names the parameter and the remedy.
         """
         if self._is_unchanged:
             return

@@ -73,9 +73,7 @@ class NamedParameter:
 def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     """Find the place of this rank's part of a parameter. An ordinary parameter is whole on each rank.
 
-    Raises:
-        UsageError: a DTensor has several mesh dimensions, a placement other than Shard and Replicate, or chunks that zeroshard does
-            not support.
+    Raise for a DTensor with several mesh dimensions, a placement other than Shard and Replicate, or uneven chunks.
     """
     if not is_distributed(parameter):
         return Placement.whole(parameter.shape)
@@ -112,13 +110,7 @@ def refuse_distributed(
     what: str,
     remedy: str = 'Call zeroshard.shard(model, optimizer, stage, group=mesh["dp"]), which takes DTensors.',
 ) -> None:
-    """Raise if a parameter is a DTensor.
-
-    Args:
-        parameters: (name, parameter) pairs.
-        what: the feature that takes only ordinary parameters.
-        remedy: the end of the message.
-    """
+    """Raise if one of the named parameters is a DTensor: the feature `what` takes only ordinary ones."""
     for name, parameter in parameters:
         if is_distributed(parameter):
             raise UsageError(

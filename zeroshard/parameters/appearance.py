@@ -46,7 +46,7 @@ class Appearance:
         owner: Any,
         whole: type[nn.Parameter],
         *,
-        separate: bool = False,
+        separate: bool,
     ) -> None:
         self._named = named
         self._separate = separate
@@ -73,7 +73,8 @@ class Appearance:
         self._shown_taken: set[int] = set()
         self._in_use = False
         self._own_writes = [0] * len(self._named)
-        """For each parameter, the number of counted writes that are not the user's."""
+        """For each parameter, the number of counted writes that are not the user's, without `hides`: a graph that saved a sharded
+        parameter as a position in its unit stays valid when the values are freed, but not when they are updated."""
         self.hides = 0
 
     # ------------------------------------------------------------------ the tensors that parameters show
@@ -106,7 +107,7 @@ class Appearance:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
             )
-        self._become(self.whole_class)
+        self._become(self.whole_class)  # first: in the other class, setting `data` would count as a read
         for entry, view in zip(self._named, self._absent_views, strict=True):
             entry.show(view)
         self._versions = self.versions()
@@ -243,14 +244,14 @@ class Appearance:
         """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
-            if view.numel() and not self._is_shown(shown, view):
+            is_shown = shown.shape == view.shape and shown.stride() == view.stride()
+            if is_shown and self._separate:
+                # Not the storage: that of a shared tensor moves to other memory (`model.share_memory()`).
+                is_shown = shown.data_ptr() == view.data_ptr()
+            elif is_shown:
+                is_shown = is_same_memory(shown, view)
+            if view.numel() and not is_shown:
                 yield index, entry, view
-
-    def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
-        if shown.shape != view.shape or shown.stride() != view.stride():
-            return False
-        # The storage of a shared tensor moves to other memory (`model.share_memory()`).
-        return shown.data_ptr() == view.data_ptr() if self._separate else is_same_memory(shown, view)
 
     def refuse_unfrozen(self, optimized: set[int]) -> None:
         """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced.

@@ -156,9 +156,10 @@ def classes_of(
         def __torch_function__(
             cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
-            attribute = _attribute_of(func)
+            attribute = attribute_of(func)
             is_metadata = func.__name__ in METADATA or _asks_for_type(func, args, kwargs, cls)
             if not is_metadata or attribute in VALUES:
+                # A list, made before the first read: a read gives all parameters of its unit another class.
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
                 if _changes_nothing(func, args, kwargs):
                     return args[0]
@@ -199,7 +200,7 @@ def classes_of(
     return AbsentDistributed, Taken
 
 
-def _attribute_of(func: Callable[..., Any]) -> str:
+def attribute_of(func: Callable[..., Any]) -> str:
     """Return the name of the attribute that `func`, a getter or setter of torch, reads or sets; "" for other operations."""
     if not func.__name__.startswith("__"):  # such as linear, whose `__self__` is a module of torch
         return ""
@@ -223,7 +224,7 @@ def _asks_for_type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any,
 def _changes_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
     """Return whether a call leaves its tensor as it is: a conversion to the same type, or `data` set to the tensor itself."""
     if func.__name__ == "__set__":
-        return _attribute_of(func) == "data" and args[0] is args[1]
+        return attribute_of(func) == "data" and args[0] is args[1]
     if func.__name__ not in CONVERSIONS:
         return False
     with past_torch_function():
@@ -244,7 +245,7 @@ class TakenGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        attribute = _attribute_of(func)
+        attribute = attribute_of(func)
         if func.__name__ in METADATA and attribute not in VALUES:
             with past_torch_function():
                 return func(*args, **(kwargs or {}))

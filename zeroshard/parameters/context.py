@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,17 +31,12 @@ class Live:
         data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
 
-    numels: dict[Any, int] = field(default_factory=dict)
+    numels: Counter[Any] = field(default_factory=Counter)
     parked: frozenset[str] = frozenset()
     gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
     before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
     data_was_read: bool = False
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of all units of `numels`."""
-        return sum(self.numels.values())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from zeroshard.errors import StorageError
 from zeroshard.layout.layout import BucketLayout
 from zeroshard.parameters.context import Context
 from zeroshard.policy import DTypes
-from zeroshard.storage.base import Slot, Storage
+from zeroshard.storage.base import MemoryStorage, Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.transfers import LANDED, Transfer
 
@@ -81,7 +81,6 @@ class ParameterBucket:
         self._rests_in_rows = block is None and whole_at_rest is None
         updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
         self.rests = {shard: self._held[shard] for shard in updated}
-        self.own_rest = self.rests[self.own_shard]
         self.masters: dict[int, Slot] = {}
         if trainable:
             for shard, rest in self.rests.items():
@@ -108,9 +107,9 @@ class ParameterBucket:
         if self.block is not None and self._replicas is None:
             return {self.own_shard: self.block}
         if self.block is not None:
-            place = next(
-                one for one in (self._accelerator, self.storages.host) if self.block.memory_in(one) is not None
-            )
+            place: MemoryStorage = self._accelerator
+            if self.block.memory_in(place) is None:
+                place = self.storages.host
             memory = self.block.memory_in(place)
             assert memory is not None
             rows = memory.view(-1, self.layout.shard_numel)
@@ -128,9 +127,7 @@ class ParameterBucket:
     def unshard(self, make_room: Callable[[], None] | None = None) -> None:
         """Start to all-gather the parameters for their next use.
 
-        Args:
-            make_room: allocates the rows when they are needed, at the latest in `wait_unsharded`. None: the rows already have
-                memory.
+        `make_room` allocates the rows when they are needed, at the latest in `wait_unsharded`. None: they already have memory.
         """
         if self.block is not None and self.gathering is None:
             self._bring("all-gather of", make_room)
@@ -179,7 +176,7 @@ class ParameterBucket:
         """Start to copy this rank's part from its slot at rest to its rows."""
         if self._reloading is None:
             self.settle()
-            self._reloading = (self.block or self.own_rest).read(self._own_block)
+            self._reloading = (self.block or self.rests[self.own_shard]).read(self._own_block)
 
     def _finish_reload(self) -> None:
         if self._reloading is not None:
@@ -243,10 +240,8 @@ class ParameterBucket:
     def broadcast_masters(self, replicas: Collectives | None) -> None:
         """Copy separate master weights from the ranks that own them to all ranks that update them.
 
-        A write to a row on another rank may have rounded that rank's master weights. Every rank must call it.
-
-        Args:
-            replicas: the ranks of another mesh dimension, if they hold the same parameters.
+        A write to a row on another rank may have rounded that rank's master weights. Every rank must call it. `replicas` are the
+        ranks of another mesh dimension, if they hold the same parameters.
         """
         for shard, master in self.copies.items():
             with master.borrowed(self._accelerator, self._pool, write=True) as values:

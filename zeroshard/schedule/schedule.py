@@ -205,8 +205,8 @@ class Schedule:
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
         limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
-            [unit.gradients for unit in self.units], self._collectives, limit, overlap=overlap,
-            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,
+            [unit.gradients for unit in self.units], context, limit, overlap=overlap,
+            in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1,
         )  # fmt: skip
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
@@ -328,14 +328,14 @@ class Schedule:
         policy = self._policy
         # Between a unit's forward and its backward, each unit after it is used twice.
         is_reused_soon = not policy.reshard_after_forward or 2 * self._last.numel_after(units) <= policy.max_reuse_numel
-        if backward_follows and is_reused_soon and self.live.numel <= self._live_limit:
+        if backward_follows and is_reused_soon and self.live.numels.total() <= self._live_limit:
             self._kept += [unit for unit in units if unit not in self._kept]
             return
         for unit in units:
             unit.reshard()
 
     def _has_room(self, unit: Unit) -> bool:
-        return unit.state is not UnitState.SHARDED or self.live.numel + unit.layout.numel <= self._live_limit
+        return unit.state is not UnitState.SHARDED or self.live.numels.total() + unit.layout.numel <= self._live_limit
 
     def give_back(self, *, leaves_graph: bool = True) -> None:
         """Reshard all units after a backward. Held units stay unsharded if the backward leaves a graph that may read them."""

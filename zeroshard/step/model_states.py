@@ -431,7 +431,7 @@ def _holdings(units: Sequence[Unit], step: ShardedStep, collectives: Collectives
         if unit.trainable:
             continue
         for bucket in unit.buckets:
-            slot = bucket.own_rest
+            slot = bucket.rests[bucket.own_shard]
             frozen = Frozen(slot, bucket.storages, last)
             for piece in bucket.layout.shard_pieces(bucket.own_shard):
                 named = unit.named[piece.index]

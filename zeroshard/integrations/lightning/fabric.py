@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.construction.sharded_init import sharded_init
+from zeroshard.construction.born import sharded_init
 from zeroshard.errors import UsageError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, fabric_class

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroshard.construction.sharded_init import sharded_init
+from zeroshard.construction.born import sharded_init
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, trainer_class

@@ -69,12 +69,7 @@ def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one sharded model.
-
-    Args:
-        live: the model.
-        display: the display of the progress of a long save or load.
-    """
+    """The checkpoints of one sharded model."""
 
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live = live

@@ -54,18 +54,13 @@ class StoredTensor:
 
 
 class Reader:
-    """A checkpoint, open for reading.
-
-    Attributes:
-        nbytes: the number of bytes read so far, in whole chunks.
-        advance: a function that is called with the number of requested bytes that were read.
-    """
+    """A checkpoint, open for reading."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.nbytes = 0
-        self.advance: Advance = ignore
+        self.nbytes = 0  # read so far, in whole chunks
+        self.advance: Advance = ignore  # is called with the number of requested bytes that were read
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Read the elements of all requests, file by file."""
@@ -124,13 +119,9 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Make the requests for a span of one saved model state. Rows of a saved range share a request, unless they are far apart.
+    """Make the requests to read a span of this rank's part of a parameter into `out`, 1-D. `placement` is that part's place.
 
-    Args:
-        state: the saved state.
-        span: elements of this rank's part of the parameter.
-        placement: the position of that part in the whole parameter.
-        out: the memory to read into, 1-D, of the span's size.
+    Rows of a saved range share a request, unless they are far apart.
     """
     dtype = dtype_of(state.dtype)
     requests = []

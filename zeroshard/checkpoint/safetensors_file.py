@@ -183,21 +183,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request to read elements of one file.
+    """A request to read elements of one file, in equal rows."""
 
-    Attributes:
-        file: the number of the file in its manifest.
-        offset: the start of the elements, in bytes from the start of the file.
-        dtype: their dtype in the file.
-        out: the memory to read into, [rows, n], of any dtype and device.
-        stride: elements of the file between the starts of two rows, at least n.
-    """
-
-    file: int
-    offset: int
-    dtype: torch.dtype
-    out: Tensor
-    stride: int
+    file: int  # its number in the manifest
+    offset: int  # of the first element, in bytes from the start of the file
+    dtype: torch.dtype  # in the file
+    out: Tensor  # the memory to read into, [rows, n], of any dtype and device
+    stride: int  # elements of the file between the starts of two rows, at least n
 
     @property
     def stop(self) -> int:

@@ -78,23 +78,14 @@ class SavedSpan:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a checkpoint that one rank writes.
-
-    Attributes:
-        spans: this rank's part of the model states.
-        values: the optimizer's other values for each parameter, packed, by fqn.
-        own: values that differ between ranks (random state, modules' extra states), packed.
-        tensors: the tensors that packed values name. The manifest lists them too.
-        buffers: the model's buffers, in a form that a file can hold.
-        arrived: a function that waits until an accelerator's numbers, and the tensors of a copy, are in CPU memory.
-    """
+    """The part of a checkpoint that one rank writes."""
 
     spans: Sequence[SavedSpan]
-    values: dict[str, dict[str, Any]]
-    own: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]]  # the optimizer's other values for each parameter, packed, by fqn
+    own: dict[str, Any] = field(default_factory=dict)  # packed values that differ between ranks
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # those that packed values name
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    arrived: Callable[[], object] = lambda: None
+    arrived: Callable[[], object] = lambda: None  # waits until an accelerator's numbers and copies are in CPU memory
 
     @property
     def nbytes(self) -> int:
@@ -237,11 +228,8 @@ def write_checkpoint(
 ) -> None:  # fmt: skip
     """Write this rank's part, agree with the other ranks, and write the manifest. Every rank must call it.
 
-    Args:
-        outline, part: the results of `take_snapshot`.
-        control: the collectives for the small messages of saves.
-        advance: a function that is called with the number of bytes written.
-        refuse: a function that is called after the part is written. It raises if the values changed meanwhile.
+    `advance` is called with the number of bytes written. `refuse` is called after the part is written, and raises if the values
+    changed meanwhile.
 
     Raises:
         CheckpointError: some rank could not write. Every rank raises it, and the message has the reason. Earlier

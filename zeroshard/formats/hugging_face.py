@@ -105,7 +105,7 @@ def _contents(
                         "exclude_frozen."
                     )
                 own.append(replace(by_fqn[fqn], name=name))
-            plans += spread(own, math.inf, folder + ADAPTER)
+            plans.append(FilePlan(folder + ADAPTER, own))
         return plans, texts
     plans = spread(tensors, max_shard_nbytes, SINGLE)
     if len(plans) > 1:

@@ -99,17 +99,12 @@ class Home:
 
 @dataclass(frozen=True)
 class ParameterBucket(ABC):
-    """A set of parameters, or ranges of them, that are gathered together.
-
-    Attributes:
-        parameters: the parameters that the layout's pieces index.
-        views: the parts that this rank updates.
-    """
+    """A set of parameters, or ranges of them, that are gathered together."""
 
     number: int
     layout: BucketLayout
-    parameters: Sequence[Tensor]
-    views: Sequence[OwnView]
+    parameters: Sequence[Tensor]  # those that the layout's pieces index, and possibly others
+    views: Sequence[OwnView]  # the parts that this rank updates
 
     @property
     def members(self) -> list[Tensor]:

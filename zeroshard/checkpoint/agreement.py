@@ -17,9 +17,7 @@ _MOST = 8
 def together(control: Collectives, what: str, failed: str = "") -> Iterator[None]:
     """Run the block on every rank, and wait for all of them. Every rank must enter it.
 
-    Args:
-        what: the name of the wait, for logs.
-        failed: the beginning of the error's message.
+    `what` names the wait in logs, and `failed` begins the error's message.
 
     Raises:
         CheckpointError: the block failed on some rank. Every rank raises it, with the same message.

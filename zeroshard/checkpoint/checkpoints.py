@@ -27,7 +27,7 @@ from zeroshard.checkpoint.loading import Loader, Reader
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.node_local import Holdings, Hosts
 from zeroshard.checkpoint.saving import Destination, Part, take_snapshot, write_checkpoint
-from zeroshard.checkpoint.values import random_state, set_random_state
+from zeroshard.checkpoint.values import set_random_state
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.watch import make_current
 from zeroshard.errors import CheckpointError, CollectiveError, UsageError, ZeroshardError
@@ -69,17 +69,11 @@ def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one sharded model.
-
-    Args:
-        live: the model.
-        display: the display of the progress of a long save or load.
-    """
+    """The checkpoints of one sharded model."""
 
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live = live
         self.display = display
-        self._hosts: Hosts | None = None
         self._pending: Future[None] | None = None
         self._is_unreported = False
         """Whether ranks have not met yet, to raise an asynchronous save's error on all of them. It is the same on every rank."""
@@ -90,6 +84,10 @@ class Checkpoints:
     def control(self) -> Collectives:
         """The connections for saves, made at first use: their messages must not mix with the messages of training."""
         return self.live.collectives.control()
+
+    @cached_property
+    def _hosts(self) -> Hosts:
+        return Hosts.of(self.control)
 
     @property
     def _device(self) -> torch.device:
@@ -135,8 +133,6 @@ class Checkpoints:
                 "node_local copies files between hosts of data-parallel ranks, but other ranks divide tensors of this "
                 "model. Save to a folder that all ranks see."
             )
-        if self._hosts is None:
-            self._hosts = Hosts.of(self.control)
         return self._hosts
 
     def save(
@@ -198,8 +194,7 @@ class Checkpoints:
             self.wait_together(tag)
             with self.together("the values that are saved"):
                 path = files.whole_path(folder)
-                own = {"random": random_state()}
-                outline, part = take_snapshot(self.live, values or {}, own, exclude_frozen=exclude_frozen)
+                outline, part = take_snapshot(self.live, values or {}, exclude_frozen=exclude_frozen)
                 if asynchronous:
                     part = part.staged(self._staging, self._device)
                     self._refuse_later_steps(steps)
@@ -317,38 +312,33 @@ class Checkpoints:
             self.wait_together(tag)
             if self.live.schedule.awaits_step:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
-            self.live.step.schedule.refuse_parked("a load")
+            self.live.schedule.refuse_parked("a load")
             self.live.step.sub_groups.abandon()
-            wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
-            loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
-            self.live.step.forget_aborted_step()
-            return loaded
-
-    def _load_any(
-        self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
-    ) -> Loaded:
-        """Load the first complete candidate. If there is none, raise the errors of all candidates."""
-        hosts = self._hosts_of(node_local)
-        holdings = None
-        if not node_local:
-            candidates = self._candidates(folder, tag, fall_back)
-        else:
-            holdings = Holdings(self.control, hosts, folder)
-            candidates = holdings.tags(tag, fall_back=fall_back)
-        problems = {}
-        for candidate in candidates:
-            may_be_whole = True
-            while may_be_whole:
-                if holdings is not None:
-                    holdings.bring(candidate)
-                try:
-                    return self._load_one(folder / candidate, candidate, **wanted)
-                except CheckpointError as error:
-                    problems[candidate] = str(error)
-                    if fall_back and self.control.rank == 0:
-                        logging.getLogger("zeroshard").warning("a load passes over %s: %s", folder / candidate, error)
-                may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
-        raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
+            folder = Path(folder)
+            hosts = self._hosts_of(node_local)
+            holdings = None
+            if not node_local:
+                candidates = self._candidates(folder, tag, fall_back)
+            else:
+                holdings = Holdings(self.control, hosts, folder)
+                candidates = holdings.tags(tag, fall_back=fall_back)
+            problems = {}
+            for candidate in candidates:
+                may_be_whole = True
+                while may_be_whole:
+                    if holdings is not None:
+                        holdings.bring(candidate)
+                    try:
+                        loaded = self._load_one(folder / candidate, candidate, strict, optimizer_states, random)
+                        self.live.step.forget_aborted_step()
+                        return loaded
+                    except CheckpointError as error:
+                        problems[candidate] = str(error)
+                        if fall_back and self.control.rank == 0:
+                            log = logging.getLogger("zeroshard")
+                            log.warning("a load passes over %s: %s", folder / candidate, error)
+                    may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
+            raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
 
     def _candidates(self, folder: Path, tag: str | None, fall_back: bool) -> list[str]:
         """List the tags to try, as rank 0 sees them."""
@@ -370,7 +360,7 @@ class Checkpoints:
             raise CheckpointError(problem)
         return tags
 
-    def _load_one(self, path: Path, tag: str, **wanted: bool) -> Loaded:
+    def _load_one(self, path: Path, tag: str, strict: bool, optimizer_states: bool, random: bool) -> Loaded:
         """Load one checkpoint. If it is replaced while it is read, read it again."""
         failed: tuple[list[str], CheckpointError] | None = None  # files that could not be read, and why
         for _ in range(_ATTEMPTS):
@@ -380,21 +370,21 @@ class Checkpoints:
             everyone = self.control.exchange_json(names, "the files that are read")
             if any(one != everyone[0] for one in everyone):
                 continue
-            if failed is not None and failed[0] == names:
+            if failed is not None and failed[0] == names:  # nobody replaced the files: they are damaged
                 raise failed[1]
             try:
-                return self._read(path, tag, manifest, **wanted)
+                return self._read(path, tag, manifest, strict, optimizer_states, random)
             except CheckpointError as error:
                 failed = (names, error)
         raise CheckpointError(f"another program kept replacing {path} while it was read. Load another tag.")
 
     def _read(
-        self, path: Path, tag: str, manifest: Manifest, *, strict: bool, optimizer_states: bool, random: bool
+        self, path: Path, tag: str, manifest: Manifest, strict: bool, optimizer_states: bool, random: bool
     ) -> Loaded:
         reader = Reader(path, manifest)
-        loader = Loader(reader, self.live, optimizer_states=optimizer_states and self.live.inner is not None)
+        optimizer_states = optimizer_states and self.live.inner is not None
         with self.together("the ranges to read"):
-            loader.prepare(strict=strict)
+            loader = Loader(reader, self.live, strict=strict, optimizer_states=optimizer_states)
         state = None
         with self.together("the values that were read"):
             try:

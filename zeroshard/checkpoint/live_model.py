@@ -109,9 +109,9 @@ class LiveModel:
     @property
     def modules_with_extra_states(self) -> dict[str, nn.Module]:
         """The modules with their own `get_extra_state`, by name. A shared module occurs once."""
-        kept = nn.Module.get_extra_state
+        default = nn.Module.get_extra_state
         named = self.model.named_modules()
-        return {name_of(name): module for name, module in named if type(module).get_extra_state is not kept}
+        return {name_of(name): module for name, module in named if type(module).get_extra_state is not default}
 
     @property
     def buffers(self) -> dict[str, Tensor]:

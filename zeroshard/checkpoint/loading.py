@@ -34,21 +34,14 @@ _SAVED_GROUPS = "Use the saved groups, or pass optimizer_states=False (an engine
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A parameter or buffer of a checkpoint.
-
-    Attributes:
-        names: all its names; more than one if it is tied.
-        state: the places of its elements in the files.
-        trained: false only for frozen parameters.
-        scalar: the value itself, if the manifest contains it.
-    """
+    """A parameter or buffer of a checkpoint, with all its names. It has several names if it is tied."""
 
     names: list[str]
     shape: tuple[int, ...]
     state: StateRecord
-    trained: bool = True
+    trained: bool = True  # false only for frozen parameters
     is_buffer: bool = False
-    scalar: Any = None
+    scalar: Any = None  # the value itself, if the manifest contains it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,23 +54,13 @@ class StoredTensor:
 
 
 class Reader:
-    """A checkpoint, open for reading.
-
-    Attributes:
-        nbytes: the number of bytes read so far, in whole chunks.
-        advance: a function that is called with the number of requested bytes that were read.
-    """
+    """A checkpoint, open for reading."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.nbytes = 0
-        self.advance: Advance = ignore
-        self._by_name = {name: record for record in manifest.parameters.values() for name in record.names}
-
-    def parameter(self, names: Sequence[str]) -> ParameterRecord | None:
-        """Return the record of the parameter that has one of these names; None if there is none."""
-        return next((self._by_name[name] for name in names if name in self._by_name), None)
+        self.nbytes = 0  # read so far, in whole chunks
+        self.advance: Advance = ignore  # is called with the number of requested bytes that were read
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Read the elements of all requests, file by file."""
@@ -103,18 +86,13 @@ class Reader:
             state = StateRecord(dtype=tensor.dtype, ranges=[span])
             yield StoredTensor([name], tuple(tensor.shape), state, is_buffer=True)
 
-    def tensors(self, spans: Sequence[tuple[StoredTensor, Span]]) -> list[Tensor]:
-        """Read several spans of parameters and buffers. Return 1-D tensors in the saved dtypes."""
-        found = []
-        requests = []
-        for stored, span in spans:
-            if stored.scalar is not None:
-                found.append(torch.tensor([stored.scalar], dtype=stored.dtype))
-                continue
-            found.append(torch.empty(span.numel, dtype=stored.dtype))
-            requests += requests_for(stored.state, span, Placement.whole(stored.shape), found[-1])
-        self.read(requests)
-        return found
+    def tensor(self, stored: StoredTensor, span: Span) -> Tensor:
+        """Read a span of a parameter or buffer as a 1-D tensor, in the saved dtype."""
+        if stored.scalar is not None:
+            return torch.tensor([stored.scalar], dtype=stored.dtype)
+        tensor = torch.empty(span.numel, dtype=stored.dtype)
+        self.read(requests_for(stored.state, span, Placement.whole(stored.shape), tensor))
+        return tensor
 
     def values(self, packed: Any) -> Any:
         """Unpack packed values, and read their tensors from the files."""
@@ -124,7 +102,9 @@ class Reader:
             record = self.manifest.tensors[name]
             tensor = torch.empty(record.shape, dtype=dtype_of(record.dtype))
             if tensor.numel():
-                requests.append(ReadRequest(record.file, record.offset, tensor.dtype, tensor.view(1, -1)))
+                requests.append(
+                    ReadRequest(record.file, record.offset, tensor.dtype, tensor.view(1, -1), tensor.numel())
+                )
             return tensor
 
         values = unpack(packed, make)
@@ -139,13 +119,9 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Make the requests for a span of one saved model state. Rows of a saved range share a request, unless they are far apart.
+    """Make the requests to read a span of this rank's part of a parameter into `out`, 1-D. `placement` is that part's place.
 
-    Args:
-        state: the saved state.
-        span: elements of this rank's part of the parameter.
-        placement: the position of that part in the whole parameter.
-        out: the memory to read into, 1-D, of the span's size.
+    Rows of a saved range share a request, unless they are far apart.
     """
     dtype = dtype_of(state.dtype)
     requests = []
@@ -153,6 +129,7 @@ def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tens
     for runs in placement.runs(span.start, span.stop):
         for part, common in _shared(state, span.name, runs):
             begin = part.offset + common.there * dtype.itemsize
+            # The elements that this saved range and `out` have in common, as equal rows of `out`.
             strides = (common.every * out.stride(0), out.stride(0))
             rows = out.as_strided((common.count, common.numel), strides, place + common.here * out.stride(0))
             if (common.other_every - common.numel) * dtype.itemsize < CHUNK_NBYTES:
@@ -160,7 +137,7 @@ def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tens
                 continue
             # Whole chunks between two rows need not be read.
             for row in rows:
-                requests.append(ReadRequest(part.file, begin, dtype, row[None]))
+                requests.append(ReadRequest(part.file, begin, dtype, row[None], common.numel))
                 begin += common.other_every * dtype.itemsize
         place += runs.numel * runs.count * out.stride(0)
     return requests
@@ -172,36 +149,30 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
     for part in state.ranges:
         if part.start < runs.stop and runs.start < part.stop:
             found += [(part, common) for common in runs.common(part.runs)]
-    if sum(common.count * common.numel for _, common in found) != runs.count * runs.numel:
-        for start, stop, _ in runs.between(runs.start, runs.stop):
-            _refuse_hole(state, Span(fqn, start, stop))
-        raise CheckpointError(f"the checkpoint holds elements of {fqn} twice. Load another tag.")
-    return found
-
-
-def _refuse_hole(state: StateRecord, span: Span) -> None:
-    """Raise if some elements of a span are in no saved range."""
-    covered = span.start
-    # Runs of several ranges may interleave.
-    for start, stop in sorted(run[:2] for part in state.ranges for run in part.runs.between(span.start, span.stop)):
-        if start > covered:
-            break
-        covered = max(covered, stop)
-    if covered < span.stop:
-        raise CheckpointError(
-            f"the checkpoint holds no elements {covered} to {span.stop} of {span.name}. Load another tag."
-        )
+    if sum(common.count * common.numel for _, common in found) == runs.count * runs.numel:
+        return found
+    for start, stop, _ in runs.between(runs.start, runs.stop):
+        covered = start
+        # Runs of several ranges may interleave.
+        for low, high in sorted(run[:2] for part in state.ranges for run in part.runs.between(start, stop)):
+            if low > covered:
+                break
+            covered = max(covered, high)
+        if covered < stop:
+            raise CheckpointError(f"the checkpoint holds no elements {covered} to {stop} of {fqn}. Load another tag.")
+    raise CheckpointError(f"the checkpoint holds elements of {fqn} twice. Load another tag.")
 
 
 class Loader:
-    """The load of one checkpoint into a model's units: call `prepare`, then `read`, then `apply`.
+    """The load of one checkpoint into a model's units: call `read`, then `apply`. Until then, nothing changes.
 
-    Attributes:
-        optimizer_states: whether to load the optimizer's states and hyperparameters too.
-        nbytes: the bytes of model states that `read` reads; known after `prepare`.
+    `nbytes` is the number of bytes of model states that `read` reads.
+
+    Raises:
+        CheckpointError: the checkpoint is of a different model or optimizer, or lacks elements.
     """
 
-    def __init__(self, reader: Reader, live: LiveModel, *, optimizer_states: bool) -> None:
+    def __init__(self, reader: Reader, live: LiveModel, *, strict: bool, optimizer_states: bool) -> None:
         self.reader = reader
         self.optimizer_states = optimizer_states
         self.nbytes = 0
@@ -212,15 +183,13 @@ class Loader:
         self._options: dict[int, dict[str, Any]] = {}
         self._values: dict[str, dict[str, Any]] = {}
         self._buffers: dict[str, Tensor] = {}
-
-    def prepare(self, *, strict: bool) -> None:
-        """Find the ranges to read, and refuse a checkpoint of a different model or optimizer. Change nothing yet."""
         self._refuse_another_model(strict)
-        if self.optimizer_states:
+        if optimizer_states:
             self._refuse_another_optimizer()
             self._options = self._find_options()
-        for held in self._live.states.held():
-            record = self.reader.parameter(held.named.fqns)
+        records = {name: record for record in reader.manifest.parameters.values() for name in record.names}
+        for held in live.states.held():
+            record = next((records[name] for name in held.named.fqns if name in records), None)
             if record is None or PARAMETERS not in record.states:
                 continue
             self._parts.append((held, record))
@@ -236,9 +205,8 @@ class Loader:
 
     def _refuse_another_model(self, strict: bool) -> None:
         """Raise if a shape differs or, with `strict`, if the checkpoint or the model lacks a parameter or buffer."""
-        own: dict[
-            tuple[str, bool], tuple[str, torch.Size]
-        ] = {}  # by name and whether it is a buffer: the first name, and the shape
+        # By name and whether it is a buffer: the first name, and the shape.
+        own: dict[tuple[str, bool], tuple[str, torch.Size]] = {}
         for unit in self._live.units:
             for entry in unit.named:
                 own |= {(fqn, False): (entry.fqn, torch.Size(entry.placement.shape)) for fqn in entry.fqns}
@@ -347,6 +315,7 @@ class Loader:
                 for held, record in parts:
                     requests += self._requests_of(held, record)
                     if self.optimizer_states and held.view is not None:
+                        # The end of the block writes the states that the optimizer then has.
                         self._optimizer.state[held.view.value] = self._state[-1][1]
                 self.reader.read(requests)
         self._values = self.reader.values(self._values)
@@ -379,17 +348,9 @@ class Loader:
 
     def apply(self) -> None:
         """Put the values that were read into the optimizer, the buffers and the parameters. Every rank must call it."""
+        on_device: set[int] = set()
         if self.optimizer_states:
-            self._apply_states()
-        buffers = self._live.buffers
-        for name, value in self._buffers.items():
-            if name in buffers:
-                buffers[name].copy_(value)
-        for unit in self._live.units:
-            unit.load_masters()
-
-    def _apply_states(self) -> None:
-        on_device = self._live.step.groups.counting_on_device()
+            on_device = self._live.step.groups.counting_on_device()
         for held, state in self._state:
             assert held.view is not None
             key = held.view.value
@@ -406,6 +367,12 @@ class Loader:
                 del self._optimizer.state[key]
         for number, options in self._options.items():
             self._optimizer.param_groups[number].update(options)
+        buffers = self._live.buffers
+        for name, value in self._buffers.items():
+            if name in buffers:
+                buffers[name].copy_(value)
+        for unit in self._live.units:
+            unit.load_masters()
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

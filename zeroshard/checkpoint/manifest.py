@@ -196,7 +196,7 @@ def read_manifest(folder: Path) -> Manifest:
         _refuse_wrong_values(manifest)
         return manifest
     except FileNotFoundError:
-        raise CheckpointError(_absent(folder)) from None
+        raise CheckpointError(_why_without(MANIFEST, folder)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
     except ValidationError as error:
@@ -320,7 +320,7 @@ def latest_tag(folder: Path) -> str:
             raise CheckpointError(f"{folder / LATEST} is empty. Name a checkpoint's tag, or load with fall_back=True.")
         return check_tag(tag)
     except FileNotFoundError:
-        raise CheckpointError(_without_latest(folder.absolute())) from None
+        raise CheckpointError(_why_without(LATEST, folder)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{folder / LATEST} cannot be read: {error}. {CHECK_DISK}") from error
 
@@ -348,27 +348,18 @@ def folder_of(folder: str | os.PathLike[str], tag: str | None) -> Path:
     return path / latest_tag(path)
 
 
-def _import_first(folder: Path) -> str:
-    return (
-        f"{folder} is not a zeroshard checkpoint: DeepSpeed wrote it.\n"
-        f"`zeroshard import-deepspeed {folder} OUT` converts it; then load from OUT."
-    )
-
-
-def _absent(folder: Path) -> str:
-    """Return the reason why there is no checkpoint in this folder."""
+def _why_without(file: str, folder: Path) -> str:
+    """Return the reason why a folder lacks `manifest.json` or `latest`, with the remedy."""
     folder = folder.absolute()
     if is_of_deepspeed(folder):
-        return _import_first(folder)
-    if not folder.is_dir():
-        return f"{folder} is not a checkpoint: there is no such folder. Look for the tag in {folder.parent}."
-    return f"{folder} is not a checkpoint: it has no {MANIFEST}."
-
-
-def _without_latest(folder: Path) -> str:
-    """Return the reason why the newest checkpoint of this folder cannot be found."""
-    if is_of_deepspeed(folder):
-        return _import_first(folder)
+        return (
+            f"{folder} is not a zeroshard checkpoint: DeepSpeed wrote it.\n"
+            f"`zeroshard import-deepspeed {folder} OUT` converts it; then load from OUT."
+        )
+    if file == MANIFEST:
+        if not folder.is_dir():
+            return f"{folder} is not a checkpoint: there is no such folder. Look for the tag in {folder.parent}."
+        return f"{folder} is not a checkpoint: it has no {MANIFEST}."
     if (folder / MANIFEST).is_file():
         return f"{folder} is one checkpoint, not the folder of checkpoints: name {folder.parent} and the tag {folder.name!r}."
     if not folder.is_dir():

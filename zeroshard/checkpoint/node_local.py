@@ -109,7 +109,7 @@ def carry(control: Collectives, folder: Path, moves: Sequence[Move]) -> None:
                 pending.wait()
                 if move.target == control.rank and move in opened:
                     with _noting(problems):  # the others continue to send, even if this disk is full
-                        file = opened.pop(move)
+                        file = opened.pop(move)  # after an error, this file gets no more chunks
                         left = memory_of(chunk)
                         while left:
                             left = left[file.write(left) :]
@@ -143,20 +143,13 @@ def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Version:
-    """A checkpoint, with the hosts that have its files.
-
-    Attributes:
-        created: the time, in seconds since 1970.
-        sizes: the sizes of its files in bytes, by name.
-        hosts: the hosts that have its manifest.
-        holders: the hosts that have each file in its full size, by the file's name.
-    """
+    """A checkpoint with its files, by name, and the hosts that have them."""
 
     tag: str
-    created: float
+    created: float  # in seconds since 1970
     sizes: dict[str, int]
-    hosts: list[int] = field(default_factory=list)
-    holders: dict[str, list[int]] = field(default_factory=dict)
+    hosts: list[int] = field(default_factory=list)  # those with its manifest
+    holders: dict[str, list[int]] = field(default_factory=dict)  # those with each file in its full size
 
     @property
     def lost(self) -> list[str]:
@@ -226,6 +219,7 @@ class Holdings:
                 f"no host has a checkpoint in {self._folder / tag}: there is no {files.MANIFEST}. Load another tag."
             )
         folder = self._folder / tag
+        control = self._control
         hosts = self._hosts
         moves = []
         for number, (name, nbytes) in enumerate(version.sizes.items()):
@@ -233,23 +227,19 @@ class Holdings:
             for host in range(len(hosts.ranks)):
                 if host not in version.holders[name]:
                     moves.append(Move(source, hosts.member(host, number), name, nbytes))
-        with together(self._control, "files from other hosts"):
+        with together(control, "files from other hosts"):
             with suppress(OSError):  # the others are waiting for this rank's data: opening the file raises the error
                 folder.mkdir(parents=True, exist_ok=True)
-            carry(self._control, folder, moves)
-        self._bring_manifest(folder, version)
-
-    def _bring_manifest(self, folder: Path, version: _Version) -> None:
-        control = self._control
-        source = self._hosts.ranks[version.hosts[0]][0]
-        own = self._hosts.host(control.rank)
+            carry(control, folder, moves)
+        source = hosts.ranks[version.hosts[0]][0]
         data = b""
         with together(control, "a manifest from another host"):
             if control.rank == source:
                 data = (folder / files.MANIFEST).read_bytes()
         data = broadcast(control, data, source)
         with together(control, "the manifest on each host"):
-            if self._hosts.leads(control.rank) and own not in version.hosts:
+            own = hosts.host(control.rank)
+            if hosts.leads(control.rank) and own not in version.hosts:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
 
     def leave_out_damaged(self, tag: str) -> bool:

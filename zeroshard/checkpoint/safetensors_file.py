@@ -63,11 +63,7 @@ class Entry:
 
 
 class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
-    """A safetensors file, open for reading. Close it, or use it as a context manager.
-
-    Attributes:
-        entries: the tensors by name.
-        metadata: the strings that were saved with the tensors.
+    """A safetensors file with its entries by name, open for reading. Close it, or use it as a context manager.
 
     Raises:
         CheckpointError: the file is missing, truncated, or not a safetensors file. The message has the path and the
@@ -79,20 +75,30 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
         with _reading(self.path):
             self._fd = os.open(self.path, os.O_RDONLY)
             try:
-                self.entries, self.metadata = self._read_header()
+                self.entries = self._read_header()
             except BaseException:
                 self.close()
                 raise
 
-    def _read_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _read_header(self) -> dict[str, Entry]:
         size = os.fstat(self._fd).st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
             raise self._broken(f"its header would be {length} bytes long, and the file has {size}")
         try:
             header: Any = json.loads(os.pread(self._fd, length, 8))
-            metadata = {str(k): str(v) for k, v in header.pop("__metadata__", {}).items()}
-            entries = {name: self._entry(name, one, 8 + length) for name, one in header.items()}
+            header.pop("__metadata__", {}).items()  # raises unless it is a dict
+            entries: dict[str, Entry] = {}
+            for name, described in header.items():
+                start, stop = described["data_offsets"]
+                shape = tuple(described["shape"])
+                if described["dtype"] not in _DTYPES:
+                    raise ValueError(f"the dtype {described['dtype']!r} of {name!r} is unknown")
+                if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+                    raise ValueError(f"the shape or the offsets of {name!r} are not natural numbers")
+                entries[name] = Entry(_DTYPES[described["dtype"]], shape, 8 + length + start)
+                if stop - start != entries[name].nbytes:
+                    raise ValueError(f"{name!r} has {stop - start} bytes, and its shape needs {entries[name].nbytes}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._broken(f"its header is damaged ({error})") from None
         covered = 8 + length
@@ -102,19 +108,7 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
             covered += entry.nbytes
         if covered != size:
             raise self._broken(f"it has {size} bytes, and its header describes {covered}")
-        return entries, metadata
-
-    def _entry(self, name: str, described: Any, base: int) -> Entry:
-        start, stop = described["data_offsets"]
-        shape = tuple(described["shape"])
-        if described["dtype"] not in _DTYPES:
-            raise ValueError(f"the dtype {described['dtype']!r} of {name!r} is unknown")
-        if not all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
-            raise ValueError(f"the shape or the offsets of {name!r} are not natural numbers")
-        entry = Entry(_DTYPES[described["dtype"]], shape, base + start)
-        if stop - start != entry.nbytes:
-            raise ValueError(f"{name!r} has {stop - start} bytes, and its shape needs {entry.nbytes}")
-        return entry
+        return entries
 
     def _broken(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -189,21 +183,13 @@ class Source:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A request to read elements of one file.
+    """A request to read elements of one file, in equal rows."""
 
-    Attributes:
-        file: the number of the file in its manifest.
-        offset: the start of the elements, in bytes from the start of the file.
-        dtype: their dtype in the file.
-        out: the memory to read into, [rows, n], of any dtype and device.
-        stride: elements of the file between the starts of two rows; 0 for a single row.
-    """
-
-    file: int
-    offset: int
-    dtype: torch.dtype
-    out: Tensor
-    stride: int = 0
+    file: int  # its number in the manifest
+    offset: int  # of the first element, in bytes from the start of the file
+    dtype: torch.dtype  # in the file
+    out: Tensor  # the memory to read into, [rows, n], of any dtype and device
+    stride: int  # elements of the file between the starts of two rows, at least n
 
     @property
     def stop(self) -> int:
@@ -219,23 +205,20 @@ class ReadRequest:
         first, last = (low - self.offset) // size, (high - self.offset) // size
         taken = 0
         rows, numel = self.out.shape
-        stride = self.stride or numel
-        row = first // stride
-        while row < rows and row * stride < last:
-            begin = row * stride
-            whole = (last - begin - numel) // stride + 1
-            if begin >= first and whole > 0:
-                whole = min(whole, rows - row)
-                place = values.storage_offset() + begin - first
-                self.out[row : row + whole].copy_(values.as_strided((whole, numel), (stride, 1), place))
-                taken += whole * numel
-                row += whole
-                continue
-            begins, ends = max(begin, first), min(begin + numel, last)
-            if begins < ends:  # a row on the edge of the chunk
-                self.out[row, begins - begin : ends - begin].copy_(values[begins - first : ends - first])
-                taken += ends - begins
-            row += 1
+        row = first // self.stride
+        while row < rows and row * self.stride < last:
+            begin = row * self.stride
+            begins = max(first - begin, 0)
+            ends = min(last - begin, numel)
+            count = 1
+            if ends - begins == numel:  # copy all whole rows at once; a row on an edge of the chunk is copied alone
+                count = min((last - begin - numel) // self.stride + 1, rows - row)
+            if begins < ends:
+                place = values.storage_offset() + begin + begins - first
+                part = values.as_strided((count, ends - begins), (self.stride, 1), place)
+                self.out[row : row + count, begins:ends].copy_(part)
+                taken += part.numel()
+            row += count
         return taken * size
 
 
@@ -243,20 +226,18 @@ class _ChecksummedFile:
     def __init__(self, path: Path, advance: Advance) -> None:
         self._file = path.open("xb", buffering=1 << 20)
         self._advance = advance
-        self._checksum = 0
         self.nbytes = 0
-        self.checksums: list[int] = []
+        self.checksums: list[int] = []  # of all chunks; the last one may still grow
 
     def write(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
         while view:
+            if self.nbytes % CHUNK_NBYTES == 0:
+                self.checksums.append(0)
             part = view[: CHUNK_NBYTES - self.nbytes % CHUNK_NBYTES]
             self._file.write(part)
-            self._checksum = zlib.crc32(part, self._checksum)
+            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
             self.nbytes += len(part)
-            if self.nbytes % CHUNK_NBYTES == 0:
-                self.checksums.append(self._checksum)
-                self._checksum = 0
             view = view[len(part) :]
             self._advance(len(part))
 
@@ -266,20 +247,14 @@ class _ChecksummedFile:
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
-        if self.nbytes % CHUNK_NBYTES:
-            self.checksums.append(self._checksum)
 
 
 def write_file(
-    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance = ignore
+    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str], advance: Advance
 ) -> tuple[FileRecord, dict[str, int]]:
     """Write a safetensors file, one source at a time, and flush it to the disk. If a write fails, no file is left.
 
-    Args:
-        path: the file to write.
-        sources: the tensors, by name.
-        metadata: strings for the header.
-        advance: a function that is called with the number of bytes written.
+    `metadata` has strings for the header. `advance` is called with the number of bytes written.
 
     Returns:
         The file's record, and the offset of each tensor in the file, in bytes.
@@ -305,14 +280,10 @@ def write_file(
     return FileRecord(name=path.name, nbytes=file.nbytes, checksums=file.checksums), offsets
 
 
-def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance = ignore) -> int:
+def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance) -> int:
     """Read elements of one file, and verify every chunk that contains them. Return the number of bytes read.
 
-    Args:
-        folder: the folder of the file.
-        record: the file's record in the manifest.
-        requests: the elements to read.
-        advance: a function that is called with the number of requested bytes that were read.
+    `advance` is called with the number of requested bytes that were read.
 
     Raises:
         CheckpointError: the file is missing, unreadable, altered, or of a different size.
@@ -321,8 +292,6 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
     for request in requests:
         for number in range(request.offset // CHUNK_NBYTES, -(-request.stop // CHUNK_NBYTES)):
             by_chunk[number].append(request)
-    if not by_chunk:
-        return 0
     read = 0
     for number, chunk in _verified_chunks(folder / record.name, record, sorted(by_chunk)):
         read += chunk.numel()
@@ -332,14 +301,7 @@ def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadReque
 
 
 def damage_of(folder: Path, record: FileRecord, *, verify: bool = True, advance: Advance = ignore) -> str | None:
-    """Return a description of the damage to a file, or None if it is intact.
-
-    Args:
-        folder: the folder of the file.
-        record: the file's record in the manifest.
-        verify: whether to read the file and compare checksums; otherwise only the size is checked.
-        advance: a function that is called with the number of bytes read.
-    """
+    """Return a description of the damage to a file, or None if it is intact. Without `verify`, only its size is checked."""
     numbers = range(len(record.checksums) if verify else 0)
     try:
         for _, chunk in _verified_chunks(folder / record.name, record, numbers):

@@ -26,7 +26,7 @@ from zeroshard.checkpoint.live_model import LiveModel, describe
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RangeRecord, StateRecord, TensorRecord
 from zeroshard.checkpoint.node_local import Hosts, Move, broadcast, carry, refuse_shared
 from zeroshard.checkpoint.safetensors_file import CHUNK_NBYTES, Source, write_file
-from zeroshard.checkpoint.values import Packer, are_plain, storable
+from zeroshard.checkpoint.values import Packer, are_plain, random_state, storable
 from zeroshard.collectives.base import Collectives, nothing
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
@@ -63,14 +63,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """A span of one model state, with its elements.
-
-    Attributes:
-        span: elements of this rank's part of the parameter.
-        state: the name of the state.
-        source: the elements.
-        placement: the position of that part in the whole parameter.
-    """
+    """A span of one model state. It counts the elements of this rank's part of the parameter; `placement` is that part's place."""
 
     span: Span
     state: str
@@ -85,23 +78,14 @@ class SavedSpan:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a checkpoint that one rank writes.
-
-    Attributes:
-        spans: this rank's part of the model states.
-        values: the optimizer's other values for each parameter, packed, by fqn.
-        own: values that differ between ranks (random state, modules' extra states), packed.
-        tensors: the tensors that packed values name. The manifest lists them too.
-        buffers: the model's buffers, in a form that a file can hold.
-        arrived: a function that waits until an accelerator's numbers, and the tensors of a copy, are in CPU memory.
-    """
+    """The part of a checkpoint that one rank writes."""
 
     spans: Sequence[SavedSpan]
-    values: dict[str, dict[str, Any]]
-    own: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]]  # the optimizer's other values for each parameter, packed, by fqn
+    own: dict[str, Any] = field(default_factory=dict)  # packed values that differ between ranks
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # those that packed values name
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    arrived: Callable[[], object] = lambda: None
+    arrived: Callable[[], object] = lambda: None  # waits until an accelerator's numbers and copies are in CPU memory
 
     @property
     def nbytes(self) -> int:
@@ -111,11 +95,8 @@ class Part:
     def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
         """Return a copy of this part in CPU memory, which training does not change.
 
-        Data on an accelerator is copied into pinned memory, after the device's earlier work. The host does not wait.
-
-        Args:
-            memory: the memory of the copy, by name. The caller keeps it for the next save.
-            device: the device of the model.
+        Data on an accelerator is copied into pinned memory, after the device's earlier work. The host does not wait. `memory` is
+        the memory of the copy, by name, which the caller keeps for the next save.
         """
         pinned = CpuStorage(Copies(CPU), pin=True)
 
@@ -150,21 +131,14 @@ class Part:
         return replace(self, spans=spans, tensors=tensors, buffers=buffers, arrived=arrived)
 
 
-def take_snapshot(
-    live: LiveModel, shared: Mapping[str, Any], own: Mapping[str, Any], *, exclude_frozen: bool
-) -> tuple[dict[str, Any], Part]:
-    """Collect all values that this rank saves, without copying them.
-
-    Args:
-        live: the model.
-        shared: values that are saved from rank 0 only.
-        own: values that are saved from every rank.
-        exclude_frozen: whether to leave out frozen parameters.
+def take_snapshot(live: LiveModel, shared: Mapping[str, Any], *, exclude_frozen: bool) -> tuple[dict[str, Any], Part]:
+    """Collect all values that this rank saves, without copying them. Only rank 0 saves its `shared` values.
 
     Returns:
         The outline of a manifest, and this rank's part.
     """
     description = describe(live).model_dump()  # first: every rank takes part in it, even if a later call fails
+    random = random_state()
     # A resharded parameter among the user's values has no values to save. Not every parameter class reveals that.
     resharded = {}
     records = {}
@@ -180,7 +154,7 @@ def take_snapshot(
         )
     packer = Packer(f"rank_{live.rank:05d}/", resharded)
     spans: list[SavedSpan] = []
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}  # every rank packs them, since rank 0 may hold no part of some parameters
     for held in live.states.held():
         fqn = held.named.fqn
         if fqn not in records:
@@ -213,10 +187,9 @@ def take_snapshot(
         "param_groups": groups,
         "values": {"shared": packed, "ranks": [], "description": description},
     }
-    packed_own = {key: packer.pack(value, key) for key, value in own.items()}
-    packed_own["extra_states"] = _extra_states(live, packer)
+    own = {"random": packer.pack(random, "random"), "extra_states": _extra_states(live, packer)}
     buffers = {name: storable(buffer, f"the buffer {name}") for name, buffer in live.buffers.items()}
-    return outline, Part(spans, values, packed_own, packer.tensors, buffers, packer.start_numbers())
+    return outline, Part(spans, values, own, packer.tensors, buffers, packer.start_numbers())
 
 
 def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
@@ -255,13 +228,8 @@ def write_checkpoint(
 ) -> None:  # fmt: skip
     """Write this rank's part, agree with the other ranks, and write the manifest. Every rank must call it.
 
-    Args:
-        outline: the manifest's outline, from `take_snapshot`.
-        part: this rank's part.
-        to: the place of the checkpoint.
-        control: the collectives for the small messages of saves.
-        advance: a function that is called with the number of bytes written.
-        refuse: a function that is called after the part is written. It raises if the values changed meanwhile.
+    `advance` is called with the number of bytes written. `refuse` is called after the part is written, and raises if the values
+    changed meanwhile.
 
     Raises:
         CheckpointError: some rank could not write. Every rank raises it, and the message has the reason. Earlier
@@ -303,7 +271,7 @@ def write_checkpoint(
         for path in written:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        control.exchange_json(None, "the end of a save that failed")
+        control.exchange_json(None, "the end of a save that failed")  # all files are gone: the folder may be empty
         if leads:
             with suppress(OSError):
                 files.remove_if_empty(to.path)
@@ -320,9 +288,7 @@ def write_checkpoint(
             finish(manifest, to, save)
 
 
-def write_part(
-    part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str], advance: Advance = ignore
-) -> dict[str, Any]:
+def write_part(part: Part, path: Path, tag: str, rank: int, buffers: Sequence[str], advance: Advance) -> dict[str, Any]:
     """Write one rank's file, with the buffers named in `buffers`. Return the rank's part of the manifest, a dict of JSON values."""
     packer = Packer(f"rank_{rank:05d}/buffers/")
     own = {**part.own, "buffers": {name: packer.pack(part.buffers[name], f"buffers.{name}") for name in buffers}}

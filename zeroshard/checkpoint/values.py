@@ -23,28 +23,18 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Packer:
-    """A packer of values.
-
-    Args:
-        prefix: the prefix of the tensors' names.
-        resharded: the fqns of parameters without values, by `id`; these are refused.
-
-    Attributes:
-        tensors: the tensors to store beside the JSON, by name.
-    """
+    """A packer of values. It refuses `resharded` parameters (their fqns by `id`), which have no values."""
 
     def __init__(self, prefix: str, resharded: Mapping[int, str] | None = None) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # to store beside the JSON, by name
         self._late: list[tuple[list[Any], Tensor]] = []  # numbers on an accelerator, with their places in the JSON
-        self._prefix = prefix
+        self._prefix = prefix  # of the tensors' names
         self._resharded = resharded or {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """Return a value as JSON values: None, booleans, numbers, strings, lists and dicts.
+        """Return a value as JSON values. `path` is its name in errors, and in the names of its tensors.
 
-        Args:
-            value: the value. Numbers of 0-D tensors on an accelerator are None until the function from `start_numbers` has run.
-            path: the value's name in errors, and in the names of its tensors.
+        Numbers of 0-D tensors on an accelerator are None until the function from `start_numbers` has run.
 
         Raises:
             CheckpointError: the value contains an object of another type, a resharded parameter, or a tensor that no file can hold.

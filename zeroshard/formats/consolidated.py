@@ -120,6 +120,6 @@ def _read(reader: Reader, tensors: Sequence[Exported]) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for one in tensors:
         stored = by_fqn[one.fqn]
-        (tensor,) = reader.tensors([(stored, stored.span)])
+        tensor = reader.tensor(stored, stored.span)
         state.update(dict.fromkeys(stored.names, tensor.view(one.shape).to(one.dtype)))
     return state

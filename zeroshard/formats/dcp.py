@@ -36,11 +36,14 @@ from zeroshard.torch_private import wrapper_tensor
 
 @dataclass(frozen=True)
 class Box:
-    """A contiguous part of a tensor, [offset, offset + size) in each dimension, and the memory that holds it."""
+    """A contiguous part of a larger tensor: its offset in each dimension, and the memory that holds it."""
 
     offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     tensor: Tensor
+
+    @property
+    def sizes(self) -> torch.Size:
+        return self.tensor.shape
 
     def moved(self, by: Sequence[int]) -> Box:
         """Return this box in the coordinates of a larger tensor, in which its own tensor starts at `by`."""
@@ -49,7 +52,7 @@ class Box:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.sizes)
 
 
 def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
@@ -57,7 +60,7 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
     if not flat.numel():
         return
     if not shape:
-        yield Box((), (), flat.view(()))
+        yield Box((), flat.view(()))
         return
     inner = tuple(shape[1:])
     row = prod(inner)
@@ -68,12 +71,11 @@ def boxes(shape: Sequence[int], start: int, flat: Tensor) -> Iterator[Box]:
         if within or flat.numel() - done < row:  # a part of one row
             numel = min(row - within, flat.numel() - done)
             for box in boxes(inner, within, flat[done : done + numel]):
-                yield Box((position // row, *box.offsets), (1, *box.sizes), box.tensor.unsqueeze(0))
+                yield Box((position // row, *box.offsets), box.tensor.unsqueeze(0))
         else:
             count = (flat.numel() - done) // row
             numel = count * row
-            whole = flat[done : done + numel].view(count, *inner)
-            yield Box((position // row, *(0 for _ in inner)), (count, *inner), whole)
+            yield Box((position // row, *(0 for _ in inner)), flat[done : done + numel].view(count, *inner))
         done += numel
 
 
@@ -198,9 +200,17 @@ class DistributedState(Stateful):
         optim: Mapping[str, Mapping[str, Any]] = state_dict.get("optim", {})
         for held in self._live.states.held():
             for name, before in held.beside.items():
-                _refuse_another_type(
-                    f"optim.{held.named.fqn}.{name}", before, optim.get(held.named.fqn, {}).get(name, before)
+                value = optim.get(held.named.fqn, {}).get(name, before)
+                fits = type(value) is type(before) or (
+                    isinstance(value, int | float) and isinstance(before, int | float)
                 )
+                if fits and isinstance(value, Tensor):
+                    fits = value.shape == before.shape
+                if not fits:  # the optimizer's next step would fail
+                    raise CheckpointError(
+                        f"optim.{held.named.fqn}.{name} is {_kind_of(value)} in the checkpoint, and {_kind_of(before)} in the "
+                        "optimizer: the checkpoint is damaged, or from another optimizer. Load another one."
+                    )
         for held in self._live.states.held():
             for name, value in optim.get(held.named.fqn, {}).items():
                 if not isinstance(value, Parts) and held.view is not None:
@@ -262,16 +272,3 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a value of type {type(value).__name__}"
-
-
-def _refuse_another_type(key: str, before: Any, value: Any) -> None:
-    """Raise if a value that was read cannot replace `before`: the optimizer's next step would fail."""
-    numbers = (int, float)
-    fits = type(value) is type(before) or (isinstance(value, numbers) and isinstance(before, numbers))
-    if fits and isinstance(value, Tensor):
-        fits = value.shape == before.shape
-    if not fits:
-        raise CheckpointError(
-            f"{key} is {_kind_of(value)} in the checkpoint, and {_kind_of(before)} in the optimizer: the checkpoint is "
-            "damaged, or from another optimizer. Load another one."
-        )

@@ -100,10 +100,25 @@ def import_deepspeed(
     model = _read_model(models[0], len(optimizers))
     first, parts = _read_all(model, models, optimizers)
     packer = Packer("rank_00000/")
+    content = model.content
     with _understood(models[0]):
-        shared = {key: packer.pack(value, key) for key, value in _shared(model, first).items()}
+        counters = ("global_steps", "global_samples", "skipped_steps")
+        values = {
+            "engine": {key: int(content[key]) for key in counters if key in content},
+            "lr_scheduler": content.get("lr_scheduler"),
+            "loss_scaler": _loss_scaler(first.content.get("loss_scaler")),
+            "data": None,
+            "client_state": {key: value for key, value in content.items() if key not in _STANDARD},
+        }
+        shared = {key: packer.pack(value, key) for key, value in values.items()}
+    groups = []
     with _understood(first.path):
-        groups = _groups(first, model.shapes, packer)
+        base = first.content.get("base_optimizer_state") or first.content["optimizer_state_dict"]
+        for group in base["param_groups"]:
+            options = {key: value for key, value in group.items() if key not in ("params", "step")}
+            # The group's flat tensors: one, or at stage 3 one for each sub-group.
+            names = [name for number in group["params"] for name in model.shapes[number]]
+            groups.append({"names": names, "options": packer.pack(options, "group")})
     outline = {
         "policy": asdict(Policy.stage(first.stage)),
         "optimizer": None,
@@ -257,18 +272,11 @@ def _understood(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _ModelFile:
-    """The contents of rank 0's model file.
-
-    Attributes:
-        shapes: the shapes of trained parameters, by param group (or sub-group).
-        parameters: the records of trained and frozen parameters, for a manifest.
-        frozen: the shapes of frozen parameters.
-    """
+    """The contents of rank 0's model file."""
 
     content: Mapping[str, Any]
-    shapes: Sequence[Mapping[str, torch.Size]]
-    parameters: dict[str, ParameterRecord]
-    frozen: Mapping[str, torch.Size]
+    shapes: Sequence[Mapping[str, torch.Size]]  # of trained parameters, by param group (or sub-group)
+    parameters: dict[str, ParameterRecord]  # trained and frozen
     buffers: dict[str, Tensor]
 
 
@@ -290,16 +298,15 @@ def _read_model(path: Path, world_size: int) -> _ModelFile:
         aliases: dict[str, list[str]] = {}
         for alias, name in (content.get("shared_params") or {}).items():
             aliases.setdefault(name, []).append(alias)
-        frozen = _frozen(content, trained)
         parameters = {}
-        for name, shape in {**trained, **frozen}.items():
+        for name, shape in {**trained, **_frozen(content, trained)}.items():
             names = [name, *aliases.get(name, [])]
             parameters[name] = ParameterRecord(shape=list(shape), names=names, trained=name in trained, states={})
         buffers = {name: content["module"][name] for name in content.get("buffer_names") or []}
         for name, buffer in buffers.items():
             if not isinstance(buffer, Tensor):
                 raise TypeError(f"the buffer {name} is not a tensor")
-        return _ModelFile(content, shapes, parameters, frozen, buffers)
+        return _ModelFile(content, shapes, parameters, buffers)
 
 
 def _read_model_content(path: Path, world_size: int) -> Mapping[str, Any]:
@@ -364,25 +371,21 @@ def _saved_spans(
                 "again with DeepSpeed 0.19."
             )
         for span, start, flat in fragments:
-            _refuse_outside(span, start, flat, model, covered)
+            record = model.parameters.get(span.name)
+            if record is None or not record.trained:
+                raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
+            numel = prod(record.shape)
+            if not covered.get(span.name, 0) == span.start <= span.stop <= numel:
+                raise ValueError(f"it holds elements {span.start} to {span.stop} of {span.name}, which has {numel}")
+            if not 0 <= start <= start + span.numel <= flat.states[PARAMETERS].numel():
+                raise ValueError(f"it places {span.name} beyond its tensors")
             values[span.name] = flat.values
             covered[span.name] = span.stop
             if span.numel:
-                placement = Placement.whole(model.parameters[span.name].shape)
+                placement = Placement.whole(record.shape)
                 for state, tensor in flat.states.items():
                     spans.append(SavedSpan(span, state, Source.of(tensor[start : start + span.numel]), placement))
     return spans, values
-
-
-def _refuse_outside(span: Span, start: int, flat: _Flat, model: _ModelFile, covered: Mapping[str, int]) -> None:
-    """Raise if a fragment is of no trained parameter, does not continue the previous fragment, or exceeds its tensors."""
-    if span.name not in model.parameters or not model.parameters[span.name].trained:
-        raise ValueError(f"it holds {span.name}, which the model file does not list as trained")
-    numel = prod(model.parameters[span.name].shape)
-    if not covered.get(span.name, 0) == span.start <= span.stop <= numel:
-        raise ValueError(f"it holds elements {span.start} to {span.stop} of {span.name}, which has {numel}")
-    if not 0 <= start <= start + span.numel <= flat.states[PARAMETERS].numel():
-        raise ValueError(f"it places {span.name} beyond its tensors")
 
 
 def _fragments_of_slices(saved: Mapping[str, Any], covered: Mapping[str, int]) -> Iterator[_Placed]:
@@ -445,7 +448,8 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict
 
 def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:
     """Return the spans of frozen parameters: all on rank 0, or, at stage 3, each rank's part."""
-    if not model.frozen or (rank and stage != 3):
+    frozen = {name: record.shape for name, record in model.parameters.items() if not record.trained}
+    if not frozen or (rank and stage != 3):
         return []
     path = models[rank]
     content = model.content
@@ -454,45 +458,20 @@ def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: i
     spans = []
     with _understood(path):
         fragments = content.get("frozen_param_fragments") or {}
-        for name, shape in model.frozen.items():
+        for name, shape in frozen.items():
             flat = (fragments[name] if name in fragments else content["module"][name]).detach().reshape(-1)
-            each = shape.numel()
+            numel = prod(shape)
+            each = numel
             if stage == 3:
-                each = -(-each // world_size)
+                each = -(-numel // world_size)
             if flat.numel() != each:
                 raise ValueError(f"it holds {flat.numel()} elements of {name}, not {each}")
-            start = min(rank * each, shape.numel())
-            stop = min(start + each, shape.numel())
+            start = min(rank * each, numel)
+            stop = min(start + each, numel)
             if start < stop:
                 source = Source.of(flat[: stop - start])
                 spans.append(SavedSpan(Span(name, start, stop), PARAMETERS, source, Placement.whole(shape)))
     return spans
-
-
-# ---------------------------------------------------------------------- the rest
-
-
-def _groups(saved: _OptimizerFile, shapes: Sequence[Mapping[str, torch.Size]], packer: Packer) -> list[dict[str, Any]]:
-    base = saved.content.get("base_optimizer_state") or saved.content["optimizer_state_dict"]
-    groups = []
-    for group in base["param_groups"]:
-        options = {key: value for key, value in group.items() if key not in ("params", "step")}
-        # The group's flat tensors: one, or at stage 3 one for each sub-group.
-        names = [name for number in group["params"] for name in shapes[number]]
-        groups.append({"names": names, "options": packer.pack(options, "group")})
-    return groups
-
-
-def _shared(model: _ModelFile, saved: _OptimizerFile) -> dict[str, Any]:
-    content = model.content
-    counters = ("global_steps", "global_samples", "skipped_steps")
-    return {
-        "engine": {key: int(content[key]) for key in counters if key in content},
-        "lr_scheduler": content.get("lr_scheduler"),
-        "loss_scaler": _loss_scaler(saved.content.get("loss_scaler")),
-        "data": None,
-        "client_state": {key: value for key, value in content.items() if key not in _STANDARD},
-    }
 
 
 def _loss_scaler(scaler: Any) -> dict[str, Any]:

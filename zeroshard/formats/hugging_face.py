@@ -30,7 +30,7 @@ from zeroshard.checkpoint.manifest import cannot_be_written
 from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.errors import CheckpointError
 from zeroshard.layout.layout import Span
-from zeroshard.observe.display import Advance, Display, ignore
+from zeroshard.observe.display import Advance, Display
 from zeroshard.storage.buffers import memory_of
 
 INDEX = "model.safetensors.index.json"
@@ -49,13 +49,7 @@ _OF_MODELS = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """A parameter or buffer in an export.
-
-    Attributes:
-        name: its name in the file.
-        dtype: its dtype in the file.
-        fqn: its name in the model.
-    """
+    """A parameter or buffer in an export: its name, shape and dtype in the file, and its name in the model."""
 
     name: str
     shape: tuple[int, ...]
@@ -111,7 +105,7 @@ def _contents(
                         "exclude_frozen."
                     )
                 own.append(replace(by_fqn[fqn], name=name))
-            plans += spread(own, math.inf, folder + ADAPTER)
+            plans.append(FilePlan(folder + ADAPTER, own))
         return plans, texts
     plans = spread(tensors, max_shard_nbytes, SINGLE)
     if len(plans) > 1:
@@ -195,9 +189,7 @@ def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
                     (folder / plan.temporary).unlink(missing_ok=True)
 
 
-def _write(
-    folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance = ignore
-) -> None:
+def _write(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance) -> None:
     """Write spans of parameters and buffers (1-D tensors) to their places in existing files, and flush the files."""
     places: dict[str, list[tuple[Path, FileIO, int, torch.dtype]]] = {}  # by fqn: file, offset, dtype there
     with ExitStack() as stack:
@@ -302,7 +294,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
         step = _BATCH_NBYTES // stored.dtype.itemsize
         for start in range(0, stored.span.stop, step):
             span = Span(stored.names[0], start, min(start + step, stored.span.stop))
-            yield span, reader.tensors([(stored, span)])[0]
+            yield span, reader.tensor(stored, span)
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:

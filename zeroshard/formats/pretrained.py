@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -71,9 +71,13 @@ def load_pretrained(
         total = sum(entry.nbytes for reader in readers for entry in reader.entries.values())
         display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
         row = stack.enter_context(display.task(f'loading "{path}"', total))
+        named: dict[int, tuple[list[str], Tensor]] = {}  # each tensor once, with all its names
+        buffers = persistent_buffers(model, all_names=True)
+        for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *buffers):
+            named.setdefault(id(tensor), ([], tensor))[0].append(fqn)
         missing: list[str] = []
         used: set[str] = set()
-        for fqns, tensor in _named_tensors(model):
+        for fqns, tensor in named.values():
             names = [rename(name_of(fqn)) for fqn in fqns]
             name = next((one for one in names if one in home), None)
             if name is None:
@@ -181,14 +185,6 @@ def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
             own_parameters(module)[name] = tensor  # type: ignore[assignment]
         else:
             own_buffers(module)[name] = tensor
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield parameters, and the buffers that a state dict holds, each once with all its names."""
-    names: dict[int, tuple[list[str], Tensor]] = {}
-    for fqn, tensor in (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model, all_names=True)):
-        names.setdefault(id(tensor), ([], tensor))[0].append(fqn)
-    yield from names.values()
 
 
 def _files(path: Path) -> list[Path]:

@@ -104,7 +104,6 @@ class _Step:
     at: float
     loss_scale: float
     applied: bool
-    losses: int
 
 
 class TrainingProgress:
@@ -230,7 +229,7 @@ class TrainingProgress:
             self._readings.forget_waiting()  # the line shows only the last step
         if norm is None:
             norm = math.nan
-        step = _Step(self._steps, self._samples, time.time(), loss_scale, applied, len(losses))
+        step = _Step(self._steps, self._samples, time.time(), loss_scale, applied)
         self._readings.add(step, [*losses, norm, lr])
         if monotonic() - self._read_at >= READ_SECONDS:
             self._read()
@@ -268,12 +267,11 @@ class TrainingProgress:
         return StepFigures(
             step=step.number,
             samples=step.samples,
-            loss=math.nan if self._row.loss is None else self._row.loss,
+            loss=self._row.loss,
             lr=self._row.lr,
             loss_scale=step.loss_scale,
             grad_norm=self._row.norm,
             applied=step.applied,
-            has_loss=step.losses > 0,
             samples_per_second=speed,
             at=step.at,
             **counted,

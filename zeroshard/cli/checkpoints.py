@@ -96,7 +96,6 @@ def describe(reader: Reader, *, verify: bool) -> dict[str, Any]:
     """Return the description of a checkpoint that `inspect --json` prints.
 
     Args:
-        reader: the checkpoint.
         verify: whether to read every file and verify its checksums; otherwise only sizes are checked.
     """
     import torch
@@ -151,7 +150,6 @@ def _size(nbytes: int) -> str:
 
 
 def _sharding(policy: dict[str, Any]) -> str:
-    """Describe in words which states were sharded."""
     from zeroshard.step.model_states import PARAMETERS
 
     names = {PARAMETERS: "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
@@ -181,21 +179,19 @@ def folded(parameters: dict[str, dict[str, Any]]) -> list[tuple[str, int, dict[s
     ]
 
 
-def _verdict(described: dict[str, Any]) -> str:
-    if described["problems"]:
-        return "[red]not whole[/red]: load another tag, or pass fall_back=True"
-    if described["verified"]:
-        return "[green]whole[/green]: every file is there and its checksums are right"
-    return "[green]whole[/green]: every file is there with its size; checksums were not verified"
-
-
 def _print(described: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    console.print(_verdict(described))
+    if described["problems"]:
+        verdict = "[red]not whole[/red]: load another tag, or pass fall_back=True"
+    elif described["verified"]:
+        verdict = "[green]whole[/green]: every file is there and its checksums are right"
+    else:
+        verdict = "[green]whole[/green]: every file is there with its size; checksums were not verified"
+    console.print(verdict)
     for problem in described["problems"]:
         console.print(problem, style="red", markup=False)
     programs = ", ".join(f"{name} {version}" for name, version in described["written_by"].items())

@@ -12,6 +12,7 @@ import typer
 
 from zeroshard.cli.options import call_factory, load_factory, output_file, picture_file
 from zeroshard.errors import UsageError, counted
+from zeroshard.observe.plots import save
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
 EXAMPLE = "zeroshard.cli.compare:example"
-_KINDS = (("parameters", "#4c78a8"), ("gradients", "#f58518"), ("optimizer", "#54a24b"), ("buffers", "#bab0ac"))
-"""The categories of memory, with their colours."""
-_LABELS = {"buffers": "communication buffers"}
+_KINDS = (
+    ("parameters", "parameters", "#4c78a8"), ("gradients", "gradients", "#f58518"), ("optimizer", "optimizer", "#54a24b"),
+    ("buffers", "communication buffers", "#bab0ac"),
+)  # fmt: skip
+"""The categories of memory, with their printed names and colours."""
 
 
 def example() -> tuple[nn.Module, Callable[[int, int], tuple[Any, ...]]]:
@@ -201,9 +204,9 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     memory, sent, times = figure.subplots(1, 3, width_ratios=[2, 1, 1])
     labels = [str(stage) for stage in STAGES]
     bottom = [0.0] * len(STAGES)
-    for kind, colour in _KINDS:
+    for kind, label, colour in _KINDS:
         heights = [result["memory"][kind] / MIB for result in results]
-        memory.bar(labels, heights, bottom=bottom, label=_LABELS.get(kind, kind), color=colour, width=0.6)
+        memory.bar(labels, heights, bottom=bottom, label=label, color=colour, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     formulas = [sum(result["formula"].values()) / MIB for result in results]
     memory.scatter(labels, formulas, marker="_", s=1500, color="black", label="formula, model states", zorder=3)
@@ -215,12 +218,10 @@ def _plot_comparison(results: list[dict[str, Any]], ranks: int, path: Path) -> N
     times.bar(labels, [_milliseconds(result) for result in results], color="#b279a2", width=0.6)
     times.set_title("step time, ms")
     for axes in (memory, sent, times):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("ZeRO stage")
         axes.title.set_fontsize(11)
     title = "losses or parameters DIFFER"
     if all(result["same"] for result in results):
         title = "losses and parameters bit-equal at all stages"
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

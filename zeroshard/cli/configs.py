@@ -58,11 +58,7 @@ def check(
 
 
 def supplied(items: list[str]) -> dict[str, Any]:
-    """Return the values of `--auto KEY=VALUE` by key. A value that is not JSON is text.
-
-    Raises:
-        UsageError: an item is not KEY=VALUE.
-    """
+    """Return the values of `--auto KEY=VALUE` by key; a value that is not JSON is text. Raise `UsageError` for other items."""
     found = {}
     for item in items:
         key, separator, value = item.partition("=")
@@ -85,11 +81,7 @@ def note_superfluous(config: Path, values: Mapping[str, Any]) -> None:
 
 
 def _make_optimizer(config: Config) -> None:
-    """Build the optimizer and the scheduler of the config, and discard them.
-
-    Raises:
-        ConfigError: one of them cannot be built.
-    """
+    """Build the optimizer and the scheduler of the config, and discard them. Raise `ConfigError` if one cannot be built."""
     import torch
 
     from zeroshard.optim.from_config import create_optimizer

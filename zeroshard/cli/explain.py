@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from difflib import SequenceMatcher
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -30,24 +31,18 @@ def explain(
 
 
 def page() -> str:
-    """Return the sections of all pages of errors as one text, from the installed package or the docs of a checkout.
-
-    Raises:
-        UsageError: a page is in neither place.
-    """
-    return "\n".join(_sections_of(name) for name in PAGES)
-
-
-def _sections_of(name: str) -> str:
-    """Return a page without its title and introduction."""
-    installed = files("zeroshard") / name
-    checkout = Path(__file__).parent.parent.parent / "docs" / name
-    for place in (installed, checkout):
-        if place.is_file():
-            text = place.read_text(encoding="utf-8")
-            first = _SECTION.search(text)
-            return text[first.start() :] if first else ""
-    raise UsageError(f"this installation has no {name}: reinstall zeroshard from a wheel or a checkout.")
+    """Return the sections of all pages of errors as one text, from the installed package or the docs of a checkout."""
+    sections = []
+    for name in PAGES:
+        place: Traversable = files("zeroshard") / name
+        if not place.is_file():
+            place = Path(__file__).parent.parent.parent / "docs" / name
+        if not place.is_file():
+            raise UsageError(f"this installation has no {name}: reinstall zeroshard from a wheel or a checkout.")
+        text = place.read_text(encoding="utf-8")
+        first = _SECTION.search(text)  # a title and an introduction are above it
+        sections.append(text[first.start() :] if first else "")
+    return "\n".join(sections)
 
 
 def found(what: str | None, text: str) -> str:

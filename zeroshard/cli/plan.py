@@ -94,7 +94,7 @@ def plan(
         from zeroshard.planning.planner import job_of
 
         subject = subject_of(model, sequence or 2048)
-    if sequence is not None and not subject.takes_sequences:
+    if sequence is not None and subject.sequence is None:
         raise UsageError(f"{model} makes its own batches, so --sequence has no effect. Leave it out.")
     job = job_of(
         subject.factory, subject.batch, gpus, machine, hosts, sharded_init=sharded_init,
@@ -107,8 +107,7 @@ def plan(
         values = supplied(auto or [])
         note_superfluous(config, values)
         found = _judge(job, config, values, batch, quick=quick)
-    if subject.takes_sequences:
-        found = replace(found, sequence=sequence or 2048)
+    found = replace(found, sequence=subject.sequence)
     if plot is not None:
         from zeroshard.planning.dry_run import dry_run
         from zeroshard.planning.report import draw
@@ -173,8 +172,8 @@ class _Answer:
         if self.found is not None:
             answer["chosen"] = str(self.found.choice)
             answer["next_best"] = [
-                {"what": str(choice), "needed": round(one.needed), "seconds": one.seconds}
-                for choice, one in self.found.others
+                {"what": str(choice), "needed": other.needed_nbytes, "seconds": other.seconds}
+                for choice, other in self.found.others
             ]
         if self.largest is not None:
             answer["largest_micro_batch"] = self.largest
@@ -184,11 +183,22 @@ class _Answer:
     def print(self) -> None:
         from rich.console import Console
 
-        from zeroshard.planning.report import changes_table, others_table, tables, verdict
+        from zeroshard.planning.report import changes_table, others_table, size, tables, verdict
         from zeroshard.planning.search import MOST_SAMPLES
 
         console = Console(highlight=False)
-        console.print(self._assumed(), markup=False)
+        job = self.plan.job
+        samples = self.plan.figures.config.batch.train // job.sequences.ranks
+        assumed = [
+            f"machine {job.machine.name} (--machine), {size(self.plan.limit)} each (--memory)",
+            f"{counted(job.ranks, 'rank')} (--gpus) on {counted(job.hosts, 'host')} (--hosts)",
+            f"{counted(samples, 'sample')} per step",
+        ]
+        if job.tensor_parallel > 1:
+            assumed.append(f"models divided over {job.tensor_parallel} ranks (--tensor-parallel)")
+        if self.sequence is not None:
+            assumed.append(f"{self.sequence} tokens per sample (--sequence)")
+        console.print(f"assumed: {', '.join(assumed)}", markup=False)
         if self.found is not None:
             what = "the fastest config that fits" if self.plan.fits else "no config fits; the closest"
             console.print(f"{what}: {self.found.choice}")
@@ -207,23 +217,6 @@ class _Answer:
         if self.why_unknown:
             console.print(f"the largest microbatch is unknown: {self.why_unknown}", markup=False)
         console.print(verdict(self.plan))
-
-    def _assumed(self) -> str:
-        """Name the assumptions, each with its option."""
-        from zeroshard.planning.report import size
-
-        job = self.plan.job
-        samples = self.plan.figures.config.batch.train // job.sequences.ranks
-        parts = [
-            f"machine {job.machine.name} (--machine), {size(self.plan.limit)} each (--memory)",
-            f"{counted(job.ranks, 'rank')} (--gpus) on {counted(job.hosts, 'host')} (--hosts)",
-            f"{counted(samples, 'sample')} per step",
-        ]
-        if job.tensor_parallel > 1:
-            parts.append(f"models divided over {job.tensor_parallel} ranks (--tensor-parallel)")
-        if self.sequence is not None:
-            parts.append(f"{self.sequence} tokens per sample (--sequence)")
-        return f"assumed: {', '.join(parts)}"
 
 
 def _judge(job: Job, config: Path, auto: dict[str, Any], batch: int | None, *, quick: bool) -> _Answer:

@@ -61,7 +61,10 @@ def run(context: typer.Context) -> None:
     if int(options.nproc_per_node) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun does so too, but prints five lines about it
     if options.max_restarts or len(set(options.nnodes.split(":"))) > 1:  # a host that joins restarts the ranks, too
-        _allow_restarts(options)
+        # Restarted ranks get a separate store. `launch.trap_of_restarts` explains why.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
+            options.standalone = True
     beside = real_deepspeed()
     if beside is not None:
         _say(f"DeepSpeed is installed ({beside}); this run imports zeroshard in its place.")
@@ -100,7 +103,6 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _processes(given: str | None, count: int) -> int:
-    """Return the number of processes on this machine, which has `count` accelerators."""
     if given is None:
         return max(count, 1)
     if given in ("gpu", "xpu") and not count:
@@ -151,7 +153,13 @@ def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None
     for config in configs:
         if not Path(config).is_file():
             raise UsageError(f"there is no config at {config}. Check the path.")
-        _check_json(Path(config))
+        try:
+            json.loads(Path(config).read_text(encoding="utf-8"))
+        except ValueError:
+            _say(
+                f"{config} is not strict JSON. zeroshard reads comments and trailing commas, but transformers and accelerate "
+                "do not."
+            )
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
         raise UsageError("ACCELERATE_USE_CPU is set, which turns DeepSpeed off in accelerate: " + _CPU_ADVICE)
     for name, value in pairs:
@@ -160,15 +168,6 @@ def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None
                 f"{name} on a machine with accelerators would leave the data on the CPU, and the model on an accelerator: "
                 + _CPU_ADVICE
             )
-
-
-def _check_json(path: Path) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        _say(
-            f"{path} is not strict JSON. zeroshard reads comments and trailing commas, but transformers and accelerate do not."
-        )
 
 
 def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -187,13 +186,6 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 # ---------------------------------------------------------------------- the ranks
-
-
-def _allow_restarts(options: argparse.Namespace) -> None:
-    """Give restarted ranks a separate store. `launch.trap_of_restarts` explains why."""
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if options.nnodes in ("1", "1:1") and options.rdzv_backend == "static":
-        options.standalone = True
 
 
 def _launch(options: argparse.Namespace) -> None:

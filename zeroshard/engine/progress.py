@@ -228,15 +228,15 @@ class Progress:
         more = samples - self._logged_samples
         speed = more / (time.perf_counter() - self._logged_at)
         steps = max(1, more // self._batch.train)
+        loss = float(self._sharded.sum_over_ranks(mine)) / self._batch.world_size
         figures = StepFigures(
             step=step,
             samples=samples,
-            loss=float(self._sharded.sum_over_ranks(mine)) / self._batch.world_size,
+            loss=loss if losses else None,
             lr=lr,
             loss_scale=report.loss_scale,
             grad_norm=report.grad_norm or 0.0,
             applied=report.applied,
-            has_loss=bool(losses),
             samples_per_second=speed,
             tokens_per_second=None if self.tokens is None else speed * self.tokens,
             seconds={part: seconds / steps for part, seconds in self._seconds.items()},
@@ -259,7 +259,7 @@ class Progress:
     def _events(self, figures: StepFigures) -> dict[str, float]:
         """Return the figures for the monitors, under DeepSpeed's tags, or tags in the same style for those that DeepSpeed lacks."""
         events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
-        if figures.has_loss:
+        if figures.loss is not None:
             events = {"train_loss": figures.loss, **events}
         events |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in figures.seconds.items()}
         if self._schema.memory_breakdown:
@@ -269,7 +269,7 @@ class Progress:
         return {f"Train/Samples/{name}": value for name, value in events.items()}
 
     def _line(self, figures: StepFigures) -> str:
-        loss = f"loss {figures.loss:.4f}" if figures.has_loss else "loss unknown"
+        loss = "loss unknown" if figures.loss is None else f"loss {figures.loss:.4f}"
         skipped = "" if figures.applied else " (skipped)"
         parts = [
             f"step {figures.step}",

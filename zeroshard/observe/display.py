@@ -53,17 +53,15 @@ class Row:
         self.total = total
         self.done = done
         self.since = monotonic()
-        self._due = self.since + delay
+        self._due = self.since + delay  # short tasks get no line
         self._display = display
         self._seen = deque([(self.since, done)], maxlen=_SEEN)
 
     def advance(self, amount: float) -> None:
-        """Add to the amount done."""
         self.done += amount
         self._display.refresh()
 
     def at(self, done: float, total: float) -> None:
-        """Set the amount done and the amount to do."""
         self.done = done
         self.total = total
         self._display.refresh()
@@ -73,7 +71,6 @@ class Row:
         self._seen.append((now, self.done))
 
     def is_due(self, now: float) -> bool:
-        """Return whether the task has lasted long enough to have a line."""
         return now >= self._due
 
     @property
@@ -180,20 +177,16 @@ class Display:
         if not any(row.is_due(moment) for row in self._rows):
             return
         if self._live is None:
-            self._live = self._start()
+            from rich.live import Live
+
+            # If stdout is a file, its output cannot disturb the line.
+            both = sys.stdout is not None and sys.stdout.isatty()
+            self._live = Live(
+                self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
+                vertical_overflow="visible",
+            )  # fmt: skip
+            self._live.start()
         self._live.refresh()
-
-    def _start(self) -> Live:
-        from rich.live import Live
-
-        # If stdout is a file, its output cannot disturb the line.
-        both = sys.stdout is not None and sys.stdout.isatty()
-        live = Live(
-            self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
-            vertical_overflow="visible",
-        )  # fmt: skip
-        live.start()
-        return live
 
     @contextmanager
     def above(self) -> Iterator[None]:

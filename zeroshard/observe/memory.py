@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from zeroshard.torch_private import storage_id
 
 
 def memory_report(
-    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int = 0, emptied: Iterable[int] = (),
-) -> dict[str, int]:  # fmt: skip
+    units: Sequence[Unit], states: Iterable[Tensor], pool: BufferPool, freed_nbytes: int, emptied: Iterable[int]
+) -> dict[str, int]:
     """Return the bytes of live storage on this rank's accelerator, with each storage counted once.
 
     Args:
@@ -31,17 +31,21 @@ def memory_report(
         optimizer: the optimizer's states, and master weights that are separate tensors.
         buffers: scratch for communication, and freed memory that is kept for the next unit.
     """
-    buckets = [bucket for unit in units for bucket in unit.buckets]
     seen: set[int] = set()
     gone = set(emptied)
 
     def live(tensors: Iterable[Tensor]) -> int:
         return live_nbytes((one for one in tensors if not gone or one.untyped_storage().data_ptr() not in gone), seen)
 
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    parameters = [unit.flat.tensor for unit in units if unit.flat.nbytes]
+    parameters += [tensor for bucket in buckets for tensor in bucket.tensors("parameters")]
+    gradients = [tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()]
+    masters = [tensor for bucket in buckets for tensor in bucket.tensors("master")]
     return {
-        "parameters": live(tensor for unit in units for tensor in _parameters(unit)),
-        "gradients": live(tensor for unit in units for bucket in unit.gradients for tensor in bucket.tensors()),
-        "optimizer": live([*(t for bucket in buckets for t in bucket.tensors("master")), *states]),
+        "parameters": live(parameters),
+        "gradients": live(gradients),
+        "optimizer": live([*masters, *states]),
         "buffers": pool.nbytes + freed_nbytes,
     }
 
@@ -53,13 +57,6 @@ def kept_count(units: Sequence[Unit]) -> int:
     slots = [shard.gradient for bucket in gradients for shard in bucket.shards]
     buffers += [slot.buffer for slot in slots if slot.buffer is not None]
     return sum(buffer.kept_count for buffer in buffers)
-
-
-def _parameters(unit: Unit) -> Iterator[Tensor]:
-    if unit.flat.nbytes:
-        yield unit.flat.tensor
-    for bucket in unit.buckets:
-        yield from bucket.tensors("parameters")
 
 
 def live_nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -95,19 +92,15 @@ def reserved_nbytes(device: torch.device) -> int:
 
 
 def formula(
-    policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int | None = None
+    policy: Policy, dtypes: DTypes, numel: float, world_size: int, states: int = 2, ranks_per_host: int = 1
 ) -> dict[str, float]:
     """Return each model state's bytes per rank at rest, as in the ZeRO paper (arXiv:1910.02054, figure 1, section 5).
 
     Args:
         numel: the number of trainable parameters of the whole model.
         states: the number of optimizer states per parameter, in the master dtype; 2 for Adam.
-        ranks_per_host: the number of ranks over which `per_host` parameters are sharded; default: the policy's `within` if
-            it is a number, otherwise `world_size`.
+        ranks_per_host: the number of ranks over which `per_host` parameters are sharded; needed only for these.
     """
-    if ranks_per_host is None:
-        ranks_per_host = policy.within if isinstance(policy.within, int) else world_size
-
     nbytes = {
         "parameters": dtypes.param.itemsize,
         "gradients": dtypes.accumulate.itemsize,

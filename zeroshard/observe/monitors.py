@@ -33,8 +33,8 @@ class StepFigures:
 
     Attributes:
         samples: the number of samples since the start.
+        loss: an engine's mean over ranks, or the loss that rank 0 passed to `progress.step`; None if it is unknown.
         at: the time, in seconds since 1970.
-        has_loss: whether `loss` is known: an engine's mean over ranks, or the loss that rank 0 passed to `progress.step`.
         samples_per_second: the rate of all ranks since the last figures.
         sent: the bytes sent since the last figures, by collective.
         tokens_per_second: the rate of all ranks; None if the number of tokens of a sample is unknown.
@@ -46,12 +46,11 @@ class StepFigures:
 
     step: int
     samples: int
-    loss: float
+    loss: float | None
     lr: float
     loss_scale: float
     grad_norm: float
     applied: bool
-    has_loss: bool
     samples_per_second: float
     tokens_per_second: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -65,17 +64,13 @@ class StepFigures:
         """Return a dict of the known figures. A figure that is 0, None or empty is unknown, unless `_ALWAYS` lists it."""
         entry = asdict(self)
         entry["at"] = round(self.at, 3)
-        if not entry.pop("has_loss"):
+        if self.loss is None:
             del entry["loss"]
         return {key: value for key, value in entry.items() if value or key in _ALWAYS}
 
 
-def _line(entry: Any) -> str:
-    """Return a line of JSON. A number that is not finite becomes null, since JSON cannot store it."""
-    return json.dumps(_finite(entry), allow_nan=False) + "\n"
-
-
 def _finite(value: Any) -> Any:
+    """Return a value in which None replaces each number that is not finite, since JSON cannot store it."""
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -114,8 +109,7 @@ class Monitor(Protocol):
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         """Record a step's figures; `events` are some of these figures by tag, such as Train/Samples/lr."""
 
-    def close(self) -> None:
-        """End the record."""
+    def close(self) -> None: ...
 
 
 def _append_to(path: Path) -> IO[str]:
@@ -130,15 +124,24 @@ def _append_to(path: Path) -> IO[str]:
 
 
 class FileMonitor(ABC):
-    """A monitor that writes files. If it can no longer write, as on a full disk, training continues without it."""
+    """A monitor that writes files. If it can no longer write, as on a full disk, training continues without it.
+
+    Raises:
+        UsageError: no file can be written there; raised before the first step.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open: dict[str, IO[str]] = {}
         self._failed = False
+        try:
+            self._try()
+        except OSError as error:
+            raise UsageError(
+                f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
+            ) from error
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Record a step's figures, or warn once that the log has ended."""
         if self._failed:
             return
         try:
@@ -150,16 +153,15 @@ class FileMonitor(ABC):
                 stacklevel=2,
             )
 
-    def _unwritable(self, error: OSError) -> UsageError:
-        return UsageError(
-            f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
-        )
-
     def close(self) -> None:
         for file in self._open.values():
             with suppress(OSError):  # a full disk may refuse the last data
                 file.close()
         self._open.clear()
+
+    @abstractmethod
+    def _try(self) -> None:
+        """Raise OSError if the monitor cannot write."""
 
     @abstractmethod
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None: ...
@@ -170,40 +172,34 @@ class JsonLinesMonitor(FileMonitor):
 
     Args:
         about: the run's world size, policy and versions.
-
-    Raises:
-        UsageError: the file cannot be written; raised before the first step.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
         super().__init__(folder / STEPS)
         self._about = dict(about)
-        try:
-            _append_to(self.path).close()
-        except OSError as error:
-            raise self._unwritable(error) from error
+
+    def _try(self) -> None:
+        _append_to(self.path).close()
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         if STEPS not in self._open:
             self._open[STEPS] = _append_to(self.path)
-            self._open[STEPS].write(_line({"run": self._about}))
-        self._open[STEPS].write(_line(figures.as_json()))
+            self._write_line({"run": self._about})
+        self._write_line(figures.as_json())
+
+    def _write_line(self, entry: Any) -> None:
+        self._open[STEPS].write(json.dumps(_finite(entry), allow_nan=False) + "\n")
 
 
 class CsvMonitor(FileMonitor):
-    """A monitor that writes `output_path/job_name/Train_Samples_lr.csv` and similar files, with a row (samples, value) per step.
-
-    Raises:
-        UsageError: no file can be written there; raised before the first step.
-    """
+    """A monitor that writes `output_path/job_name/Train_Samples_lr.csv` and similar files, with a row (samples, value) per step."""
 
     def __init__(self, block: MonitorBlock) -> None:
         super().__init__(Path(block.output_path) / block.job_name)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.path).close()
-        except OSError as error:
-            raise self._unwritable(error) from error
+
+    def _try(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=self.path).close()
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
         for name, value in events.items():
@@ -257,9 +253,9 @@ class CometMonitor:
             self._experiment.set_name(block.experiment_name)
         self._interval = block.samples_log_interval
         self._next = 0
+        """The number of samples from which the next point is logged."""
 
     def write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
-        """Log the figures if at least `samples_log_interval` samples have passed since the last point."""
         if figures.samples >= self._next:
             self._next = figures.samples + self._interval
             self._experiment.log_metrics(dict(events), step=figures.samples)

@@ -50,34 +50,22 @@ class Readings(Generic[Key]):
         """
         found: list[tuple[Key, list[float]]] = []
         while wait or self._transfer.is_done:
-            found += self._land()
-            if not self._waiting:
+            if not self._transfer.is_done:
+                self._transfer.wait(CPU)
+            arrived = iter(self._host.tolist())
+            for key, numbers in self._in_flight:
+                found.append((key, [next(arrived) if isinstance(one, Tensor) else one for one in numbers]))
+            self._host = torch.empty(0)
+            self._transfer = LANDED
+            self._in_flight = self._waiting
+            self._waiting = []
+            there = [one for _, numbers in self._in_flight for one in numbers if isinstance(one, Tensor)]
+            if there:
+                device = there[0].device
+                self._copies = self._copies or Copies(device)
+                self._host = torch.empty(len(there), dtype=torch.float32, pin_memory=True)
+                packed = torch.stack([one.to(device, torch.float32) for one in there])
+                self._transfer = self._copies.copy(self._host, packed)
+            if not self._in_flight:
                 break
-            self._start()
-        return found
-
-    def _start(self) -> None:
-        self._in_flight = self._waiting
-        self._waiting = []
-        there = [number for _, numbers in self._in_flight for number in numbers if isinstance(number, Tensor)]
-        if there:
-            device = there[0].device
-            self._copies = self._copies or Copies(device)
-            self._host = torch.empty(len(there), dtype=torch.float32, pin_memory=True)
-            self._transfer = self._copies.copy(
-                self._host, torch.stack([one.to(device, torch.float32) for one in there])
-            )
-
-    def _land(self) -> list[tuple[Key, list[float]]]:
-        """Wait for the batch in flight, and return its numbers."""
-        if not self._transfer.is_done:
-            self._transfer.wait(CPU)
-        arrived = iter(self._host.tolist())
-        found = [
-            (key, [next(arrived) if isinstance(number, Tensor) else number for number in numbers])
-            for key, numbers in self._in_flight
-        ]
-        self._host = torch.empty(0)
-        self._transfer = LANDED
-        self._in_flight = []
         return found

@@ -57,13 +57,18 @@ def page(run: RunLog) -> str:
         f"<figure><figcaption>{escape(title)}</figcaption>{_svg(title, figure)}</figure>\n"
         for title, figure in _plots(run)
     )
+    settings = ""
+    for name in ("config", "environment"):
+        if run.about.get(name):
+            text = escape(json.dumps(run.about[name], indent=2))
+            settings += f"<details><summary>{name}</summary><pre>{text}</pre></details>\n"
     title = escape(job_name(run))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style></head>\n<body>'
         f"<h1>{title}</h1><p>{escape(_subtitle(run.about))}</p>{notes}<dl>{facts}</dl>\n<main>\n{plots}</main>\n"
-        f"{_settings(run.about)}<p>The log: {escape(str(run.path))}</p>\n"
+        f"{settings}<p>The log: {escape(str(run.path))}</p>\n"
         f"<p>Written by zeroshard {__version__}: <code>zeroshard report</code>.</p></body></html>\n"
     )
 
@@ -74,16 +79,6 @@ def job_name(run: RunLog) -> str:
     if path.name == STEPS:
         return path.parent.name
     return path.stem
-
-
-def _settings(about: dict[str, Any]) -> str:
-    """Return the config and the environment of a run as collapsed HTML, or an empty string if the log lacks them."""
-    found = ""
-    for name in ("config", "environment"):
-        if about.get(name):
-            text = escape(json.dumps(about[name], indent=2))
-            found += f"<details><summary>{name}</summary><pre>{text}</pre></details>\n"
-    return found
 
 
 def _subtitle(about: dict[str, Any]) -> str:
@@ -156,8 +151,12 @@ def _plots(run: RunLog) -> Iterator[tuple[str, Figure]]:
         figure, axes = _axes()
         _draw(axes, run.get(name))
         _scale(axes, name, run.get(name).finite)
-        if name in ("grad_norm", "loss_scale"):
-            _mark_skipped(axes, run)
+        if name in ("grad_norm", "loss_scale") and run.skipped:
+            marks = run.skipped[:: math.ceil(len(run.skipped) / MAX_POINTS)]
+            label = f"{len(run.skipped)} skipped"
+            heights = [0.02] * len(marks)
+            axes.plot(marks, heights, "|", transform=axes.get_xaxis_transform(), color="#e45756", label=label)
+            axes.legend(frameon=False, fontsize=9)
         yield _LINES[name], figure
     for group, (title, unit) in _GROUPS.items():
         parts = {name: one for name, one in run.group(group).items() if any(one.finite)}
@@ -203,14 +202,6 @@ def _scale(axes: Axes, name: str, values: list[float]) -> None:
         axes.set_yscale("log")
     elif name != "loss":
         axes.set_ylim(bottom=0)
-
-
-def _mark_skipped(axes: Axes, run: RunLog) -> None:
-    if run.skipped:
-        marks = run.skipped[:: math.ceil(len(run.skipped) / MAX_POINTS)]
-        label = f"{len(run.skipped)} skipped"
-        axes.plot(marks, [0.02] * len(marks), "|", transform=axes.get_xaxis_transform(), color="#e45756", label=label)
-        axes.legend(frameon=False, fontsize=9)
 
 
 def _stack(axes: Axes, parts: dict[str, Series], unit: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ class Series:
 
     @property
     def finite(self) -> list[float]:
-        """The numbers that are finite."""
         return [value for value in self.values if math.isfinite(value)]
 
 
@@ -52,7 +51,6 @@ class RunLog:
     """The steps of a run.
 
     Attributes:
-        path: the file.
         about: the run's policy, versions and similar facts, if the log has them.
         series: the series by name (loss, lr, loss_scale, grad_norm, samples_per_second, tokens_per_second, peak,
             reserved, at), and by part (such as memory/parameters, seconds/forward, and sent/all_gather in bytes per
@@ -86,11 +84,7 @@ class RunLog:
 
 
 def read_run(path: Path) -> RunLog:
-    """Read a log: a file of JSON lines, or a folder with `steps.jsonl`.
-
-    Raises:
-        UsageError: there is no log, or it holds no step.
-    """
+    """Read a log: a file of JSON lines, or a folder with `steps.jsonl`. Raise `UsageError` if it is missing or holds no step."""
     if not path.exists():
         raise UsageError(f"no log at {path}: pass the folder that a run's monitor wrote to.")
     if path.is_file():
@@ -112,7 +106,12 @@ def _read_file(path: Path) -> RunLog:
     sent_at: float | None = None  # the last step that logged its bytes
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            entry = _object(line)
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if not isinstance(entry, dict):
+                entry = {}
             if isinstance(entry.get("run"), dict):
                 run.about = entry["run"]
                 sent_at = None
@@ -131,17 +130,12 @@ def _read_file(path: Path) -> RunLog:
             found = f"line {left_out[0]} is not a JSON object of a step"
         raise UsageError(f"{path} holds no step: {found}. Name the log of a run that has finished a step.")
     if left_out:
-        run.notes.append(_left_out(path, left_out))
+        lines = ", ".join(map(str, left_out[:5]))
+        if len(left_out) > 5:
+            lines += ", ..."
+        plural = "s" * (len(left_out) > 1)
+        run.notes.append(f"{path.name}: line{plural} {lines} left out, not a JSON object of a step (incomplete?).")
     return run
-
-
-def _object(line: str) -> dict[str, Any]:
-    """Return the JSON object of a line, or an empty one if the line holds none."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return entry if isinstance(entry, dict) else {}
 
 
 def _add_step(run: RunLog, entry: Mapping[str, Any], at: float, steps: float) -> None:
@@ -174,11 +168,3 @@ def _float(value: Any) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _left_out(path: Path, numbers: Sequence[int]) -> str:
-    lines = ", ".join(map(str, numbers[:5]))
-    if len(numbers) > 5:
-        lines += ", ..."
-    plural = "s" * (len(numbers) > 1)
-    return f"{path.name}: line{plural} {lines} left out, not a JSON object of a step (incomplete?)."

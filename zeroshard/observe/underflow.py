@@ -15,7 +15,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from zeroshard.observe.plots import require_matplotlib
+from zeroshard.observe.plots import require_matplotlib, save
 
 SCALES = tuple(2.0**power for power in range(0, 25, 4))
 _LOWEST, _HIGHEST = -64, 16
@@ -114,10 +114,7 @@ class UnderflowReport:
         lost.axvline(self.scale, color="grey", linestyle=":")
         lost.set_xscale("log", base=2)
         lost.set(xlabel="loss scale (red: overflows)", title="elements that vanish, %")
-        for axes in (sizes, lost):
-            axes.spines[["top", "right"]].set_visible(False)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
+        save(figure, Path(path))
 
 
 def summarise(

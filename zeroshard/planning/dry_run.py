@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -40,10 +40,10 @@ from zeroshard.planning.ledger import (
     Peak,
 )
 from zeroshard.planning.long_sequences import LongSequences
-from zeroshard.planning.machine import Clock, Line, Machine
+from zeroshard.planning.machine import Clock, Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
 from zeroshard.planning.tensor_parallel import divide_on_paper
-from zeroshard.policy import Place, Policy
+from zeroshard.policy import Place
 from zeroshard.sharding.shard import Backend
 from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
@@ -78,11 +78,11 @@ class Job:
     ranks: int
     hosts: int
     machine: Machine
-    loss: Callable[[Any], Tensor] | None = None
-    optimizer: Callable[..., Any] | None = None
-    born_sharded: bool = False
-    sequences: LongSequences = field(default_factory=LongSequences)
-    tensor_parallel: int = 1
+    loss: Callable[[Any], Tensor] | None
+    optimizer: Callable[..., Any] | None
+    born_sharded: bool
+    sequences: LongSequences
+    tensor_parallel: int
 
     @property
     def data_ranks(self) -> int:
@@ -132,23 +132,21 @@ class Figures:
     numel: int
     trained: int
     model_nbytes: int
-    reserved: int = 0
-    timeline: list[Moment] = field(default_factory=list)
+    reserved: int
+    timeline: list[Moment]
 
 
 def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, draws: bool = False) -> Figures:
     """Run two steps as one rank of a training run, and return the figures.
 
     Args:
-        job: the training run.
         config, auto: a config and the values of its "auto" keys, as for `initialize`.
         draws: whether to keep the timeline.
 
     Raises:
         ConfigError, UsageError: as in the real run, or if the model or the config cannot be planned.
     """
-    clock = Clock(job.machine)
-    ledger = Ledger(clock, draws=draws)
+    ledger = Ledger(Clock(job.machine), draws=draws)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
@@ -159,7 +157,7 @@ def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, dra
         raw = read(config)
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
-        return _run(job, raw, auto, ledger, clock)
+        return _run(job, raw, auto, ledger)
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
@@ -169,30 +167,31 @@ class _Mode(FakeTensorMode):  # type: ignore[misc]
         return self
 
 
-def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, clock: Clock) -> Figures:
-    ledger.enter("building the model", PARAMETERS)
-    model = _build(job)
-    parameters = list(model.parameters())
-    model_nbytes = sum(parameter.nbytes for parameter in parameters)
+def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger) -> Figures:
+    model = _build(job, ledger)
+    model_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     config = load_config(raw, job.data_ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
             "neither the config nor the caller names a batch size. Pass the number of samples of one call of the model."
         )
-    hosts = Hosts(job.ranks, job.hosts, job.machine, ledger, clock, config.policy.optimizer.sharded)
-    collectives = _collectives(replace(hosts, ranks=job.data_ranks), config.policy)
+    hosts = Hosts(job.ranks, job.hosts, ledger)
+    collectives = replace(hosts, ranks=job.data_ranks).collectives(config.policy)
     line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
-    send_parts = partial(_send_parts, collectives, line)
+
+    def send_parts(kind: str, nbytes: int) -> None:
+        """Send to the neighbours that share a sequence or a model, and wait until as many bytes have arrived."""
+        collectives.sent[kind] += nbytes
+        collectives.calls[kind] += 1
+        line.send(nbytes).wait()
+
     if job.tensor_parallel > 1:
         divide_on_paper(model, job.tensor_parallel, send_parts)
-    del parameters
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
     if job.sequences != LongSequences():
         model = job.sequences.wrap(model, partial(send_parts, "all_to_all"))
-    make_storages = partial(
-        SimulatedStorages, ledger=ledger, clock=clock, machine=job.machine, sharers=job.ranks_per_host
-    )
+    make_storages = partial(SimulatedStorages, ledger=ledger, sharers=job.ranks_per_host)
     backend = Backend(lambda *_, **_settings: collectives, make_storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
     if optimizer is None and config.schema.optimizer is None:
@@ -206,7 +205,7 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     if not job.machine.computes_on_cpu and config.policy.optimizer.place is Place.ACCELERATOR:
         take_foreach(engine)
     _name_states(engine, ledger)
-    start = ledger.peak
+    start = ledger.peaks[False]
     ledger.forget_peaks()
     states = dict[str, int]()
     engine.optimizer.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
@@ -214,21 +213,20 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     if engine.checkpointing is not None and job.machine.computes_on_cpu:
         stateful = engine.checkpointing.modules
     with ExitStack() as stack:
-        # `_untraced` changes the model's library, which the factory has imported by now.
-        for around in (_untraced(), _located(model, ledger), _random_states(stateful), job.sequences.shortened(clock)):
-            stack.enter_context(around)
+        stack.enter_context(_untraced())  # it changes the model's library, which the factory has imported by now
+        stack.enter_context(_located(model, ledger))
+        stack.enter_context(_random_states(stateful))
+        stack.enter_context(job.sequences.shortened(ledger.clock))
         if not job.machine.computes_on_cpu:
             stack.enter_context(_AcceleratorsDropout())
         for _ in range(STEPS):
-            ledger.timeline.clear()
-            spent = _step(job, engine, ledger, clock, collectives)
-            _name_states(engine, ledger)
-            rest = ledger.parts()
+            spent = _step(job, engine, ledger, collectives)
+        rest = ledger.parts()
     cost = _cost(spent, config.batch.accumulation - run_config.batch.accumulation)
     return Figures(
         config=config,
-        peak=ledger.peak,
-        host_peak=ledger.host_peak,
+        peak=ledger.peaks[False],
+        host_peak=ledger.peaks[True],
         peak_together=ledger.peak_together,
         peaks=dict(ledger.peak_by_phase),
         start=start,
@@ -245,27 +243,11 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     )
 
 
-def _collectives(hosts: Hosts, policy: Policy) -> SimulatedRanks | SimulatedTwoLevel:
-    """Make simulated collectives, as `create_collectives` makes real ones. Raise UsageError for lossy communication."""
-    if policy.wire.is_lossy:
-        raise UsageError(
-            "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
-            "is the same."
-        )
-    return hosts.collectives(policy.within)
-
-
-def _send_parts(collectives: SimulatedRanks | SimulatedTwoLevel, line: Line, kind: str, nbytes: int) -> None:
-    """Send `nbytes` bytes to the neighbours that share a sequence or a model, and wait until as many have arrived."""
-    collectives.sent[kind] += nbytes
-    collectives.calls[kind] += 1
-    line.send(nbytes).wait()
-
-
 # ---------------------------------------------------------------------- the model
 
 
-def _build(job: Job) -> nn.Module:
+def _build(job: Job, ledger: Ledger) -> nn.Module:
+    ledger.enter("building the model", PARAMETERS)
     try:
         model = _born(job)
         if isinstance(model, nn.Module):
@@ -302,11 +284,7 @@ def _born(job: Job) -> nn.Module:
             raise
         traceback.clear_frames(error.__traceback__)  # the frames hold parts of the model
     gc.collect()
-    return _born_on_meta(job)
-
-
-def _born_on_meta(job: Job) -> nn.Module:
-    """Build the model on the meta device, where it can be moved, and replace its tensors with CPU tensors without values."""
+    # On the meta device, the model can be moved. Then replace its tensors with CPU tensors without values.
     with outside_of_modes(), torch.device("meta"):
         model = job.factory()
     made: dict[Tensor, Tensor] = {}
@@ -317,16 +295,12 @@ def _born_on_meta(job: Job) -> nn.Module:
         for name, value in own:
             if value.device.type == "meta":
                 if value not in made:
-                    made[value] = _in_cpu_memory(value)
+                    empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CPU)
+                    if isinstance(value, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=value.requires_grad)
+                    made[value] = empty
                 setattr(module, name, made[value])
     return model
-
-
-def _in_cpu_memory(value: Tensor) -> Tensor:
-    empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CPU)
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=value.requires_grad)
-    return empty
 
 
 def _first_line(error: Exception) -> str:
@@ -337,15 +311,9 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------- a step
 
 
-def _spent(clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel) -> _Spent:
-    spent: Counter[str] = Counter(clock.computed)
-    spent.update(clock.waited)  # type: ignore[arg-type]
-    return {"spent": spent, "sent": Counter(ranks.sent), "calls": Counter(ranks.calls)}
-
-
 def _cost(spent: list[_Spent], left_out: int) -> dict[str, dict[str, Any]]:
     """Return the cost of a whole step. Its `left_out` microbatches that were not run each cost as much as the second."""
-    first, second, *_ = [*spent, spent[-1]]
+    first, second, *_ = [*spent, spent[-1]]  # if a step has one microbatch, none is left out
     return {
         kind: {name: total + left_out * (second[kind][name] - first[kind][name]) for name, total in counts.items()}
         for kind, counts in spent[-1].items()
@@ -362,28 +330,47 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return made
 
 
-def _step(
-    job: Job, engine: Engine, ledger: Ledger, clock: Clock, ranks: SimulatedRanks | SimulatedTwoLevel
-) -> list[_Spent]:
+def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | SimulatedTwoLevel) -> list[_Spent]:
     """Run one step, and return the cost from its start to the end of each microbatch."""
     spent = []
+    ledger.timeline.clear()
+    ledger.clock.computed.clear()
+    ledger.clock.waited.clear()
     ranks.sent.clear()
     ranks.calls.clear()
-    clock.reset()
     try:
         microbatches = engine.gradient_accumulation_steps()
         for number in range(microbatches):
             ledger.enter("forward", INPUTS)
             batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
             ledger.born = ACTIVATIONS
-            loss = _loss(job, _call(engine, batch))
+            if isinstance(batch, Mapping):
+                output = engine(**batch)
+            elif isinstance(batch, tuple | list):
+                output = engine(*batch)
+            else:
+                output = engine(batch)
+            if job.loss is not None:
+                loss = job.loss(output)
+            else:
+                loss = getattr(output, "loss", output)
+            if isinstance(loss, tuple | list) and loss:
+                loss = loss[0]
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise UsageError(
+                    f"the model returned {type(output).__name__}, which has no loss: return a scalar, or an object with "
+                    "`loss`, or pass loss=FUNCTION, which takes what the model returns."
+                )
+            del output
             ledger.enter("backward", TEMPORARIES)
             engine.backward(loss)
             ledger.enter("step", TEMPORARIES)
             ledger.module = ""
             if number == microbatches - 1 or engine.managed_gradient_accumulation():
                 engine.step()
-            spent.append(_spent(clock, ranks))
+            seconds: Counter[str] = Counter(ledger.clock.computed)
+            seconds.update(ledger.clock.waited)  # type: ignore[arg-type]
+            spent.append({"spent": seconds, "sent": Counter(ranks.sent), "calls": Counter(ranks.calls)})
             del loss, batch
     except ZeroshardError:
         raise
@@ -394,6 +381,7 @@ def _step(
             "out of the model that the plan builds."
         ) from error
     ledger.enter("between steps", TEMPORARIES)
+    _name_states(engine, ledger)
     return spent
 
 
@@ -402,29 +390,6 @@ def _without_values(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-
-
-def _call(engine: Engine, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return engine(**batch)
-    if isinstance(batch, tuple | list):
-        return engine(*batch)
-    return engine(batch)
-
-
-def _loss(job: Job, output: Any) -> Tensor:
-    if job.loss is not None:
-        found = job.loss(output)
-    else:
-        found = getattr(output, "loss", output)
-    if isinstance(found, tuple | list) and found:
-        found = found[0]
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise UsageError(
-            f"the model returned {type(output).__name__}, which has no loss: return a scalar, or an object with "
-            "`loss`, or pass loss=FUNCTION, which takes what the model returns."
-        )
-    return found
 
 
 def take_foreach(engine: Engine) -> None:

@@ -49,13 +49,7 @@ class _Live:
 
 @dataclass
 class Peak:
-    """The peak of live bytes.
-
-    Attributes:
-        nbytes: the total bytes.
-        parts: the bytes by category.
-        phase, module: the phase and the module in which the peak occurred.
-    """
+    """The peak of live bytes: in all, by category (`parts`), and the phase and the module in which it occurred."""
 
     nbytes: int = 0
     parts: dict[str, int] = field(default_factory=dict)
@@ -65,13 +59,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """The live bytes on the device after an operation.
-
-    Attributes:
-        at: the time, in seconds since the dry run began.
-        phase: the current phase.
-        parts: the bytes by category.
-    """
+    """The live bytes on the device after an operation, by category, `at` seconds after the dry run began."""
 
     at: float
     phase: str
@@ -86,14 +74,15 @@ class Ledger(TorchDispatchMode):
     Attributes:
         phase, module: the current phase and module of the model, which a peak records.
         born: the category of new memory outside `purpose`.
-        peak, host_peak: the peaks on the device, and in the host's CPU memory.
+        peaks: the peaks by `on_host`: False is the device's memory, True is the host's CPU memory.
+        peak_by_phase: the device's peak in bytes, by phase.
         peak_together: the peak of the sum of both memories.
         timeline: the live bytes after each operation, if `draws` is set.
     """
 
     def __init__(self, clock: Clock, *, draws: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._clock = clock
+        self.clock = clock
         self._segments: Segments | None = None
         if not clock.machine.computes_on_cpu:
             self._segments = Segments()
@@ -102,7 +91,6 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.born = TEMPORARIES
         self._live: dict[int, _Live] = {}
-        # By `on_host`: False is the device's memory, True is the host's CPU memory.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self.peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
@@ -111,21 +99,13 @@ class Ledger(TorchDispatchMode):
         self._purpose: list[tuple[str, bool]] = []
 
     @property
-    def peak(self) -> Peak:
-        return self.peaks[False]
-
-    @property
-    def host_peak(self) -> Peak:
-        return self.peaks[True]
-
-    @property
     def reserved(self) -> int:
         """The bytes that the accelerator's allocator has taken from the driver; 0 on a CPU."""
         return 0 if self._segments is None else self._segments.reserved
 
-    def parts(self) -> dict[str, int]:
-        """Return the current live bytes on the device, by category."""
-        return {category: nbytes for category, nbytes in self._now[False].items() if nbytes}
+    def parts(self, *, on_host: bool = False) -> dict[str, int]:
+        """Return the current live bytes in one of the memories, by category."""
+        return {category: nbytes for category, nbytes in self._now[on_host].items() if nbytes}
 
     def forget_peaks(self) -> None:
         """Drop the peaks so far, and start new ones at the current live bytes."""
@@ -153,21 +133,16 @@ class Ledger(TorchDispatchMode):
         """Assign existing memory to a category. Recorded peaks keep their categories."""
         for tensor in tensors:
             live = self._live.get(storage_id(tensor))
-            if live is not None and live.category != category:
+            if live is not None:
                 self._now[live.on_host][live.category] -= live.nbytes
                 self._now[live.on_host][category] += live.nbytes
                 live.category = category
 
     def resized(self, tensor: Tensor) -> None:
         """Record that the storage of a tensor was resized."""
-        storage = tensor.untyped_storage()
         live = self._live.get(storage_id(tensor))
-        if live is None:
-            self._see(tensor, on_host=False)
-            return
-        before = live.nbytes
-        self._resize(live, storage.nbytes())
-        self._add(live.category, live.nbytes - before, on_host=live.on_host)
+        if live is not None:
+            self._resize(live, tensor.untyped_storage().nbytes())
 
     # ------------------------------------------------------------------ live storages
 
@@ -175,41 +150,36 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage_id(tensor)
         nbytes = storage.nbytes()
-        if key in self._live or not nbytes or _is_meta(tensor):
+        is_meta = isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"  # made only for its shape
+        if key in self._live or not nbytes or is_meta:
             return
         category = self.born
         if self._purpose:
             category, on_host = self._purpose[-1]
         live = self._live[key] = _Live(0, category, on_host)
-        self._resize(live, nbytes)
         live.watch = weakref.ref(storage, partial(self._gone, key))
-        self._add(category, live.nbytes, on_host=on_host)
-
-    def _resize(self, live: _Live, nbytes: int) -> None:
-        """Set the size of a storage to `nbytes`, and the bytes that it takes."""
-        live.nbytes = nbytes
-        if self._segments is None or live.on_host:
-            return
-        if live.block is not None:
-            self._segments.give_back(live.block)
-            live.block = None
-        if nbytes:
-            live.block = self._segments.take(nbytes)
-            live.nbytes = live.block.nbytes
+        self._resize(live, nbytes)
 
     def _gone(self, key: int, _: object) -> None:
-        live = self._live.pop(key)
-        before = live.nbytes
-        self._resize(live, 0)
-        self._add(live.category, -before, on_host=live.on_host)
+        self._resize(self._live.pop(key), 0)
 
-    def _add(self, category: str, nbytes: int, *, on_host: bool) -> None:
-        self._now[on_host][category] += nbytes
+    def _resize(self, live: _Live, nbytes: int) -> None:
+        """Set the size of a storage to `nbytes`. Update its block, the live bytes and the peaks."""
+        before = live.nbytes
+        on_host = live.on_host
+        live.nbytes = nbytes
+        if self._segments is not None and not on_host:
+            if live.block is not None:
+                self._segments.give_back(live.block)
+                live.block = None
+            if nbytes:
+                live.block = self._segments.take(nbytes)
+                live.nbytes = live.block.nbytes
+        self._now[on_host][live.category] += live.nbytes - before
         total = self._now[on_host].total()
         self.peak_together = max(self.peak_together, total + self._now[not on_host].total())
         if total > self.peaks[on_host].nbytes:
-            parts = {category: live for category, live in self._now[on_host].items() if live}
-            self.peaks[on_host] = Peak(total, parts, self.phase, self.module)
+            self.peaks[on_host] = Peak(total, self.parts(on_host=on_host), self.phase, self.module)
         if not on_host and total > self.peak_by_phase[self.phase]:
             self.peak_by_phase[self.phase] = total
 
@@ -217,20 +187,6 @@ class Ledger(TorchDispatchMode):
         """Return whether a tensor is in the host's CPU memory, and not on the device."""
         live = self._live.get(storage_id(tensor))
         return live is not None and live.on_host
-
-    def _is_on_host(self, tensors: Iterable[Any]) -> bool:
-        """Return whether an operation on these tensors runs on the host's CPU.
-
-        The place of the first tensor with more than one element decides.
-        """
-        if not self._now[True].total():
-            return False
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.numel() > 1:
-                live = self._live.get(storage_id(tensor))
-                if live is not None:
-                    return live.on_host
-        return False
 
     # ------------------------------------------------------------------ dispatch
 
@@ -255,28 +211,27 @@ class Ledger(TorchDispatchMode):
         return 1.0
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = tree_leaves((args, kwargs))
-        made = tree_leaves(out)
-        on_host = self._is_on_host(given)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        on_host = False
+        if self._now[True].total():  # the place of the first tensor with more than one element decides
+            for tensor in given:
+                if tensor.numel() > 1 and storage_id(tensor) in self._live:
+                    on_host = self.is_on_host(tensor)
+                    break
         for tensor in made:
-            if isinstance(tensor, Tensor):
-                self._see(tensor, on_host=on_host)
+            self._see(tensor, on_host=on_host)
         flops = 0.0
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             flops = float(count(*args, **kwargs, out_val=out))
-        touched = [tensor for tensor in (*given, *made) if isinstance(tensor, Tensor)]
+        touched = given + made
         dtype = "float32"
         if touched:
             dtype = str(touched[0].dtype).removeprefix("torch.")
-        self._clock.operate(flops, sum(tensor.nbytes for tensor in touched), dtype, on_host=on_host)
+        self.clock.operate(flops, sum(tensor.nbytes for tensor in touched), dtype, on_host=on_host)
         if self._draws:
-            self.timeline.append(Moment(self._clock.now, self.phase, self.parts()))
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the meta device, where the engine makes tensors that it needs only for their shapes."""
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
+            self.timeline.append(Moment(self.clock.now, self.phase, self.parts()))
 
 
 _DEVICE = torch.ops.prim.device.default

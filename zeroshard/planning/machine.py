@@ -17,8 +17,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zeroshard.collectives.base import Work
 from zeroshard.errors import UsageError
-from zeroshard.storage.transfers import Transfer
+from zeroshard.storage.transfers import LANDED, Transfer
 
 TABLE = Path(__file__).with_name("machines.json")
 
@@ -42,18 +43,9 @@ class Processor(_Part):
     launch_seconds: float = Field(ge=0)
     peak_flops: dict[str, float] = {}
 
-    def flops_of(self, dtype: str) -> float:
-        """Return the floating-point operations per second of a dtype, or of fp32 if the dtype is unknown."""
-        return self.flops.get(dtype) or self.flops["float32"]
-
 
 class Link(_Part):
-    """A link between two places.
-
-    Attributes:
-        bandwidth: bytes per second in one direction.
-        latency: the duration of an empty transfer, in seconds.
-    """
+    """A link between two places: bytes per second in one direction, and the seconds that an empty transfer takes."""
 
     bandwidth: float = Field(gt=0)
     latency: float = Field(ge=0)
@@ -122,11 +114,7 @@ def peak_flops_of(device: str, dtype: str) -> float | None:
 
 
 def machine_of(name: str) -> Machine:
-    """Return a known machine, or one that a file of `zeroshard doctor --profile` describes.
-
-    Raises:
-        UsageError: there is no such machine or file, or the file does not describe a machine.
-    """
+    """Return a known machine, or one that a file of `zeroshard doctor --profile` describes. Raise `UsageError` for others."""
     if name in machines():
         return machines()[name]
     path = Path(name)
@@ -151,8 +139,8 @@ class Clock:
 
     Attributes:
         now: the processor's time, in seconds since the run began.
-        computed: seconds of operations, by place: "computing" and "CPU step".
-        waited: seconds of waiting, by line.
+        computed: seconds of operations in a step, by place: "computing" and "CPU step".
+        waited: seconds of waiting in a step, by line.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -168,13 +156,14 @@ class Clock:
         if on_host:
             where = self.machine.host
             name = "CPU step"
-        seconds = max(flops / where.flops_of(dtype), nbytes / where.memory_bandwidth) + where.launch_seconds
+        speed = where.flops.get(dtype) or where.flops["float32"]
+        seconds = max(flops / speed, nbytes / where.memory_bandwidth) + where.launch_seconds
         self.computed[name] += seconds
         self.now += seconds
 
     @contextmanager
     def times(self, number: int) -> Iterator[None]:
-        """Count each operation in the context `number` times, for a dry run that leaves out repetitions of the same cost."""
+        """Count each operation (but no wait) in the context `number` times, for a dry run that leaves out repetitions."""
         before = dict(self.computed)
         yield
         for name, seconds in self.computed.items():
@@ -188,43 +177,36 @@ class Clock:
             self.waited[line] += moment - self.now
             self.now = moment
 
-    def reset(self) -> None:
-        """Start new counts of computed and waited time, for another step."""
-        self.computed.clear()
-        self.waited.clear()
-
 
 class Line:
     """A link (network, copies, disk), which carries one transfer after another.
 
     Args:
-        clock: the clock of the dry run.
         name: the name under which waits are counted.
-        bandwidth: bytes per second.
-        latency: the duration of an empty transfer, in seconds.
         is_apart: whether transfers overlap with computation. If not, the processor copies, as between ranks that share
             memory.
     """
 
-    def __init__(self, clock: Clock, name: str, bandwidth: float, latency: float, *, is_apart: bool = True) -> None:
+    def __init__(self, clock: Clock, name: str, link: Link, *, is_apart: bool = True) -> None:
         self.name = name
         self._clock = clock
-        self._bandwidth = bandwidth
-        self._latency = latency
+        self._link = link
         self._is_apart = is_apart
         self._free_at = 0.0
 
-    def send(self, nbytes: float, after: float = 0.0) -> Arrival:
-        """Start a transfer of `nbytes` bytes at the time `after` or later. Unless the line `is_apart`, wait for its end."""
-        begin = max(self._free_at, self._clock.now, after)
-        self._free_at = begin + nbytes / self._bandwidth + self._latency
+    def send(self, nbytes: float, after: Transfer = LANDED) -> Arrival:
+        """Start a transfer of `nbytes` bytes after the simulated transfer `after`. Unless the line `is_apart`, wait for its end."""
+        begin = max(self._free_at, self._clock.now)
+        if isinstance(after, Arrival):
+            begin = max(begin, after.at)
+        self._free_at = begin + nbytes / self._link.bandwidth + self._link.latency
         if not self._is_apart:
             self._clock.wait_until(self._free_at, self.name)
         return Arrival(self._clock, self._free_at, self.name)
 
 
-class Arrival(Transfer):
-    """A transfer on a line, which ends at the time `at`."""
+class Arrival(Transfer, Work):
+    """A transfer on a line, which ends at the time `at`. Storages and collectives both wait for it."""
 
     def __init__(self, clock: Clock, at: float, line: str) -> None:
         self._clock = clock
@@ -237,8 +219,3 @@ class Arrival(Transfer):
     @property
     def is_done(self) -> bool:
         return self._clock.now >= self.at
-
-
-def arrives_at(transfer: Transfer) -> float:
-    """Return the time at which a simulated transfer ends; 0 for any other transfer."""
-    return transfer.at if isinstance(transfer, Arrival) else 0.0

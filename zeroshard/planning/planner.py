@@ -243,9 +243,12 @@ def plan(
             config (quantised gradients; tensor parallelism with sequence parallelism or `sharded_init`).
     """
     make_batch = batch
+    shapes: list[torch.Size] = []
     if not callable(batch):
         make_batch = lambda _: batch  # noqa: E731
-        micro_batch = micro_batch or _samples(batch)
+        shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        if shapes:
+            micro_batch = micro_batch or shapes[0][0]
     job = job_of(
         model_factory, make_batch, world_size, machine, hosts, loss, optimizer, sharded_init=sharded_init,
         sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
@@ -256,10 +259,7 @@ def plan(
         auto["train_micro_batch_size_per_gpu"] = micro_batch
     figures = dry_run(job, config, auto, draws=timeline)
     planned = figures.config.batch.micro
-    sizes = set[int]()
-    if not callable(batch):
-        sizes = {size for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) for size in leaf.shape}
-    if sizes and planned not in sizes:
+    if shapes and not any(planned in shape for shape in shapes):
         raise UsageError(
             f"no dimension of the batch has the microbatch size of the config, {planned}. Pass a function that returns a "
             "batch of n samples, or a batch of the config's size."
@@ -309,8 +309,3 @@ def job_of(
             "a plan cannot combine tensor parallelism with sequence parallelism or sharded_init. Leave one of them out."
         )
     return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences, ranks)
-
-
-def _samples(batch: Any) -> int | None:
-    """Return the number of samples: the size of the first dimension of a batch's first tensor that has one, or None."""
-    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
 
 from zeroshard.errors import counted
+from zeroshard.observe.plots import save
 from zeroshard.planning.ledger import CATEGORIES
 from zeroshard.planning.planner import BOUNDS, Plan
 from zeroshard.planning.search import Change, Found
@@ -125,10 +127,10 @@ def changes_table(changes: Sequence[Change]) -> Table:
 def others_table(found: Found) -> Table:
     """Return a table with a row for each of the next best choices."""
     table = Table("the next best that fit", "needed", "a step takes")
-    for choice, estimate in found.others:
-        later = estimate.seconds - found.plan.seconds
+    for choice, plan in found.others:
+        later = plan.seconds - found.plan.seconds
         sign = "+" * (later >= 0)
-        table.add_row(str(choice), size(estimate.needed), f"{duration(estimate.seconds)} ({sign}{duration(later)})")
+        table.add_row(str(choice), size(plan.needed_nbytes), f"{duration(plan.seconds)} ({sign}{duration(later)})")
     return table
 
 
@@ -137,7 +139,6 @@ def draw(plan: Plan, path: Path) -> None:
 
     Args:
         plan: a plan with its timeline, which a dry run keeps only if it `draws`.
-        path: the file to write. Its suffix names the format, such as .png or .svg.
     """
     from matplotlib.figure import Figure
 
@@ -154,7 +155,8 @@ def draw(plan: Plan, path: Path) -> None:
     )  # fmt: skip
     free = plan.limit - sum(plan.unseen.values())
     axes.axhline(free / 1e9, color="black", linestyle="--", linewidth=1, label="the limit, less constants")
-    for number, (at, phase) in enumerate(_phases(plan, begin)):
+    for number, (phase, its_moments) in enumerate(groupby(moments, key=lambda moment: moment.phase)):
+        at = 1e3 * (next(its_moments).at - begin)
         axes.axvline(at, color="white", linewidth=0.8)
         axes.text(at, axes.get_ylim()[1] * (0.98 - 0.04 * (number % 2)), f" {phase}", fontsize=8, va="top")
     axes.set_xlabel("ms of one step")
@@ -162,17 +164,6 @@ def draw(plan: Plan, path: Path) -> None:
     axes.set_title(
         f"ZeRO-{plan.figures.config.stage}, {counted(plan.job.ranks, 'rank')}: {plan.figures.numel / 1e9:.3g} B parameters"
     )
-    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _phases(plan: Plan, begin: float) -> list[tuple[float, str]]:
-    """Return the start of each phase in the timeline, in milliseconds after `begin`, with its name."""
-    found: list[tuple[float, str]] = []
-    for moment in plan.figures.timeline:
-        if not found or found[-1][1] != moment.phase:
-            found.append((1e3 * (moment.at - begin), moment.phase))
-    return found
+    save(figure, path)

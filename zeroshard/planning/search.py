@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zeroshard.errors import UsageError, ZeroshardError
-from zeroshard.planning.dry_run import Figures, Job, dry_run
+from zeroshard.planning.dry_run import Job, dry_run
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, INPUTS, TEMPORARIES, Peak
 from zeroshard.planning.planner import Plan
 from zeroshard.policy import Place
@@ -75,7 +75,6 @@ def in_processes(
     backward, forked processes cannot run one. Jobs then run in this process, one after another.
 
     Args:
-        jobs: functions without arguments.
         first_here: whether to run the first job in this process, so that the others share its imports. This is ignored if
             forked processes could then not run a backward.
 
@@ -165,10 +164,9 @@ def _result_of(job: Callable[[], T]) -> T | ZeroshardError:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a config.
+    """A change of a config, and the plan of the changed config.
 
     Attributes:
-        plan: the plan of the changed config.
         gain: bytes of an accelerator's memory that the change saves; negative if it needs more.
         slowdown: seconds by which the change lengthens a step; negative if a step becomes shorter.
     """
@@ -212,7 +210,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
     return found
 
 
-def judge(plan: Plan, told: Told = lambda _done, _of: None) -> list[Change]:
+def judge(plan: Plan, told: Told) -> list[Change]:
     """Run each single change, and return the changes, the largest gain first. Those that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
@@ -264,7 +262,7 @@ def _last_that_fits(need: Callable[[int], int], limit: int, first: int) -> int:
             between = fits + (exceeds - fits) // 2
         else:  # where memory grows, it grows linearly
             between = fits + (exceeds - fits) * (limit - need(fits)) // (need(exceeds) - need(fits))
-        halves = not (halves and fits)
+        halves = not (halves and fits)  # in turn, since interpolation alone may approach the limit in small steps
         between = min(max(between, fits + 1), exceeds - 1)
         if need(between) <= limit:
             fits = between
@@ -312,43 +310,34 @@ class Choice:
         parts += [f"within hosts of {self.within} ranks"] * (self.within is not None)
         return ", ".join(parts)
 
-    @property
-    def on_cpu(self) -> tuple[bool, bool]:
-        """Whether the optimizer and the parameters are on the CPU.
-
-        With both on the CPU, a step may be faster than with only the optimizer: an update copies less to the accelerator.
-        """
-        return self.optimizer_on_cpu, self.parameters_on_cpu
-
     def is_dearer_than(self, other: Choice) -> bool:
         """Return whether this choice differs from another only by settings that cost time and save memory.
 
         A smaller microbatch is such a setting too.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
-        more = self.checkpointing >= other.checkpointing and (not any(other.on_cpu) or self.on_cpu == other.on_cpu)
+        on_cpu = (self.optimizer_on_cpu, self.parameters_on_cpu)
+        others = (other.optimizer_on_cpu, other.parameters_on_cpu)
+        # With both on the CPU, a step may be faster than with only the optimizer: an update copies less to the accelerator.
+        more = self.checkpointing >= other.checkpointing and (not any(others) or on_cpu == others)
         return same and more and self != other
 
 
 def micros(per_rank: int) -> list[int]:
-    """Return the microbatches to try, the largest first: powers of two up to 64 that divide `per_rank`.
-
-    Args:
-        per_rank: the samples of a step on each rank.
-    """
+    """Return the microbatches to try, the largest first: powers of two up to 64 that divide the samples of each rank."""
     return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
 
 
 def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
     """Yield all settings at one microbatch, in groups. The first group has neither checkpointing nor offloads."""
-    offloads = [(0, ((False, False),)), (1, ((True, False), (True, True)))]
+    offloads = [[(False, False)]]
+    if not job.machine.computes_on_cpu:  # otherwise an offload would stay in the same memory
+        offloads.append([(True, False), (True, True)])
     per_host, rest = divmod(job.data_ranks, job.hosts)
     hosts: list[int | None] = [None]
     if job.hosts > 1 and not rest and per_host > 1:
         hosts.append(per_host)
-    for is_offloaded, places in offloads:
-        if is_offloaded and job.machine.computes_on_cpu:  # an offload would stay in the same memory
-            return
+    for places in offloads:
         for checkpointing in (False, True):
             yield [
                 Choice(stage, micro, checkpointing, optimizer, parameters, within)
@@ -360,31 +349,15 @@ def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The figures of a choice at full depth.
-
-    Attributes:
-        needed, host, seconds: `needed_nbytes`, `host_nbytes` and `seconds`, as in a plan.
-        growing: the part of the needed bytes that grows with the microbatch.
-    """
-
-    needed: float
-    host: float
-    seconds: float
-    growing: float
-
-
-@dataclass(frozen=True)
 class Found:
     """The result of a search: the fastest plan that fits, or, if none fits, the plan that lacks the least memory.
 
-    Attributes:
-        others: the next best choices that fit, with their figures, the fastest first.
+    `others` are the next best choices that fit, with their plans, which may be extrapolated, the fastest first.
     """
 
     choice: Choice
     plan: Plan
-    others: Sequence[tuple[Choice, Estimate]] = ()
+    others: Sequence[tuple[Choice, Plan]] = ()
 
 
 @dataclass
@@ -394,18 +367,20 @@ class Search:
     Attributes:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
-        depth: the number of blocks of the model; None: all runs are at full depth.
-        shallow: a function that takes a smaller number of blocks, and returns a factory of such a model; None with `depth`.
+        depth: the number of blocks of the model; 0 if it is unknown.
+        shallow: a function that takes a number of blocks, and returns a factory of such a model; None: all runs are at full
+            depth.
         told: a function that is called with the progress.
     """
 
     job: Job
     base: Mapping[str, Any]
     per_rank: int
-    depth: int | None = None
+    depth: int = 0
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     told: Told = lambda _done, _of: None
-    _known: dict[Choice, Estimate] = field(default_factory=dict, init=False)
+    _known: dict[Choice, Plan] = field(default_factory=dict, init=False)
+    """The plans of all choices that were tried. Those that were run only with shallow models are extrapolated."""
     _plans: dict[Choice, Plan] = field(default_factory=dict, init=False)
     """The choices that were run at full depth."""
     _refusals: list[ZeroshardError] = field(default_factory=list, init=False)
@@ -446,14 +421,14 @@ class Search:
         Returns:
             Whether an estimate was replaced.
         """
-        may_fit = {one: each.seconds for one, each in self._known.items() if self._over(each) <= self._doubt}
+        may_fit = {one: each.seconds for one, each in self._known.items() if _over(each) <= self._doubt}
         order = _lower_stages_first(may_fit)
         tried: list[Choice] = []
         while len(tried) < len(order) and not any(one in self._plans and self._plans[one].fits for one in tried):
             tried = order[: len(tried) + _FINALISTS]
             self._run_at_full_depth(tried)
         failed = [one for one in tried if one in self._plans and not self._plans[one].fits]
-        mistaken = {one: _exact(self._plans[one]) for one in failed if self._fits_for_sure(self._known[one])}
+        mistaken = {one: self._plans[one] for one in failed if self._fits_for_sure(self._known[one])}
         self._known |= mistaken
         return bool(mistaken)
 
@@ -465,12 +440,12 @@ class Search:
         extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
         found = self._known | self._estimates(extremes)
         if self._is_shallow:
-            order = sorted((one for one in extremes if one in found), key=lambda one: self._missing(found[one]))
+            order = sorted((one for one in extremes if one in found), key=lambda one: _missing(found[one]))
             self._run_at_full_depth(order[:_FINALISTS])
 
     @property
     def _is_shallow(self) -> bool:
-        return self.shallow is not None and self.depth is not None and self.depth > 2 * _SHALLOW[-1]
+        return self.shallow is not None and self.depth > 2 * _SHALLOW[-1]
 
     def _is_settled(self, choice: Choice) -> bool:
         """Return whether another choice fits and is never slower."""
@@ -478,37 +453,30 @@ class Search:
 
     def _smaller(self, choice: Choice, sizes: Sequence[int]) -> Choice | None:
         """Return the same choice with the next microbatch that may fit; None if this one surely fits, or no smaller one can."""
-        estimate = self._known[choice]
-        if self._fits_for_sure(estimate):
+        plan = self._known[choice]
+        if self._fits_for_sure(plan):
             return None
+        growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
+        growing_with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
         for micro in sizes:
-            less = replace(estimate, needed=estimate.needed - estimate.growing * (1 - micro / choice.micro))
-            if micro < choice.micro and self._over(less) <= _DOUBT:
+            saved = growing_with_gaps * (1 - micro / choice.micro)
+            if micro < choice.micro and _over(plan, saved) <= _DOUBT:
                 return replace(choice, micro=micro)
         return None
 
-    def _fits_for_sure(self, estimate: Estimate) -> bool:
-        return self._over(estimate) <= -self._doubt
+    def _fits_for_sure(self, plan: Plan) -> bool:
+        return _over(plan) <= -self._doubt
 
     @property
     def _doubt(self) -> float:
         return _DOUBT if self._is_shallow else 0.0
 
-    def _over(self, estimate: Estimate) -> float:
-        """Return the missing share of the accelerator's or the host's memory, whichever is larger; negative if there is room."""
-        machine = self.job.machine
-        return max(estimate.needed / max(machine.memory, 1), estimate.host / max(machine.host_memory, 1)) - 1
-
-    def _missing(self, estimate: Estimate) -> float:
-        return max(estimate.needed - self.job.machine.memory, estimate.host - self.job.machine.host_memory)
-
-    def _estimates(self, choices: Iterable[Choice]) -> dict[Choice, Estimate]:
-        """Estimate the choices that have no estimate yet, from two shallow runs or from one at full depth."""
+    def _estimates(self, choices: Iterable[Choice]) -> dict[Choice, Plan]:
+        """Plan the choices that have no plan yet, from two shallow runs or from one at full depth."""
         new = [one for one in choices if one not in self._known]
         if not self._is_shallow:
             self._run_at_full_depth(new)
-            return {one: _exact(self._plans[one]) for one in new if one in self._plans}
-        assert self.depth is not None
+            return {one: self._plans[one] for one in new if one in self._plans}
         found: dict[Choice, dict[int | None, Plan]] = {}
         for choice, layers, plan in self._dry_runs([(one, layers) for one in new for layers in _SHALLOW]):
             found.setdefault(choice, {})[layers] = plan
@@ -521,7 +489,14 @@ class Search:
 
     def _dry_runs(self, runs: Sequence[tuple[Choice, int | None]]) -> Iterator[tuple[Choice, int | None, Plan]]:
         """Run choices at given depths. Yield the plan of each as it ends, unless the engine refuses it."""
-        work = [self._work(choice, layers) for choice, layers in runs]
+        work = []
+        for choice, layers in runs:
+            job = self.job
+            if layers is not None and self.shallow is not None:
+                # The engine takes optional buffers if memory is free. A shallow model leaves too much, so pretend there is none.
+                full = job.machine.model_copy(update={"memory": 1})
+                job = replace(job, factory=self.shallow(layers), machine=full)
+            work.append(partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro)))
         expected = self._done + len(runs) + _FINALISTS * self._is_shallow
         for number, figures in in_processes(work, first_here=not self._done):
             self._done += 1
@@ -530,14 +505,6 @@ class Search:
                 self._refusals.append(figures)
             else:
                 yield *runs[number], Plan(self.job, figures)
-
-    def _work(self, choice: Choice, layers: int | None) -> Callable[[], Figures]:
-        job = self.job
-        if layers is not None and self.shallow is not None:
-            # The engine takes optional buffers if memory is free. A shallow model leaves too much free, so pretend there is none.
-            full = job.machine.model_copy(update={"memory": 1})
-            job = replace(job, factory=self.shallow(layers), machine=full)
-        return partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro))
 
     def _refused(self) -> UsageError:
         return UsageError(f"the engine refused every config; the first refusal: {self._refusals[0]}")
@@ -548,14 +515,27 @@ class Search:
             raise self._refused()
         fitting = {choice: plan.seconds for choice, plan in plans.items() if plan.fits}
         if not fitting:
-            choice = min(plans, key=lambda one: self._missing(_exact(plans[one])))
+            choice = min(plans, key=lambda one: _missing(plans[one]))
             return Found(choice, plans[choice])
         choice = _lower_stages_first(fitting)[0]
         others = {one: each for one, each in self._known.items() if one not in plans and self._fits_for_sure(each)}
-        others |= {one: _exact(plans[one]) for one in fitting}
+        others |= {one: plans[one] for one in fitting}
         del others[choice]
         order = sorted(others, key=lambda one: others[one].seconds)
         return Found(choice, plans[choice], [(one, others[one]) for one in order[:_OTHERS]])
+
+
+def _over(plan: Plan, saved: float = 0.0) -> float:
+    """Return the missing share of the accelerator's or the host's memory, whichever is larger; negative if there is room.
+
+    Args:
+        saved: bytes that the accelerator does not need after all.
+    """
+    return max((plan.needed_nbytes - saved) / max(plan.limit, 1), plan.host_nbytes / max(plan.host_limit, 1)) - 1
+
+
+def _missing(plan: Plan) -> int:
+    return max(plan.overshoot, plan.host_nbytes - plan.host_limit)
 
 
 def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
@@ -565,8 +545,8 @@ def _lower_stages_first(seconds: Mapping[Choice, float]) -> list[Choice]:
     return sorted(alike, key=lambda one: one.stage) + order[len(alike) :]
 
 
-def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
-    """Extrapolate the figures of two depths to a third.
+def _extrapolated(low: Plan, high: Plan, depth: int) -> Plan:
+    """Extrapolate the plans of two depths to a third.
 
     Each peak is extrapolated separately, since a different one may be the largest at each depth. Communication buffers
     do not grow: a bounded number of them exists at any depth.
@@ -591,11 +571,4 @@ def _extrapolated(low: Plan, high: Plan, depth: int) -> Estimate:
         model_nbytes=round(at_depth(below.model_nbytes, above.model_nbytes)),
         seconds=at_depth(below.seconds, above.seconds),
     )
-    return _exact(replace(high, figures=figures))
-
-
-def _exact(plan: Plan) -> Estimate:
-    """Return the figures of a plan as an estimate."""
-    growing = sum(plan.parts.get(category, 0) for category in (ACTIVATIONS, TEMPORARIES, INPUTS))
-    with_gaps = growing * (1 + plan.machine.unseen.fragmentation)
-    return Estimate(plan.needed_nbytes, plan.host_nbytes, plan.seconds, with_gaps)
+    return replace(high, figures=figures)

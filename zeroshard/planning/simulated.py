@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from math import inf
 from typing import Any, TypeVar, final
 
@@ -23,13 +22,13 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, Reduction, SummedRows, Work, nothing, sum_into
-from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel, Within
+from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import NativeMean
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
-from zeroshard.planning.machine import Arrival, Clock, Line, Link, Machine, arrives_at
+from zeroshard.planning.machine import Clock, Line, Link, Machine
 from zeroshard.policy import Offload, Policy
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
 from zeroshard.storage.base import FREE_SHARE, DeviceStorage, MemorySlot, MemoryStorage, Slot
@@ -42,19 +41,10 @@ INSIDE, ACROSS = "link", "network"
 """The names of two lines: between ranks of a host, and between hosts."""
 T = TypeVar("T")
 
-
 _FEW = 4
 """The maximum number of ranks that are always simulated exactly. See [Note: ranks and shards]."""
 
 # ---------------------------------------------------------------------- ranks
-
-
-@dataclass(eq=False)
-class _Arriving(Work):
-    _arrival: Arrival
-
-    def wait(self) -> None:
-        self._arrival.wait()
 
 
 class _Sum(NativeMean):
@@ -85,18 +75,14 @@ class _CountedRows(SummedRows):
         chunks, rest = divmod(out.numel(), CHUNK_NUMEL)
         for numel, times in ((CHUNK_NUMEL, chunks), (rest, 1)):
             if numel and times:
+                rows = [row[:numel] for row in self._rows]
                 with self._clock.times(times):
-                    self._sum_chunk(out[:numel], accumulate)
-
-    def _sum_chunk(self, out: Tensor, accumulate: bool) -> None:
-        numel = out.numel()
-        rows = [row[:numel] for row in self._rows]
-        sum_into(rows, self._divisor, out, accumulate)
-        if len(rows) < self._ranks:
-            total = torch.promote_types(rows[0].dtype, torch.float32)
-            nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # a sum in place reads two tensors and writes one
-            with self._clock.times(self._ranks - len(rows)):
-                self._clock.operate(0.0, nbytes, "float32", on_host=False)
+                    sum_into(rows, self._divisor, out[:numel], accumulate)
+                    if len(rows) < self._ranks:
+                        total = torch.promote_types(rows[0].dtype, torch.float32)
+                        nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # in place: two are read, one written
+                        with self._clock.times(self._ranks - len(rows)):
+                            self._clock.operate(0.0, nbytes, "float32", on_host=False)
 
 
 class SimulatedRanks(Collectives):
@@ -107,7 +93,6 @@ class SimulatedRanks(Collectives):
         shards: the number of ranks that the engine sees; see [Note: ranks and shards].
         ledger: the ledger that counts buffers.
         link: the line to the other ranks.
-        clock: the clock of the dry run.
         sums: whether the backend sums (native), or delivers every rank's row (gloo). A native backend rounds each sum,
             so it gets gradients in fp32 at least. It launches several collectives as one.
 
@@ -115,7 +100,7 @@ class SimulatedRanks(Collectives):
         calls: the number of calls of each collective.
     """
 
-    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, clock: Clock, *, sums: bool) -> None:
+    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
         super().__init__()
         self.rank = 0
         self.ranks = ranks
@@ -123,7 +108,6 @@ class SimulatedRanks(Collectives):
         self._sums = sums
         self._ledger = ledger
         self._link = link
-        self._clock = clock
         self.calls: Counter[str] = Counter()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
@@ -137,22 +121,21 @@ class SimulatedRanks(Collectives):
             return torch.zeros(numel, dtype=dtype)
 
     def _send(self, kind: str, nbytes: int) -> Work:
-        """Send `nbytes` bytes to the other ranks."""
         if self.ranks == 1:
             return Done()
         self.sent[kind] += nbytes
         self.calls[kind] += 1
-        return _Arriving(self._link.send(nbytes))
+        return self._link.send(nbytes)
 
-    def _to_others(self, rows: Tensor) -> int:
-        """Return the number of bytes that a rank sends if it sends one row to every other rank."""
-        return rows.nbytes * (self.ranks - 1) // self.ranks
+    def _send_row(self, kind: str, rows: Tensor) -> Work:
+        """Send one row to every other rank."""
+        return self._send(kind, rows.nbytes * (self.ranks - 1) // self.ranks)
 
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
         prepare()
-        return self._send("all_gather", self._to_others(rows))
+        return self._send_row("all_gather", rows)
 
     def workspace_numel(self, rows: Tensor) -> int:
         if self.ranks == 1:
@@ -161,7 +144,7 @@ class SimulatedRanks(Collectives):
         return own if self._sums else (self.ranks - 1) * own
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        arriving = self._send("reduce_scatter", self._to_others(rows))
+        arriving = self._send_row("reduce_scatter", rows)
         if self.ranks > 1 and (self._sums or self.world_size < self.ranks):
             if self._sums and divisor == self.world_size:  # the backend divides
                 divisor = 1.0
@@ -169,7 +152,7 @@ class SimulatedRanks(Collectives):
         summed = [rows[0]]
         if self.world_size > 1:
             summed += workspace.view(self.world_size - 1, rows.shape[1])[: _ROWS_SUMMED - 1]
-        return _CountedRows([arriving], summed, divisor, self.world_size, self._clock)
+        return _CountedRows([arriving], summed, divisor, self.world_size, self._ledger.clock)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():
@@ -208,28 +191,31 @@ class SimulatedTwoLevel(TwoLevel):
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts over which the simulated ranks are spread, in order, with their links.
-
-    Attributes:
-        shards_optimizer: whether ranks have shards of the optimizer; see [Note: ranks and shards].
-    """
+    """The hosts over which the simulated ranks are spread, in order, with their links."""
 
     ranks: int
     hosts: int
-    machine: Machine
     ledger: Ledger
-    clock: Clock
-    shards_optimizer: bool
 
-    def collectives(self, within: Within | None) -> SimulatedRanks | SimulatedTwoLevel:
+    @property
+    def machine(self) -> Machine:
+        return self.ledger.clock.machine
+
+    def collectives(self, policy: Policy) -> SimulatedRanks | SimulatedTwoLevel:
         """Make simulated collectives, as `create_collectives` makes real ones.
 
         Raises:
-            UsageError: `within` does not divide the ranks, or is "host" and hosts have different numbers of ranks.
+            UsageError: communication is lossy; or `within` does not divide the ranks, or is "host" and hosts have
+                different numbers of ranks.
         """
-        if within is None or self.ranks == 1:
-            return self._flat()
-        size = within
+        if policy.wire.is_lossy:
+            raise UsageError(
+                "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
+                "is the same."
+            )
+        size = policy.within
+        if size is None or self.ranks == 1:
+            return self._flat(policy)
         if size == "host":
             size, rest = divmod(self.ranks, self.hosts)
             if rest:
@@ -237,10 +223,20 @@ class Hosts:
                     f'within="host" needs the same number of ranks on each host, and {self.ranks} ranks cannot be '
                     f"divided evenly over {self.hosts} hosts. Choose a multiple of the number of hosts."
                 )
+        near = self._line(INSIDE, self.machine.inside)
+        far = self._line(ACROSS, self.machine.between)
+        is_together = self._are_together(size)
+
+        def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
+            count = len(members.ranks)
+            is_inside = members.ranks == tuple(range(size))
+            line = near if self.hosts == 1 or (is_inside and is_together) else far
+            return self._simulated(count, count, line)
+
         try:
-            return SimulatedTwoLevel(self.ranks, size, self._level(size))
+            return SimulatedTwoLevel(self.ranks, size, make)
         except OneHost:
-            return self._flat()
+            return self._flat(policy)
 
     def neighbours_line(self, size: int) -> Line:
         """Return the line for messages among `size` neighbours that share one sequence or one model."""
@@ -252,9 +248,9 @@ class Hosts:
         """Return whether `size` neighbours are on one machine. A policy's host may be part of a machine, or several."""
         return self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
-    def _flat(self) -> SimulatedRanks:
-        shards = 1
-        if self.shards_optimizer or self.ranks <= _FEW:
+    def _flat(self, policy: Policy) -> SimulatedRanks:
+        shards = 1  # see [Note: ranks and shards]
+        if policy.optimizer.sharded or self.ranks <= _FEW:
             shards = self.ranks
         line = self._line(INSIDE, self.machine.inside)
         if self.hosts > 1:
@@ -276,27 +272,13 @@ class Hosts:
         stays = (1 - crosses) or inf
         return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
 
-    def _level(self, size: int) -> Callable[[Members, torch.device, Watch], SimulatedRanks]:
-        """Return a function that makes one level's collectives, where `size` neighbours are one host of the policy."""
-        near = self._line(INSIDE, self.machine.inside)
-        far = self._line(ACROSS, self.machine.between)
-        is_together = self._are_together(size)
-
-        def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
-            count = len(members.ranks)
-            is_inside = members.ranks == tuple(range(size))
-            line = near if self.hosts == 1 or (is_inside and is_together) else far
-            return self._simulated(count, count, line)
-
-        return make
-
     def _line(self, name: str, link: Link) -> Line:
         is_apart = name == ACROSS or not self.machine.computes_on_cpu
-        return Line(self.clock, name, link.bandwidth, link.latency, is_apart=is_apart)
+        return Line(self.ledger.clock, name, link, is_apart=is_apart)
 
     def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
         sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend (see `Alone`)
-        return SimulatedRanks(ranks, shards, self.ledger, line, self.clock, sums=sums)
+        return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
 
 
 # ---------------------------------------------------------------------- storages
@@ -335,24 +317,18 @@ def _purpose_of(label: str) -> str:
     return PARAMETERS
 
 
-class _Counted(MemoryStorage):
-    """Memory that the ledger counts."""
+@final
+class _Device(DeviceStorage):
+    """The memory of the device that computes."""
 
     def __init__(self, ledger: Ledger, copies: Copies) -> None:
         super().__init__(CPU, copies)
         self._ledger = ledger
-
-
-@final
-class _Device(_Counted, DeviceStorage):
-    """The memory of the device that computes, of `memory` bytes."""
-
-    def __init__(self, ledger: Ledger, copies: Copies, memory: int) -> None:
-        super().__init__(ledger, copies)
-        self._memory = memory
+        machine = ledger.clock.machine
+        self._memory = machine.memory - machine.unseen.context - machine.unseen.collectives - machine.unseen.workspaces
 
     def has_room(self, nbytes: int) -> bool:
-        return nbytes + self._memory * FREE_SHARE <= self._memory - self._ledger.peak.nbytes
+        return nbytes + self._memory * FREE_SHARE <= self._memory - self._ledger.peaks[False].nbytes
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -374,8 +350,12 @@ class _Device(_Counted, DeviceStorage):
 
 
 @final
-class _Host(_Counted):
+class _Host(MemoryStorage):
     """The CPU memory of an accelerator's host."""
+
+    def __init__(self, ledger: Ledger, copies: Copies) -> None:
+        super().__init__(CPU, copies)
+        self._ledger = ledger
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         with self._ledger.purpose("frames", on_host=True):
@@ -392,11 +372,11 @@ class _Host(_Counted):
 class _Copies(Copies):
     """Copies between the device and CPU memory, on a separate line for each direction."""
 
-    def __init__(self, ledger: Ledger, to_host: Line, from_host: Line) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__(CPU)
         self._ledger = ledger
-        self._out = to_host
-        self._back = from_host
+        self._out = Line(ledger.clock, "copies", ledger.clock.machine.copies)
+        self._back = Line(ledger.clock, "copies", ledger.clock.machine.copies)
 
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
         to_host = self._ledger.is_on_host(target)
@@ -405,11 +385,11 @@ class _Copies(Copies):
         if target.dtype != source.dtype:
             source = source.to(target.dtype)
         line = self._out if to_host else self._back
-        return line.send(source.nbytes, arrives_at(after))
+        return line.send(source.nbytes, after)
 
 
 class SimulatedHostCopies(HostCopies):
-    """`HostCopies` with memory that the ledger counts."""
+    """A keeper whose memory the ledger counts."""
 
     def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
         super().__init__(slots, copies)
@@ -424,18 +404,13 @@ class SimulatedHostCopies(HostCopies):
             return super()._device_memory(memory, device)
 
 
-def _staging_buffer(ledger: Ledger, nbytes: int) -> Tensor:
-    with ledger.purpose("staging", on_host=True):
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
 class _File(DirectFile):
-    """A file that writes nothing."""
+    """A file that writes nothing, on a disk that `sharers` ranks share."""
 
-    def __init__(self, write: Line, read: Line, requests: int, block_nbytes: int) -> None:
-        self._write_line = write
-        self._read_line = read
-        self.buffers_nbytes = requests * min(block_nbytes, 1 << 20)
+    def __init__(self, clock: Clock, sharers: int, offload: Offload) -> None:
+        self._write_line = Line(clock, "disk", Link(bandwidth=clock.machine.disk_write / sharers, latency=1e-4))
+        self._read_line = Line(clock, "disk", Link(bandwidth=clock.machine.disk_read / sharers, latency=1e-4))
+        self.buffers_nbytes = offload.requests * min(offload.block_nbytes, 1 << 20)
         self._nbytes = 0
         self._released = {}
 
@@ -445,7 +420,7 @@ class _File(DirectFile):
         return start
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
-        return self._write_line.send(flat.nbytes, arrives_at(after))
+        return self._write_line.send(flat.nbytes, after)
 
     def read(self, start: int, flat: Tensor, label: str) -> Transfer:
         return self._read_line.send(flat.nbytes)
@@ -463,11 +438,9 @@ class SimulatedStorages(Storages):
 
     def __init__(
         self, policy: Policy, device: torch.device, param_itemsize: int, collectives: Collectives | None,
-        ledger: Ledger, clock: Clock, machine: Machine, sharers: int,
+        ledger: Ledger, sharers: int,
     ) -> None:  # fmt: skip
         self._ledger = ledger
-        self._clock = clock
-        self._machine = machine
         self._sharers = sharers
         super().__init__(policy, device, param_itemsize, collectives)
 
@@ -476,25 +449,23 @@ class SimulatedStorages(Storages):
         return SimulatedHostCopies(slots, self._ledger, self._copies)
 
     def _make_copies(self, device: torch.device) -> Copies:
-        link = self._machine.copies
-        to_host, from_host = (Line(self._clock, "copies", link.bandwidth, link.latency) for _ in range(2))
-        return _Copies(self._ledger, to_host, from_host)
+        return _Copies(self._ledger)
 
     def _make_accelerator(self, device: torch.device) -> DeviceStorage:
-        unseen = self._machine.unseen
-        seen = self._machine.memory - unseen.context - unseen.collectives - unseen.workspaces
-        return _Device(self._ledger, self._copies, seen)
+        return _Device(self._ledger, self._copies)
 
     def _is_host(self, device: torch.device) -> bool:
-        return self._machine.computes_on_cpu
+        return self._ledger.clock.machine.computes_on_cpu
 
     def _make_host(self) -> MemoryStorage:
         return _Host(self._ledger, self._copies)
 
     def _make_file(self, offload: Offload) -> DirectFile:
-        speeds = (self._machine.disk_write, self._machine.disk_read)
-        write, read = (Line(self._clock, "disk", speed / self._sharers, 1e-4) for speed in speeds)
-        return _File(write, read, offload.requests, offload.block_nbytes)
+        return _File(self._ledger.clock, self._sharers, offload)
 
     def _make_staging(self, count: int, nbytes: int, *, pin: bool) -> Staging:
-        return Staging(count, nbytes, partial(_staging_buffer, self._ledger))
+        def make(size: int) -> Tensor:
+            with self._ledger.purpose("staging", on_host=True):
+                return torch.empty(size, dtype=torch.uint8)
+
+        return Staging(count, nbytes, make)

@@ -23,8 +23,7 @@ Send = Callable[[str, int], None]
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
     """Divide a model in place by its plan: keep the first rank's parameters, and call `send` in forwards and backwards.
 
-    Raises:
-        UsageError: the model has no plan, or one that this number of ranks cannot use.
+    Raise UsageError if the model has no plan, or one that this number of ranks cannot use.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters share a part
 
@@ -36,65 +35,61 @@ def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
             parts[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
         setattr(module, name, parts[whole])
 
+    def all_reduce(values: Tensor) -> Tensor:
+        """Return a new tensor for the sum over all ranks, and count the bytes that a rank sends in a ring."""
+        send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
+        return values.clone()
+
+    def all_gather(size: int, part: Tensor) -> Tensor:
+        """Return a tensor for the parts of all ranks, `size` elements in the last dimension, and count the bytes.
+
+        As in torch, the parts are gathered into a first tensor, and then copied to their places in the result.
+        """
+        send("tensor_parallel_all_gather", part.nbytes * (ranks - 1))
+        return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
+
     for name, style in plan_of(model, ranks).items():
         if style == NORM:
             continue
         module: Any = model.get_submodule(name)
         if style == EMBEDDING:
             keep(module, "weight", 0)
-            module.forward = partial(_embed, module, ranks, send)
+            module.forward = partial(_embed, module, all_reduce)
         elif style == COLWISE or style in GATHERED:
-            outputs = module.out_features
+            gather = partial(all_gather, module.out_features) if style in GATHERED else None
             keep(module, "weight", 0)
             if module.bias is not None:
                 keep(module, "bias", 0)
-            module.forward = partial(_columns, module, ranks, send, outputs if style in GATHERED else 0)
+            module.forward = partial(_columns, module, all_reduce, gather)
         else:
             keep(module, "weight", 1)
-            module.forward = partial(_rows, module, ranks, send, style in SPLIT)
-
-
-def _embed(module: nn.Embedding, ranks: int, send: Send, tokens: Tensor) -> Tensor:
-    return _sum(F.embedding(tokens, module.weight), ranks, send)
-
-
-def _columns(module: nn.Linear, ranks: int, send: Send, outputs: int, inputs: Tensor) -> Tensor:
-    inputs = _message(inputs, _same, partial(_all_reduce, ranks, send))
-    local = F.linear(inputs, module.weight, module.bias)
-    if not outputs:
-        return local
-    return _message(local, partial(_all_gather, ranks, outputs, send), partial(_cut, local.shape[-1]))
-
-
-def _rows(module: nn.Linear, ranks: int, send: Send, is_whole: bool, inputs: Tensor) -> Tensor:
-    if is_whole:
-        gather = partial(_all_gather, ranks, inputs.shape[-1], send)
-        inputs = _message(inputs, partial(_cut, module.weight.shape[1]), gather)
-    total = _sum(F.linear(inputs, module.weight), ranks, send)
-    return total if module.bias is None else total + module.bias
-
-
-def _sum(partial_sum: Tensor, ranks: int, send: Send) -> Tensor:
-    return _message(partial_sum, partial(_all_reduce, ranks, send), _same)
+            module.forward = partial(_rows, module, all_reduce, all_gather if style in SPLIT else None)
 
 
 Change = Callable[[Tensor], Tensor]
 """A function that turns the activation or gradient before a message into the one after it."""
 
 
-def _all_reduce(ranks: int, send: Send, values: Tensor) -> Tensor:
-    """Return a new tensor for the sum over all ranks, and count the bytes that a rank sends in a ring."""
-    send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
-    return values.clone()
+def _embed(module: nn.Embedding, all_reduce: Change, tokens: Tensor) -> Tensor:
+    return _message(F.embedding(tokens, module.weight), all_reduce, _same)
 
 
-def _all_gather(ranks: int, size: int, send: Send, part: Tensor) -> Tensor:
-    """Return a tensor for the parts of all ranks, `size` elements in the last dimension, and count the bytes.
+def _columns(module: nn.Linear, all_reduce: Change, gather: Change | None, inputs: Tensor) -> Tensor:
+    inputs = _message(inputs, _same, all_reduce)
+    local = F.linear(inputs, module.weight, module.bias)
+    if gather is None:
+        return local
+    return _message(local, gather, partial(_cut, local.shape[-1]))
 
-    As in torch, the parts are gathered into a first tensor, and then copied to their places in the result.
-    """
-    send("tensor_parallel_all_gather", part.nbytes * (ranks - 1))
-    return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
+
+def _rows(
+    module: nn.Linear, all_reduce: Change, all_gather: Callable[[int, Tensor], Tensor] | None, inputs: Tensor
+) -> Tensor:
+    if all_gather is not None:  # every rank has all inputs, and uses a part of them
+        gather = partial(all_gather, inputs.shape[-1])
+        inputs = _message(inputs, partial(_cut, module.weight.shape[1]), gather)
+    total = _message(F.linear(inputs, module.weight), all_reduce, _same)
+    return total if module.bias is None else total + module.bias
 
 
 def _cut(size: int, whole: Tensor) -> Tensor:

@@ -26,17 +26,17 @@ class Subject:
     Attributes:
         factory: a function that builds the model.
         batch: a function from a number of samples to the arguments of one call.
-        depth: the number of the model's blocks, if it is known.
+        depth: the number of the model's blocks; 0 if it is unknown.
         shallow: a function from a number of blocks to a factory of the same model with that many blocks.
-        takes_sequences: whether a sample has as many tokens as the caller chose.
+        sequence: the number of tokens of a sample, if the caller chose it.
     """
 
     name: str
     factory: Callable[[], nn.Module]
     batch: Callable[[int], Any]
-    depth: int | None = None
+    depth: int = 0
     shallow: Callable[[int], Callable[[], nn.Module]] | None = None
-    takes_sequences: bool = False
+    sequence: int | None = None
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
@@ -76,10 +76,10 @@ def from_config_file(path: Path, sequence: int) -> Subject:
         tokens = torch.zeros(samples, sequence, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    depth = max(depths.values(), default=None)
+    depth = max(depths.values(), default=0)
     even = len(set(depths.values())) == 1 and "layer_types" not in values
     name = str(values.get("_name_or_path") or path)
-    return Subject(name, build(None), batch, depth, build if even else None, takes_sequences=True)
+    return Subject(name, build(None), batch, depth, build if even else None, sequence)
 
 
 def _config(file: Path, values: dict[str, Any]) -> Any:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -95,18 +94,6 @@ class Sizes:
     peak_flops: float | None
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The figures of a step that are known at once; others arrive later."""
-
-    number: int
-    samples: int
-    at: float
-    loss_scale: float
-    applied: bool
-    losses: int
-
-
 class TrainingProgress:
     """The progress of a training run: the context manager that `progress` returns."""
 
@@ -125,7 +112,7 @@ class TrainingProgress:
         self._log = log
         self._display: Display = self._sharded.display
         self._row = TrainingRow(self._sharded, sizes, self._steps, self._samples, self._display)
-        self._readings: Readings[_Step] = Readings()
+        self._readings: Readings[StepFigures] = Readings()
         self._monitor: JsonLinesMonitor | None = None
         self._sent = Sent(self._sharded.comm_report(clear=False))
         self._exits = ExitStack()
@@ -135,9 +122,7 @@ class TrainingProgress:
     def __enter__(self) -> Self:
         with ExitStack() as exits:
             if self._engine is not None:
-                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens))
-                if self._log is not None:
-                    exits.enter_context(self._engine._progress.also_to(self._log))
+                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens, self._log))
             elif self._log is not None and self._display.speaks:
                 self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
                 exits.callback(self._monitor.close)
@@ -230,13 +215,26 @@ class TrainingProgress:
             self._readings.forget_waiting()  # the line shows only the last step
         if norm is None:
             norm = math.nan
-        step = _Step(self._steps, self._samples, time.time(), loss_scale, applied, len(losses))
+        step = StepFigures(
+            step=self._steps,
+            samples=self._samples,
+            loss=math.nan,  # this and the other figures that are NaN here follow in `_read`
+            lr=math.nan,
+            loss_scale=loss_scale,
+            grad_norm=math.nan,
+            applied=applied,
+            has_loss=bool(losses),
+            samples_per_second=math.nan,
+        )
         self._readings.add(step, [*losses, norm, lr])
         if monotonic() - self._read_at >= READ_SECONDS:
             self._read()
 
     def _read(self, *, wait: bool = False) -> None:
-        """Show and log the metrics whose copies from the device are complete; with `wait`, all of them."""
+        """Show and log the metrics whose copies from the device are complete; with `wait`, all of them.
+
+        Only the last step gets memory figures, and the bytes sent since the last read.
+        """
         self._read_at = monotonic()
         arrived = self._readings.take(wait=wait)
         if not arrived:
@@ -249,35 +247,22 @@ class TrainingProgress:
             self._row.loss = sum(losses) if losses else None
             self._row.norm = norm
             self._row.lr = lr
-            if self._monitor is not None:
-                self._monitor.write(self._figures(step, speed, is_last=step is last), {})
-
-    def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
-        """Return the figures of a step, whose loss, norm and learning rate are in the row.
-
-        Only the last step that arrived gets memory figures, and the bytes sent since the last read.
-        """
-        counted: dict[str, Any] = {}
-        if is_last:
-            counted["sent"] = self._sent.take(self._sharded.comm_report(clear=False))
-            counted["memory"] = self._sharded.memory_report()
-            counted["peak"] = peak_nbytes(self._row.device)
-            counted["reserved"] = reserved_nbytes(self._row.device)
-        if self._sizes.tokens is not None:
-            counted["tokens_per_second"] = speed * self._sizes.tokens
-        return StepFigures(
-            step=step.number,
-            samples=step.samples,
-            loss=math.nan if self._row.loss is None else self._row.loss,
-            lr=self._row.lr,
-            loss_scale=step.loss_scale,
-            grad_norm=self._row.norm,
-            applied=step.applied,
-            has_loss=step.losses > 0,
-            samples_per_second=speed,
-            at=step.at,
-            **counted,
-        )
+            if self._monitor is None:
+                continue
+            figures = replace(step, lr=lr, grad_norm=norm, samples_per_second=speed)
+            if losses:
+                figures = replace(figures, loss=sum(losses))
+            if self._sizes.tokens is not None:
+                figures = replace(figures, tokens_per_second=speed * self._sizes.tokens)
+            if step is last:
+                figures = replace(
+                    figures,
+                    sent=self._sent.take(self._sharded.comm_report(clear=False)),
+                    memory=self._sharded.memory_report(),
+                    peak=peak_nbytes(self._row.device),
+                    reserved=reserved_nbytes(self._row.device),
+                )
+            self._monitor.write(figures, {})
 
     def print(self, *values: object) -> None:
         """Print to stdout on rank 0, above the progress line."""

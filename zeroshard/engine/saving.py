@@ -24,7 +24,6 @@ from zeroshard.formats.consolidated import written
 from zeroshard.layout.named_parameter import name_of
 from zeroshard.optim.loss_scaler import DynamicLossScaler
 from zeroshard.optim.lr_schedules import load_schedule
-from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.torch_private import is_distributed
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -43,7 +42,6 @@ class Saving(Readers):
     skipped_steps: int
     _microbatches: Microbatches
     _progress: Progress
-    _step_of_shards: ShardedStep
     _whole_adapters: ExitStack
 
     def save_checkpoint(
@@ -66,7 +64,7 @@ class Saving(Readers):
             save_latest, asynchronous, keep_last: see `Sharded.save`. The first `step` after an asynchronous save has
                 failed raises the save's error.
         """
-        self._reshard_adapters()
+        self._whole_adapters.close()
         tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         self._sharded.save(
             save_dir, tag, self._values_to_save(client_state), save_latest=save_latest, within_step=True,
@@ -106,7 +104,7 @@ class Saving(Readers):
             (the checkpoint's folder, client_state). If no tag is given and the folder has no file `latest`, as in a job's
             first run: (None, None), with a warning, even with `fall_back`.
         """
-        self._reshard_adapters()
+        self._whole_adapters.close()
         if tag is None:
             folder = Path(load_dir)
             # A folder of one checkpoint counts too, so that the load's error names the right folder.
@@ -141,7 +139,7 @@ class Saving(Readers):
         if hasattr(self.lr_scheduler, "state_dict"):
             values["lr_scheduler"] = self.lr_scheduler.state_dict()
         if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
-            values["data"] = self.training_dataloader.state_of_step()  # a load restarts this step
+            values["data"] = self.training_dataloader.state_of_step  # a load restarts this step
         elif hasattr(self.training_dataloader, "state_dict"):
             values["data"] = self.training_dataloader.state_dict()
         return values
@@ -155,7 +153,7 @@ class Saving(Readers):
             load_schedule(self.lr_scheduler, values["lr_scheduler"])
         if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):
             self.loss_scaler.load(values.get("loss_scaler", {}))
-            self._step_of_shards.loss_scale = self.loss_scaler.scale
+            self._sharded.sharded_step.loss_scale = self.loss_scaler.scale
         if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(values["data"])
 
@@ -248,8 +246,12 @@ class Saving(Readers):
         A PEFT model's adapters stay whole until the next use of the engine, since PEFT reads them while it saves on
         rank 0 only.
         """
-        self._reshard_adapters()
-        kept = self._in_adapters_files() if exclude_frozen_parameters else frozenset()
+        self._whole_adapters.close()
+        kept: set[str] = set()
+        if exclude_frozen_parameters:
+            live = self._sharded.checkpoints.live
+            in_files = {fqn for names in (describe(live).adapters or {}).values() for fqn in names.values()}
+            kept = {name for unit in live.units for entry in unit.named if entry.fqn in in_files for name in entry.fqns}
         if self._sharded.policy.parameters.sharded:
             with torch.no_grad():  # without a graph, no hooks on saved tensors stay behind
                 self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
@@ -259,10 +261,6 @@ class Saving(Readers):
         return self._without_frozen(state, kept) if exclude_frozen_parameters else state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name under tensor parallelism
-
-    def _reshard_adapters(self) -> None:
-        """Reshard the adapters that `_zero3_consolidated_16bit_state_dict` left whole."""
-        self._whole_adapters.close()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a complete state dict into the model and its master weights. Every rank must call it."""
@@ -280,12 +278,6 @@ class Saving(Readers):
     def _without_frozen(self, state: dict[str, Tensor], kept: Set[str] = frozenset()) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in state.items() if name in kept or name not in frozen}
-
-    def _in_adapters_files(self) -> Set[str]:
-        """Return all names of the parameters that a PEFT model's adapters save. Every rank must call it."""
-        live = self._sharded.checkpoints.live
-        fqns = {fqn for names in (describe(live).adapters or {}).values() for fqn in names.values()}
-        return {name for unit in live.units for entry in unit.named if entry.fqn in fqns for name in entry.fqns}
 
 
 class _OnRank0(dict[str, Tensor]):

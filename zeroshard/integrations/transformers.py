@@ -67,24 +67,6 @@ class Settings:
     shard_arguments: Mapping[str, Any]
     autocast_dtype: torch.dtype | None = None
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, as gradients in fp16 require."""
-        return torch.float16 in (self.precision.param_dtype, self.autocast_dtype)
-
-    @property
-    def skips_steps_that_are_not_finite(self) -> bool:
-        """Whether steps with gradients that are not finite are skipped: yes, unless a bf16 config allows them."""
-        return self.config is None or self.config.skips_steps_that_are_not_finite
-
-    def create_loss_scaler(self) -> LossScaler:
-        """Make the config's loss scaler; without one, a dynamic scaler under fp16, otherwise a scale of 1."""
-        if self.config is not None and self.config.scales_loss:
-            return create_loss_scaler(self.config)
-        if self.precision.param_dtype is torch.float16:
-            return DynamicLossScaler()
-        return StaticLossScaler()
-
 
 def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: int = 1) -> Settings:
     """Resolve `zero` together with transformers' TrainingArguments.
@@ -378,8 +360,11 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
         return model.state_dict()
     kept = set[int]()
     if adapters_alone:
-        kept = _embeddings(model)
-        kept |= {id(parameter) for parameter in adapter_parameters(model)}
+        kept = {id(parameter) for parameter in adapter_parameters(model)}
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            module = getattr(model, get, lambda: None)()
+            if isinstance(module, nn.Module):  # PEFT saves embeddings with an adapter if they were changed
+                kept |= {id(parameter) for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -396,12 +381,6 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
     if sharded.rank != 0:
         return {}
     return whole
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the embeddings' parameters, which PEFT saves with an adapter if they were changed."""
-    modules = [getattr(model, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
-    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
@@ -508,11 +487,16 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         )  # fmt: skip
         if settings.policy.parameters.sharded and compiled_call_of(model) is None:
             generate_together(self.sharded)
-        scaler = settings.create_loss_scaler()
+        config = settings.config
+        scaler: LossScaler = StaticLossScaler()
         self.accelerator.scaler = None
-        if settings.scales_loss:
+        if torch.float16 in (settings.precision.param_dtype, settings.autocast_dtype):
+            scaler = DynamicLossScaler()
+            if config is not None and config.scales_loss:
+                scaler = create_loss_scaler(config)
             self.accelerator.scaler = LossScale(scaler)
-        self.optimizer = OuterOptimizer(self.sharded, scaler, skips=settings.skips_steps_that_are_not_finite)
+        skips = config is None or config.skips_steps_that_are_not_finite
+        self.optimizer = OuterOptimizer(self.sharded, scaler, skips=skips)
         self._outer = OuterModel(model, self.sharded, settings)
         return self._outer
 
@@ -569,19 +553,17 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
         All ranks gather the values here, since transformers before 5.23 calls `_save` only on the rank that writes.
         """
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.sharded is not None and self.sharded.policy.parameters.sharded:
+            # On the rank that writes, PEFT runs prompt encoders and makes state dicts.
+            whole = unsharded(adapter_parameters(self.model))
         try:
-            with self._adapters_whole():
+            with whole:
                 if self.sharded is not None:
                     self._whole = whole_state_dict(self.sharded, adapters_alone=self._is_adapted)
                 super().save_model(output_dir, _internal_call)
         finally:
             self._whole = None
-
-    def _adapters_whole(self) -> AbstractContextManager[None]:
-        """Unshard adapters in the block, since PEFT runs prompt encoders and makes state dicts on the rank that writes."""
-        if self.sharded is None or not self.sharded.policy.parameters.sharded:
-            return nullcontext()
-        return unsharded(adapter_parameters(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None:

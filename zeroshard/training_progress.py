@@ -100,18 +100,18 @@ class TrainingProgress:
     def __init__(self, trained: Engine | Sharded, sizes: Sizes, begin: int, log: Path | None) -> None:
         self._engine: Engine | None = None
         self._steps = begin
-        self._samples = begin * (sizes.samples or 0)
+        samples = begin * (sizes.samples or 0)
         if isinstance(trained, Engine):
             self._engine = trained
             self._sharded: Sharded = trained._sharded
             self._steps = trained.global_steps
-            self._samples = trained.global_samples
+            samples = trained.global_samples
         else:
             self._sharded = trained
         self._sizes = sizes
         self._log = log
         self._display: Display = self._sharded.display
-        self._row = TrainingRow(self._sharded, sizes, self._steps, self._samples, self._display)
+        self._row = TrainingRow(self._sharded, sizes, self._steps, samples, self._display)
         self._readings: Readings[StepFigures] = Readings()
         self._monitor: JsonLinesMonitor | None = None
         self._sent = Sent(self._sharded.comm_report(clear=False))
@@ -128,7 +128,7 @@ class TrainingProgress:
                 exits.callback(self._monitor.close)
             self._is_heard = self._display.is_on or self._monitor is not None
             self._read_at = self._arrived_at = monotonic()
-            self._arrived_samples = self._samples
+            self._arrived_samples = self._row.samples
             exits.enter_context(self._display.shown(self._row, stays=True))
             self._exits = exits.pop_all()
             self._was_entered = True
@@ -187,46 +187,41 @@ class TrainingProgress:
                 )
         if samples is None:
             samples = self._sizes.samples or 0
-        self._samples += samples
         losses = []
         if loss is not None:
             losses.append(loss)
         rate = self._sharded.optimizer.param_groups[0].get("lr")  # a tensor is read later, when its copy has arrived
         if rate is None:
             rate = math.nan
-        self._take(losses, norm, rate, loss_scale, applied)
+        report = StepReport(applied, norm=norm, loss_scale=loss_scale)
+        self._hear(report, self._steps + 1, self._row.samples + samples, rate, losses)
 
-    def _hear(self, report: StepReport, step: int, samples: int, lr: float, losses: Sequence[Tensor]) -> None:
-        self._steps = step - 1
-        self._samples = samples
-        self._take(losses, report.norm, lr, report.loss_scale, report.applied)
-
-    def _take(
-        self, losses: Sequence[float | Tensor], norm: float | Tensor | None, lr: float | Tensor, loss_scale: float,
-        applied: bool,
-    ) -> None:  # fmt: skip
-        self._steps += 1
+    def _hear(
+        self, report: StepReport, step: int, samples: int, lr: float | Tensor, losses: Sequence[float | Tensor]
+    ) -> None:
+        self._steps = step
+        self._row.samples = samples
         if not self._is_heard:
             return
-        self._row.samples = self._samples
-        self._row.done = self._steps - 1
+        self._row.done = step - 1
         self._row.advance(1)
         if self._monitor is None:
             self._readings.forget_waiting()  # the line shows only the last step
+        norm = report.norm
         if norm is None:
             norm = math.nan
-        step = StepFigures(
-            step=self._steps,
-            samples=self._samples,
+        figures = StepFigures(
+            step=step,
+            samples=samples,
             loss=math.nan,  # this and the other figures that are NaN here follow in `_read`
             lr=math.nan,
-            loss_scale=loss_scale,
+            loss_scale=report.loss_scale,
             grad_norm=math.nan,
-            applied=applied,
+            applied=report.applied,
             has_loss=bool(losses),
             samples_per_second=math.nan,
         )
-        self._readings.add(step, [*losses, norm, lr])
+        self._readings.add(figures, [*losses, norm, lr])
         if monotonic() - self._read_at >= READ_SECONDS:
             self._read()
 

@@ -65,26 +65,23 @@ class Saving(Readers):
                 failed raises the save's error.
         """
         self._whole_adapters.close()
-        tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
-        self._sharded.save(
-            save_dir, tag, self._values_to_save(client_state), save_latest=save_latest, within_step=True,
-            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
-            node_local=self._schema.checkpoint.use_node_local_storage,
-        )  # fmt: skip
-        return True
-
-    def _agree_on_tag(self, tag: str) -> str:
-        """Return rank 0's tag. If ranks name different tags, raise or warn as the config requires."""
-        tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
-        validation = self._schema.checkpoint.tag_validation
+        if tag is None:
+            tag = f"global_step{self.global_steps}"
+        tags = self._sharded.exchange_json(str(tag), "the tag of a checkpoint")
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+        validation = self._schema.checkpoint.tag_validation
         if other is not None and validation != "Ignore":
             what = f'the ranks name different tags: rank 0 "{tags[0]}", rank {other} "{tags[other]}"'
             if validation == "Fail":
                 raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
             if self._sharded.rank == 0:
-                warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=3)
-        return str(tags[0])
+                warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=2)
+        self._sharded.save(
+            save_dir, tags[0], self._values_to_save(client_state), save_latest=save_latest, within_step=True,
+            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
+            node_local=self._schema.checkpoint.use_node_local_storage,
+        )  # fmt: skip
+        return True
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
@@ -118,10 +115,22 @@ class Saving(Readers):
             random=not load_module_only, fall_back=fall_back, node_local=self._schema.checkpoint.use_node_local_storage,
         )  # fmt: skip
         self._microbatches.start_step()
-        if not load_module_only:
-            self._load_values(loaded.values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
-            self._progress.start_at(self.global_samples)
-        return str(loaded.path), loaded.values.get("client_state", {})
+        values = loaded.values
+        client_state = values.get("client_state", {})
+        if load_module_only:
+            return str(loaded.path), client_state
+        for name in _COUNTERS:
+            setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
+        self.micro_steps = self.global_steps * self.resolved.batch.accumulation
+        if load_lr_scheduler_states and values.get("lr_scheduler") and self.lr_scheduler is not None:
+            load_schedule(self.lr_scheduler, values["lr_scheduler"])
+        if load_optimizer_states and isinstance(self.loss_scaler, DynamicLossScaler):
+            self.loss_scaler.load(values.get("loss_scaler", {}))
+            self._sharded.sharded_step.loss_scale = self.loss_scaler.scale
+        if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(values["data"])
+        self._progress.start_at(self.global_samples)
+        return str(loaded.path), client_state
 
     def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return a checkpoint's values other than model states. An object without a `state_dict` becomes None."""
@@ -143,19 +152,6 @@ class Saving(Readers):
         elif hasattr(self.training_dataloader, "state_dict"):
             values["data"] = self.training_dataloader.state_dict()
         return values
-
-    def _load_values(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
-        """Restore the values of `_values_to_save`; the scheduler and the loss scaler only on request."""
-        for name in _COUNTERS:
-            setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
-        self.micro_steps = self.global_steps * self.resolved.batch.accumulation
-        if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
-            load_schedule(self.lr_scheduler, values["lr_scheduler"])
-        if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):
-            self.loss_scaler.load(values.get("loss_scaler", {}))
-            self._sharded.sharded_step.loss_scale = self.loss_scaler.scale
-        if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
-            self.training_dataloader.load_state_dict(values["data"])
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.

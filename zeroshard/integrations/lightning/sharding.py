@@ -19,8 +19,6 @@ from torch import nn
 from zeroshard.config.fields import Kind, is_off
 from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.policy import Policy, Units
 from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharding.shard import shard
@@ -126,25 +124,6 @@ class ShardingStrategy:
         config = self._resolve(model, optimizers[0] if optimizers else None, facts)
         self._checkpointer = Checkpointer.of(config, model)
         return shard(model, optimizers or None, config.policy, precision=config.precision, **config.shard_arguments)
-
-    def _optimizer_of_config(self, model: nn.Module, facts: Facts) -> torch.optim.Optimizer | None:
-        """Make the config's optimizer, or return None if it names none."""
-        if self._config is None:
-            return None
-        block = self._resolve(model, None, facts).schema.optimizer
-        if block is None:
-            return None
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return create_optimizer(block, trained, model)
-
-    def _scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
-        """Make the config's scheduler, which steps with the optimizer, or return None if it names none."""
-        if self._config is None:
-            return None
-        schema = self._resolve(None, sharded.optimizer, facts).schema
-        if schema.scheduler is None:
-            return None
-        return create_scheduler(schema.scheduler, sharded.optimizer, schema.min_lr)
 
     def _resolve(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Config:
         assert self._config is not None

@@ -19,6 +19,8 @@ from zeroshard.construction.sharded_init import sharded_init
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
 from zeroshard.integrations.lightning.sharding import Facts, ShardingStrategy, trainer_class
+from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.sharding.sharded import Sharded
 
 _DDPStrategy: Any = trainer_class("strategies", "DDPStrategy")
@@ -105,14 +107,18 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
         if self._config is not None:
             facts = replace(facts, steps=trainer.estimated_stepping_batches)
         if type(self.optimizers[0]).__name__ == "_MockOptimizer":  # Lightning's value for None
-            chosen = self._optimizer_of_config(self.model, facts)
-            if chosen is None:
+            block = None
+            if self._config is not None:
+                block = self._resolve(self.model, None, facts).schema.optimizer
+            if block is None:
                 raise UsageError("configure_optimizers returned None: return an optimizer, or name one in the config.")
-            self.optimizers = [chosen]
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizers = [create_optimizer(block, trained, self.model)]
         self.sharded = self._shard(self.model, self.optimizers, facts)
-        if not self.lr_scheduler_configs:
-            scheduler = self._scheduler_of_config(self.sharded, facts)
-            if scheduler is not None:
+        if self._config is not None and not self.lr_scheduler_configs:
+            schema = self._resolve(None, self.sharded.optimizer, facts).schema
+            if schema.scheduler is not None:
+                scheduler = create_scheduler(schema.scheduler, self.sharded.optimizer, schema.min_lr)
                 self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:

@@ -101,14 +101,13 @@ class Progress:
 
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
         self._sharded = sharded
-        self._schema = config.schema
+        self._schema = schema = config.schema
         self._batch = config.batch
         kept = {key: value for key, value in config.document.items() if key not in _PRIVATE}
         self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
-        schema = config.schema
         self._every = schema.steps_per_print
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # with a breakdown and no interval, each step prints a line
@@ -116,31 +115,25 @@ class Progress:
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
         if self._is_monitored:
-            self._monitors = self._make_monitors()
+            problem = None
+            if self._rank == 0:
+                try:
+                    self._monitors = create_monitors(schema, lambda: about(sharded) | self._config)
+                except ZeroshardError as error:
+                    problem = str(error)
+                except Exception as error:
+                    problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
+            problems = sharded.exchange_json(problem, "the config's monitors")  # so that every rank raises
+            if any(problems):
+                raise ConfigError(next(filter(None, problems)))
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        if self._schema.wall_clock_breakdown:
+        if schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
         self.losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # bytes sent until now belong to no step
         self._watchers: list[Watcher] = []
         self._tokens: int | None = None  # per sample
         self.start_at(0)
-
-    def _make_monitors(self) -> list[Monitor]:
-        """Make the monitors on rank 0. Every rank must call it, and raises ConfigError if rank 0 cannot make them."""
-        made: list[Monitor] = []
-        problem = None
-        if self._rank == 0:
-            try:
-                made = create_monitors(self._schema, lambda: about(self._sharded) | self._config)
-            except ZeroshardError as error:
-                problem = str(error)
-            except Exception as error:
-                problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
-        problems = self._sharded.exchange_json(problem, "the config's monitors")
-        if any(problems):
-            raise ConfigError(next(filter(None, problems)))
-        return made
 
     # ------------------------------------------------------------------ during a step
 

@@ -309,7 +309,16 @@ class TrainingRow(Row):
             parts.append(f"lr {self.lr:.2e}")
         if not math.isnan(self.norm):
             parts.append(f"norm {self.norm:.3g}")
-        return [*parts, *self._throughput(), self._states()]
+        now = monotonic()
+        if now - self._counted_at >= MEMORY_SECONDS:
+            self._counted_at = now
+            report = self._sharded.memory_report()
+            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
+            self._memory = f"states {_mib(states)}"
+            peak = peak_nbytes(self.device)
+            if peak:
+                self._memory += f", peak {_mib(peak)}"
+        return [*parts, *self._throughput(), self._memory]
 
     def note(self, now: float) -> None:
         super().note(now)
@@ -331,18 +340,6 @@ class TrainingRow(Row):
             ranks = self._sharded._context.everyone.world_size  # ranks that divide tensors compute too
             parts.append(f"MFU {speed * flops / (self._peak_flops * ranks):.1%}")
         return parts
-
-    def _states(self) -> str:
-        now = monotonic()
-        if now - self._counted_at >= MEMORY_SECONDS:
-            self._counted_at = now
-            report = self._sharded.memory_report()
-            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
-            self._memory = f"states {_mib(states)}"
-            peak = peak_nbytes(self.device)
-            if peak:
-                self._memory += f", peak {_mib(peak)}"
-        return self._memory
 
 
 def _short(number: float) -> str:

@@ -261,7 +261,7 @@ class Engine(Saving, nn.Module):
         self.skipped_steps += not applied
         self.global_steps += 1
         if isinstance(self.training_dataloader, StatefulLoader):
-            self.training_dataloader.begin_step()
+            self.training_dataloader.state_of_step = self.training_dataloader.state_dict()
         if applied and self.lr_scheduler is not None:  # after the counts: a schedule may raise
             move_schedule()
         reason = None

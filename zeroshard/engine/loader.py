@@ -99,10 +99,6 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.position = 0
         self._shard.epoch += 1
 
-    def begin_step(self) -> None:
-        """Mark the next batch as the first of a step."""
-        self.state_of_step = self.state_dict()
-
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data."""
         return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}

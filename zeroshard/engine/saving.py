@@ -39,7 +39,6 @@ class Saving(Readers):
     global_steps: int
     micro_steps: int
     global_samples: int
-    skipped_steps: int
     _microbatches: Microbatches
     _progress: Progress
     _whole_adapters: ExitStack

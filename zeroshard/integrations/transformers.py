@@ -313,7 +313,7 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`: whether transformers must run equally many forwards on all ranks.
+    """The value of `_is_fsdp_managed_module`: whether `generate` must run equally many forwards on all ranks.
 
     It is true as long as forwards need to gather parameters. A copied or pickled model gets False.
     """
@@ -327,17 +327,6 @@ class NeedsOtherRanks:
 
     def __reduce__(self) -> Any:  # copy.deepcopy and pickle call this
         return bool, ()
-
-
-def generate_together(sharded: Sharded) -> None:
-    """Make `generate` of transformers' models run on all ranks until the last one is done, while parameters are sharded.
-
-    Do not call it for compiled models: torch.compile treats a module with `_is_fsdp_managed_module` as a module of FSDP.
-    """
-    answer: Any = NeedsOtherRanks(sharded)
-    for module in sharded.model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
-            module._is_fsdp_managed_module = answer
 
 
 def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
@@ -486,7 +475,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             elementwise=looks_at_whole_parameters(type(self.optimizer)) is False, **settings.shard_arguments,
         )  # fmt: skip
         if settings.policy.parameters.sharded and compiled_call_of(model) is None:
-            generate_together(self.sharded)
+            # torch.compile would treat a module with this attribute as a module of FSDP.
+            needs_other_ranks: Any = NeedsOtherRanks(self.sharded)
+            for module in model.modules():
+                if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
+                    module._is_fsdp_managed_module = needs_other_ranks
         config = settings.config
         scaler: LossScaler = StaticLossScaler()
         self.accelerator.scaler = None
@@ -531,7 +524,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus` at stage 3, since `generate_together` is not for compiled models."""
+        """Predict with `synced_gpus` at stage 3, since compiled models do not get `NeedsOtherRanks`."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)

@@ -75,8 +75,25 @@ class Saving(Readers):
                 raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
             if self._sharded.rank == 0:
                 warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=2)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise UsageError(
+                f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
+            )
+        values: dict[str, Any] = {
+            "engine": {name: getattr(self, name) for name in _COUNTERS},
+            "lr_scheduler": None,
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "data": None,
+            "client_state": dict(client_state or {}),
+        }
+        if hasattr(self.lr_scheduler, "state_dict"):
+            values["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
+            values["data"] = self.training_dataloader.state_of_step  # a load restarts this step
+        elif hasattr(self.training_dataloader, "state_dict"):
+            values["data"] = self.training_dataloader.state_dict()
         self._sharded.save(
-            save_dir, tags[0], self._values_to_save(client_state), save_latest=save_latest, within_step=True,
+            save_dir, tags[0], values, save_latest=save_latest, within_step=True,
             exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
             node_local=self._schema.checkpoint.use_node_local_storage,
         )  # fmt: skip
@@ -130,27 +147,6 @@ class Saving(Readers):
             self.training_dataloader.load_state_dict(values["data"])
         self._progress.start_at(self.global_samples)
         return str(loaded.path), client_state
-
-    def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return a checkpoint's values other than model states. An object without a `state_dict` becomes None."""
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise UsageError(
-                f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
-            )
-        values: dict[str, Any] = {
-            "engine": {name: getattr(self, name) for name in _COUNTERS},
-            "lr_scheduler": None,
-            "loss_scaler": dict(vars(self.loss_scaler)),
-            "data": None,
-            "client_state": dict(client_state or {}),
-        }
-        if hasattr(self.lr_scheduler, "state_dict"):
-            values["lr_scheduler"] = self.lr_scheduler.state_dict()
-        if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
-            values["data"] = self.training_dataloader.state_of_step  # a load restarts this step
-        elif hasattr(self.training_dataloader, "state_dict"):
-            values["data"] = self.training_dataloader.state_dict()
-        return values
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.

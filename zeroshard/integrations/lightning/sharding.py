@@ -107,7 +107,8 @@ class ShardingStrategy:
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's names: "zeroshard" (stage 2), and one for each of the stages 1 to 3."""
-        for name, stage in (("zeroshard", 2), *((f"zeroshard_stage_{stage}", stage) for stage in (1, 2, 3))):
+        names = {"zeroshard": 2, "zeroshard_stage_1": 1, "zeroshard_stage_2": 2, "zeroshard_stage_3": 3}
+        for name, stage in names.items():
             strategy_registry.register(
                 name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
             )

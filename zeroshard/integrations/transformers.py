@@ -149,29 +149,26 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         raise ConfigError(
             "ZeroTrainer saves to a folder that all ranks can read: leave checkpoint.use_node_local_storage out, or use an engine."
         )
-    said: dict[str, tuple[Any, Any, str]] = {}
+    said: list[tuple[str, Any, str]] = []  # a key, its value, and the name of the argument that means the same
     if config.names_batch_size:
-        said["train_micro_batch_size_per_gpu"] = (
-            config.batch.micro, args.per_device_train_batch_size, "per_device_train_batch_size",
-        )  # fmt: skip
+        said.append(("train_micro_batch_size_per_gpu", config.batch.micro, "per_device_train_batch_size"))
     if config.names_accumulation:
-        said["gradient_accumulation_steps"] = (
-            config.batch.accumulation, args.gradient_accumulation_steps, "gradient_accumulation_steps",
-        )  # fmt: skip
+        said.append(("gradient_accumulation_steps", config.batch.accumulation, "gradient_accumulation_steps"))
     if "gradient_clipping" in schema.model_fields_set:
-        said["gradient_clipping"] = (schema.gradient_clipping, args.max_grad_norm, "max_grad_norm")
+        said.append(("gradient_clipping", schema.gradient_clipping, "max_grad_norm"))
     for name in ("fp16", "bf16"):
         block = getattr(schema, name)
         if "enabled" in block.model_fields_set:
-            said[f"{name}.enabled"] = (block.enabled, getattr(args, name), name)
+            said.append((f"{name}.enabled", block.enabled, name))
     if schema.optimizer is not None:
         params = schema.optimizer.params
-        names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-        said |= {f"optimizer.params.{k}": (params[k], getattr(args, n), n) for k, n in names.items() if k in params}
+        for key, name in (("lr", "learning_rate"), ("eps", "adam_epsilon"), ("weight_decay", "weight_decay")):
+            if key in params:
+                said.append((f"optimizer.params.{key}", params[key], name))
     different = [
-        f"  {key} = {there!r}, and {name}={here!r} in TrainingArguments"
-        for key, (there, here, name) in said.items()
-        if there != here
+        f"  {key} = {there!r}, and {name}={getattr(args, name)!r} in TrainingArguments"
+        for key, there, name in said
+        if there != getattr(args, name)
     ]
     if different:
         raise ConfigError(

@@ -58,13 +58,12 @@ class Launch:
     port: int
 
 
-def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Read the launcher's environment. Return None if it names at most one rank.
+def read_launch(env: Mapping[str, str] | None = None) -> Launch | None:
+    """Read the launcher's environment (default: this process's own). Return None if it names at most one rank.
 
     Raises:
         UsageError: the variables are incomplete, invalid or contradictory, or this process is a Slurm batch script.
     """
-    env = environment
     if env is None:
         env = os.environ
     if "WORLD_SIZE" in env:

@@ -84,6 +84,7 @@ class Microbatches:
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:
             self._sharded.end_backward()  # the user's backward reached no parameter on this rank, or there was none
+        # Without a backward of its own, the engine assumes the caller's, even if torch reported none.
         if ended > self._own_here or not self._own_here:
             self._had_users = True
         if ends_step and not self._is_reduced:

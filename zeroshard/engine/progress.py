@@ -197,7 +197,7 @@ class Progress:
         self.losses = []
         for watcher in self._watchers:
             watcher(report, step, samples, lr, losses)
-        # The answer is the same on every rank, since all ranks send their losses.
+        # Every rank gets the same answer: below, either all ranks exchange their losses, or none does.
         prints = self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
         if not (self._is_monitored or prints):
             return

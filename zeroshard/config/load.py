@@ -201,7 +201,7 @@ class Config:
             numel = min(numel, self.batch.world_size * largest_shard_numel(self.policy.offload_optimizer))
         if self.policy.parameters.place is Place.DISK:
             numel = min(numel, self.batch.world_size * self.policy.offload_parameters.buffer_numel)
-        return max(numel, 1)
+        return numel
 
     @property
     def overlap(self) -> bool:

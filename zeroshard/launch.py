@@ -58,57 +58,52 @@ class Launch:
     port: int
 
 
-def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
-    """Read the launcher's environment. Return None if it names at most one rank.
+def read_launch(env: Mapping[str, str] | None = None) -> Launch | None:
+    """Read the launcher's environment (default: this process's own). Return None if it names at most one rank.
 
     Raises:
         UsageError: the variables are incomplete, invalid or contradictory, or this process is a Slurm batch script.
     """
-    env = environment
     if env is None:
         env = os.environ
     if "WORLD_SIZE" in env:
-        return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
+        return _launch(env, _TORCHRUN)
     if {_OPEN_MPI.size, _OPEN_MPI.rank} & env.keys():
-        return _read_mpi(env, _OPEN_MPI)
+        return _launch(env, _OPEN_MPI)
     if {_PMI.size, _PMI.rank} & env.keys() and (_PMI.local_rank in env or "SLURM_PROCID" not in env):
-        return _read_mpi(env, _PMI)
+        return _launch(env, _PMI)
     if "SLURM_PROCID" in env:
         return _read_slurm(env)
     if "RANK" in env:  # raises if the rank is above 0, since WORLD_SIZE is missing
-        return _launch(env, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", env.get("MASTER_ADDR"))
+        return _launch(env, _TORCHRUN)
     return None
 
 
-class _Mpi(NamedTuple):
-    """The names of the variables that one implementation of MPI sets."""
+class _Variables(NamedTuple):
+    """The names of the environment variables that a launcher sets."""
 
-    name: str
+    launcher: str
     rank: str
     size: str
     local_rank: str
-    local_size: str
+    local_size: str = ""
+    """The number of ranks on this machine, if the launcher sets it."""
 
 
-_OPEN_MPI = _Mpi(
+_TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_OPEN_MPI = _Variables(
     "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 )  # fmt: skip
-_PMI = _Mpi("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
-def _read_mpi(env: Mapping[str, str], mpi: _Mpi) -> Launch | None:
-    address = env.get("MASTER_ADDR")
-    if not address and mpi.size in env and env.get(mpi.local_size) == env[mpi.size]:  # one machine
-        address = "127.0.0.1"
-    return _launch(env, mpi.name, mpi.rank, mpi.size, mpi.local_rank, address)
+_PMI = _Variables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = _Variables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 def _read_slurm(env: Mapping[str, str]) -> Launch | None:
-    count = "SLURM_NTASKS"
+    variables = _SLURM
     if "SLURM_STEP_NUM_TASKS" in env:
-        count = "SLURM_STEP_NUM_TASKS"
+        variables = _SLURM._replace(size="SLURM_STEP_NUM_TASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    launch = _launch(env, "Slurm", "SLURM_PROCID", count, "SLURM_LOCALID", env.get("MASTER_ADDR"))
+    launch = _launch(env, variables)
     is_batch_script = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env and "MASTER_ADDR" not in env
     if launch is not None and is_batch_script:
         raise UsageError(
@@ -120,9 +115,8 @@ def _read_slurm(env: Mapping[str, str]) -> Launch | None:
     return launch
 
 
-def _launch(
-    env: Mapping[str, str], launcher: str, rank: str, size: str, local: str, address: str | None
-) -> Launch | None:
+def _launch(env: Mapping[str, str], variables: _Variables) -> Launch | None:
+    launcher, rank, size, local, local_size = variables
     world_size = _number(env, size, 1)
     own = _number(env, rank, 0)
     if own and size not in env:
@@ -141,7 +135,10 @@ def _launch(
     local_rank = None
     if local in env:
         local_rank = _number(env, local, 0)
-    return Launch(launcher, own, world_size, local_rank, address or None, _port(env))
+    address = env.get("MASTER_ADDR") or None
+    if address is None and env.get(local_size) == env[size]:  # one machine
+        address = "127.0.0.1"
+    return Launch(launcher, own, world_size, local_rank, address, _port(env))
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
@@ -229,7 +226,7 @@ def init_distributed(
     elif not dist.is_initialized():
         backend = backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
-        atexit.register(_leave_in, os.getpid())
+        atexit.register(_leave_ranks, os.getpid())
 
 
 def join_ranks(
@@ -290,7 +287,7 @@ def join_ranks(
         raise UsageError(
             f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. {advice}"
         ) from error
-    atexit.register(_leave_in, os.getpid())
+    atexit.register(_leave_ranks, os.getpid())
 
 
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:
@@ -313,11 +310,6 @@ def mark_use() -> None:
     if _MARK in os.environ:
         with contextlib.suppress(OSError):  # the launcher is gone
             Path(os.environ[_MARK]).touch()
-
-
-def _leave_in(process: int) -> None:
-    if os.getpid() == process:  # not in a forked child
-        leave_ranks()
 
 
 def _meeting_point(launch: Launch) -> str:
@@ -351,13 +343,13 @@ def unknown_address(launch: Launch) -> str | None:
     return None
 
 
-def leave_ranks() -> None:
-    """Destroy torch.distributed's groups when the process ends, within a time limit: another rank may be dead.
+def _leave_ranks(process: int) -> None:
+    """Destroy torch.distributed's groups when this process ends, within a time limit: another rank may be dead.
 
     Without this call, the process may abort at its end, since a backend thread calls Python after the interpreter has ended.
     While the backend waits for collectives that have begun, it holds the GIL: only faulthandler can enforce the limit.
     """
-    if not dist.is_initialized():
+    if os.getpid() != process or not dist.is_initialized():  # a forked child inherits this call
         return
     with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may not be a file: then there is no limit
         faulthandler.dump_traceback_later(_LEAVE_SECONDS, exit=True)

@@ -139,7 +139,7 @@ class Wire:
     @property
     def is_lossy(self) -> bool:
         """Whether any communication is lossy."""
-        return self != EXACT
+        return self.gradients is not None
 
     def __str__(self) -> str:
         return f"gradients across hosts {self.gradients}" if self.is_lossy else "nothing"
@@ -193,7 +193,6 @@ class Policy:
 
     def __post_init__(self) -> None:
         self._refuse_hosts()
-        self._refuse_wire()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
                 "parameters are sharded but gradients are not: the gradient of a sharded parameter has no whole buffer. "
@@ -253,7 +252,6 @@ class Policy:
                 "them in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
             )
 
-    def _refuse_wire(self) -> None:
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
                 "gradients are to be quantised between hosts (in a config, zero_optimization.zero_quantized_gradients), "

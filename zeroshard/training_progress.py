@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -95,36 +94,25 @@ class Sizes:
     peak_flops: float | None
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The figures of a step that are known at once; others arrive later."""
-
-    number: int
-    samples: int
-    at: float
-    loss_scale: float
-    applied: bool
-
-
 class TrainingProgress:
     """The progress of a training run: the context manager that `progress` returns."""
 
     def __init__(self, trained: Engine | Sharded, sizes: Sizes, begin: int, log: Path | None) -> None:
         self._engine: Engine | None = None
         self._steps = begin
-        self._samples = begin * (sizes.samples or 0)
+        samples = begin * (sizes.samples or 0)
         if isinstance(trained, Engine):
             self._engine = trained
             self._sharded: Sharded = trained._sharded
             self._steps = trained.global_steps
-            self._samples = trained.global_samples
+            samples = trained.global_samples
         else:
             self._sharded = trained
         self._sizes = sizes
         self._log = log
         self._display: Display = self._sharded.display
-        self._row = TrainingRow(self._sharded, sizes, self._steps, self._samples, self._display)
-        self._readings: Readings[_Step] = Readings()
+        self._row = TrainingRow(self._sharded, sizes, self._steps, samples, self._display)
+        self._readings: Readings[StepFigures] = Readings()
         self._monitor: JsonLinesMonitor | None = None
         self._sent = Sent(self._sharded.comm_report(clear=False))
         self._exits = ExitStack()
@@ -134,15 +122,13 @@ class TrainingProgress:
     def __enter__(self) -> Self:
         with ExitStack() as exits:
             if self._engine is not None:
-                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens))
-                if self._log is not None:
-                    exits.enter_context(self._engine._progress.also_to(self._log))
+                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens, self._log))
             elif self._log is not None and self._display.speaks:
                 self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
                 exits.callback(self._monitor.close)
             self._is_heard = self._display.is_on or self._monitor is not None
             self._read_at = self._arrived_at = monotonic()
-            self._arrived_samples = self._samples
+            self._arrived_samples = self._row.samples
             exits.enter_context(self._display.shown(self._row, stays=True))
             self._exits = exits.pop_all()
             self._was_entered = True
@@ -201,41 +187,48 @@ class TrainingProgress:
                 )
         if samples is None:
             samples = self._sizes.samples or 0
-        self._samples += samples
         losses = []
         if loss is not None:
             losses.append(loss)
         rate = self._sharded.optimizer.param_groups[0].get("lr")  # a tensor is read later, when its copy has arrived
         if rate is None:
             rate = math.nan
-        self._take(losses, norm, rate, loss_scale, applied)
+        report = StepReport(applied, norm=norm, loss_scale=loss_scale)
+        self._hear(report, self._steps + 1, self._row.samples + samples, rate, losses)
 
-    def _hear(self, report: StepReport, step: int, samples: int, lr: float, losses: Sequence[Tensor]) -> None:
-        self._steps = step - 1
-        self._samples = samples
-        self._take(losses, report.norm, lr, report.loss_scale, report.applied)
-
-    def _take(
-        self, losses: Sequence[float | Tensor], norm: float | Tensor | None, lr: float | Tensor, loss_scale: float,
-        applied: bool,
-    ) -> None:  # fmt: skip
-        self._steps += 1
+    def _hear(
+        self, report: StepReport, step: int, samples: int, lr: float | Tensor, losses: Sequence[float | Tensor]
+    ) -> None:
+        self._steps = step
+        self._row.samples = samples
         if not self._is_heard:
             return
-        self._row.samples = self._samples
-        self._row.done = self._steps - 1
+        self._row.done = step - 1
         self._row.advance(1)
         if self._monitor is None:
             self._readings.forget_waiting()  # the line shows only the last step
+        norm = report.norm
         if norm is None:
             norm = math.nan
-        step = _Step(self._steps, self._samples, time.time(), loss_scale, applied)
-        self._readings.add(step, [*losses, norm, lr])
+        figures = StepFigures(
+            step=step,
+            samples=samples,
+            loss=None,
+            lr=math.nan,  # this and the other figures that are NaN here follow in `_read`, as the loss does
+            loss_scale=report.loss_scale,
+            grad_norm=math.nan,
+            applied=report.applied,
+            samples_per_second=math.nan,
+        )
+        self._readings.add(figures, [*losses, norm, lr])
         if monotonic() - self._read_at >= READ_SECONDS:
             self._read()
 
     def _read(self, *, wait: bool = False) -> None:
-        """Show and log the metrics whose copies from the device are complete; with `wait`, all of them."""
+        """Show and log the metrics whose copies from the device are complete; with `wait`, all of them.
+
+        Only the last step gets memory figures, and the bytes sent since the last read.
+        """
         self._read_at = monotonic()
         arrived = self._readings.take(wait=wait)
         if not arrived:
@@ -248,34 +241,22 @@ class TrainingProgress:
             self._row.loss = sum(losses) if losses else None
             self._row.norm = norm
             self._row.lr = lr
-            if self._monitor is not None:
-                self._monitor.write(self._figures(step, speed, is_last=step is last), {})
-
-    def _figures(self, step: _Step, speed: float, *, is_last: bool) -> StepFigures:
-        """Return the figures of a step, whose loss, norm and learning rate are in the row.
-
-        Only the last step that arrived gets memory figures, and the bytes sent since the last read.
-        """
-        counted: dict[str, Any] = {}
-        if is_last:
-            counted["sent"] = self._sent.take(self._sharded.comm_report(clear=False))
-            counted["memory"] = self._sharded.memory_report()
-            counted["peak"] = peak_nbytes(self._row.device)
-            counted["reserved"] = reserved_nbytes(self._row.device)
-        if self._sizes.tokens is not None:
-            counted["tokens_per_second"] = speed * self._sizes.tokens
-        return StepFigures(
-            step=step.number,
-            samples=step.samples,
-            loss=self._row.loss,
-            lr=self._row.lr,
-            loss_scale=step.loss_scale,
-            grad_norm=self._row.norm,
-            applied=step.applied,
-            samples_per_second=speed,
-            at=step.at,
-            **counted,
-        )
+            if self._monitor is None:
+                continue
+            figures = replace(step, lr=lr, grad_norm=norm, samples_per_second=speed)
+            if losses:
+                figures = replace(figures, loss=sum(losses))
+            if self._sizes.tokens is not None:
+                figures = replace(figures, tokens_per_second=speed * self._sizes.tokens)
+            if step is last:
+                figures = replace(
+                    figures,
+                    sent=self._sent.take(self._sharded.comm_report(clear=False)),
+                    memory=self._sharded.memory_report(),
+                    peak=peak_nbytes(self._row.device),
+                    reserved=reserved_nbytes(self._row.device),
+                )
+            self._monitor.write(figures, {})
 
     def print(self, *values: object) -> None:
         """Print to stdout on rank 0, above the progress line."""
@@ -327,7 +308,16 @@ class TrainingRow(Row):
             parts.append(f"lr {self.lr:.2e}")
         if not math.isnan(self.norm):
             parts.append(f"norm {self.norm:.3g}")
-        return [*parts, *self._throughput(), self._states()]
+        now = monotonic()
+        if now - self._counted_at >= MEMORY_SECONDS:
+            self._counted_at = now
+            report = self._sharded.memory_report()
+            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
+            self._memory = f"states {_mib(states)}"
+            peak = peak_nbytes(self.device)
+            if peak:
+                self._memory += f", peak {_mib(peak)}"
+        return [*parts, *self._throughput(), self._memory]
 
     def note(self, now: float) -> None:
         super().note(now)
@@ -349,18 +339,6 @@ class TrainingRow(Row):
             ranks = self._sharded._context.everyone.world_size  # ranks that divide tensors compute too
             parts.append(f"MFU {speed * flops / (self._peak_flops * ranks):.1%}")
         return parts
-
-    def _states(self) -> str:
-        now = monotonic()
-        if now - self._counted_at >= MEMORY_SECONDS:
-            self._counted_at = now
-            report = self._sharded.memory_report()
-            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
-            self._memory = f"states {_mib(states)}"
-            peak = peak_nbytes(self.device)
-            if peak:
-                self._memory += f", peak {_mib(peak)}"
-        return self._memory
 
 
 def _short(number: float) -> str:

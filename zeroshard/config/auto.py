@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,20 +29,12 @@ class Facts:
     Attributes:
         supplied: the user's `auto={...}`, by key path, by its last part, or by block (`fp16` for `fp16.enabled`).
         hidden_size: the model's hidden size, if it has one.
-        dtype: the dtype of the model's first parameter.
+        dtype: the dtype of the model's first parameter, if there is a model.
     """
 
-    supplied: Mapping[str, Any] = field(default_factory=dict)
-    hidden_size: int | None = None
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module | None, supplied: Mapping[str, Any] | None) -> Facts:
-        """Return the facts about a model, if there is one, with the user's values."""
-        dtype = None
-        if model is not None:
-            dtype = getattr(next(model.parameters(), None), "dtype", None)
-        return cls(dict(supplied or {}), _hidden_size(getattr(model, "config", None)), dtype)
+    supplied: Mapping[str, Any]
+    hidden_size: int | None
+    dtype: torch.dtype | None
 
 
 def _hidden_size(config: Any) -> int | None:
@@ -139,24 +131,38 @@ RULES: dict[str, Rule] = {
 """The rules for "auto", by key path. Sizes from `hidden_size`, and AdamW's arguments except `lr`, follow transformers' Trainer."""
 
 
-def resolve_auto(config: dict[str, Any], facts: Facts) -> tuple[dict[str, Any], set[str]]:
+def resolve_auto(
+    config: dict[str, Any], model: nn.Module | None, supplied: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
     """Return a copy of the config with "auto" resolved, and the key paths that had it. Unknown keys keep "auto".
+
+    `supplied` has the user's values, see `Facts`.
 
     Raises:
         ConfigError: the user must supply some values, which the message lists, or has supplied an unknown key.
     """
+    dtype = None
+    if model is not None:
+        dtype = getattr(next(model.parameters(), None), "dtype", None)
+    facts = Facts(supplied, _hidden_size(getattr(model, "config", None)), dtype)
     resolved = copy.deepcopy(config)
     order = {path: number for number, path in enumerate(RULES)}
-    found = [one for one in _find(resolved) if one[0] in KEYS or _is_argument(one[0])]
+    found = []
+    for path, block, key in _leaves(resolved):
+        if isinstance(block[key], str) and block[key] == AUTO and (path in KEYS or _is_argument(path)):
+            found.append((path, block, key))
     found.sort(key=lambda one: order.get(one[0], len(order)))
     paths = [path for path, _, _ in found]
-    _refuse_unknown(facts.supplied, paths)
+    _refuse_unknown(supplied, paths)
     # A batch size that is still "auto" cannot be used to compute the others.
     for _, block, key in found:
         block[key] = None
     unresolved = []
     for path, block, key in found:
-        value = _supplied(facts.supplied, path)
+        parent, _, short = path.rpartition(".")
+        if short == "enabled":
+            short = parent
+        value = supplied.get(path, supplied.get(short, UNKNOWN))
         if value is UNKNOWN:
             value = rule_of(path).resolve(facts, resolved)
         if value is UNKNOWN:
@@ -194,13 +200,6 @@ def without_effect(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> di
     return found
 
 
-def _find(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the path of each key whose value is "auto", the block that holds it, and the key there."""
-    for path, block, key in _leaves(config):
-        if block[key] == AUTO and isinstance(block[key], str):
-            yield path, block, key
-
-
 def _leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the path of each key that is not a block, the block that holds it, and the key there."""
     for key, value in block.items():
@@ -213,13 +212,6 @@ def _leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
 def _is_argument(path: str) -> bool:
     """Return whether a path is an argument of an optimizer or scheduler, which its class checks, not the schema."""
     return path.startswith(("optimizer.params.", "scheduler.params."))
-
-
-def _supplied(supplied: Mapping[str, Any], path: str) -> Any:
-    block, _, short = path.rpartition(".")
-    if short == "enabled":
-        short = block
-    return supplied.get(path, supplied.get(short, UNKNOWN))
 
 
 def _refuse_unknown(supplied: Mapping[str, Any], paths: list[str]) -> None:

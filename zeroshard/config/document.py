@@ -37,7 +37,10 @@ def summary(config: Config, width: int) -> Text:
             indent = "  "
         column = max(map(len, names))
         for name, entry in zip(names, entries, strict=True):
-            lines.append(_cut(f"{indent}{name:<{column}}  {_value(entry):<12}  {entry.effect.text}", width))
+            line = f"{indent}{name:<{column}}  {_value(entry):<12}  {entry.effect.text}"
+            if len(line) > width:
+                line = f"{line[: width - 3]}..."
+            lines.append(line)
     ending = []
     if idle:
         ending = _wrapped(f"accepted, but without meaning here: {', '.join(idle)}", width)
@@ -72,9 +75,3 @@ def listing(config: Config, width: int) -> Text:
 
 def _title(config: Config) -> str:
     return f"The config, resolved for {counted(config.batch.world_size, 'rank')}:"
-
-
-def _cut(line: str, width: int) -> str:
-    if len(line) > width:
-        return f"{line[: width - 3]}..."
-    return line

@@ -80,7 +80,6 @@ def _number_from_text(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_number_from_text), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_number_from_text), Field(gt=0)]
-Number = Annotated[float, BeforeValidator(_number_from_text)]
 NonNegative = Annotated[float, BeforeValidator(_number_from_text), Field(ge=0)]
 PositiveNumber = Annotated[float, BeforeValidator(_number_from_text), Field(gt=0)]
 DTYPE_NAMES = {

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import nn
 
-from zeroshard.config.auto import Facts, resolve_auto
+from zeroshard.config.auto import resolve_auto
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
 from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
@@ -58,9 +58,9 @@ class Config:
 
     schema: Schema
     batch: BatchSize
-    auto: frozenset[str] = frozenset()
+    auto: frozenset[str]
     """Paths of the keys that were "auto"."""
-    document: Mapping[str, Any] = field(default_factory=dict)
+    document: Mapping[str, Any]
     """The config with full key names, and values instead of "auto"."""
 
     @property
@@ -201,7 +201,7 @@ class Config:
             numel = min(numel, self.batch.world_size * largest_shard_numel(self.policy.offload_optimizer))
         if self.policy.parameters.place is Place.DISK:
             numel = min(numel, self.batch.world_size * self.policy.offload_parameters.buffer_numel)
-        return max(numel, 1)
+        return numel
 
     @property
     def overlap(self) -> bool:
@@ -245,12 +245,23 @@ def load_config(
     Raises:
         ConfigError: the config cannot be read, or its keys or values are wrong; the message names them.
     """
-    raw, paths = resolve_auto(read_for(config, auto or {}), Facts.of(model, auto))
+    supplied = dict(auto or {})
+    raw = _in_full(read(config))
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    if all(raw.get(key) is None for key in sizes):
+        raw |= {key: AUTO for key in sizes if key in supplied}
+    raw, paths = resolve_auto(raw, model, supplied)
     try:
         schema = Schema.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
-    _refuse_unknown(schema)
+    unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
+    if unknown:  # a misspelt block would otherwise get its defaults
+        lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
+        raise ConfigError(
+            f"{_listed(lines, len(unknown))}\nIf another program needs these keys, list them: "
+            f'"ignored_keys": {json.dumps(unknown[:_MOST_PROBLEMS])}.'
+        )
     for path, value, _, effect in walk(schema):
         if effect.refuses(value):
             raise ConfigError(f"{path} = {value!r} is not supported: {effect.text} Leave it out to train without it.")
@@ -354,15 +365,6 @@ def _ranks_of_a_host(zero: ZeroBlock, world_size: int) -> int | None:
     return next(iter(given.values()), None)
 
 
-def read_for(config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config with full key names. If it names no batch size, set the batch sizes that `auto` supplies to "auto"."""
-    raw = _in_full(read(config))
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    if all(raw.get(key) is None for key in sizes):
-        raw |= {key: AUTO for key in sizes if key in auto}
-    return raw
-
-
 def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
     """Rename keys that are written in a short or long form.
 
@@ -387,17 +389,6 @@ def _in_full(raw: dict[str, Any]) -> dict[str, Any]:
                 value = int(value)
             raw[block] = {key: value, **inside}
     return raw
-
-
-def _refuse_unknown(schema: Schema) -> None:
-    """Raise for unknown keys. Otherwise a misspelt block would silently get its defaults."""
-    unknown = [key for key in schema.model_extra or {} if key not in schema.ignored_keys]
-    if unknown:
-        lines = [f"{key}: unknown key{nearest(key, Schema.model_fields)}" for key in unknown[:_MOST_PROBLEMS]]
-        raise ConfigError(
-            f"{_listed(lines, len(unknown))}\nIf another program needs these keys, list them: "
-            f'"ignored_keys": {json.dumps(unknown[:_MOST_PROBLEMS])}.'
-        )
 
 
 def _listed(lines: list[str], count: int) -> str:
@@ -476,23 +467,17 @@ def _explain(error: ValidationError) -> str:
     for problem in problems[:_MOST_PROBLEMS]:
         parts = [part for part in problem["loc"] if not _OF_UNION.fullmatch(str(part))]
         path = ".".join(str(part) for part in parts)
-        if problem["type"] == "extra_forbidden":
-            lines.append(
-                f"{path}: unknown key{nearest(str(problem['loc'][-1]), _block_at(problem['loc'][:-1]).model_fields)}"
-            )
-        else:
+        if problem["type"] != "extra_forbidden":
             lines.append(f"{path}: {problem['msg']} (it is {problem['input']!r:.80})")
+            continue
+        block: type[BaseModel] = Schema
+        for part in problem["loc"][:-1]:
+            key = "bf16" if part == "bfloat16" else str(part)
+            block = block_of(block, key) or block
+        lines.append(f"{path}: unknown key{nearest(str(problem['loc'][-1]), block.model_fields)}")
     more = max(len(problems) - _MOST_PROBLEMS, 0)
     lines = list(dict.fromkeys(lines))
     return _listed(lines, len(lines) + more)
-
-
-def _block_at(path: tuple[int | str, ...]) -> type[BaseModel]:
-    block: type[BaseModel] = Schema
-    for part in path:
-        key = "bf16" if part == "bfloat16" else str(part)
-        block = block_of(block, key) or block
-    return block
 
 
 # ---------------------------------------------------------------------- models that are born sharded

@@ -67,14 +67,13 @@ class Engine(Saving, nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.module = sharded.model
-        self._step_of_shards = sharded.sharded_step
         self.config = dict(config.document)
         self.resolved = config
         self.lr_scheduler = lr_scheduler
         self.device = device
         self.checkpointing = checkpointing
         self.loss_scaler = create_loss_scaler(config)
-        self.optimizer = EngineOptimizer(self._step_of_shards, self.loss_scaler)
+        self.optimizer = EngineOptimizer(sharded.sharded_step, self.loss_scaler)
         self.local_rank = local_rank()
         self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
         self.training_dataloader: Any = None
@@ -83,11 +82,12 @@ class Engine(Saving, nn.Module):
         self._last = StepReport(applied=False)
         self._was_applied = self._destroyed = False
         self._whole_adapters = ExitStack()
+        """Keeps the adapters whole that a trainer is saving, until the next use of the engine closes it."""
         self._microbatches = Microbatches(sharded)
         self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)
-        self._step_of_shards.driver = self._step_of_optimizer
-        self._step_of_shards.loss_scale = self.loss_scaler.scale
+        sharded.sharded_step.driver = self._step_of_optimizer
+        sharded.sharded_step.loss_scale = self.loss_scaler.scale
 
     def __getattr__(self, name: str) -> Any:
         """Fall back to the user's model for attributes that the engine lacks."""
@@ -102,7 +102,7 @@ class Engine(Saving, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with autocast or fp16 inputs if the config sets them. A destroyed engine runs only without gradients."""
-        self._reshard_adapters()
+        self._whole_adapters.close()
         if self.fp16_auto_cast():
             args, kwargs = tree_map(_to_half, (args, kwargs))
         if torch.is_grad_enabled():
@@ -145,12 +145,12 @@ class Engine(Saving, nn.Module):
         with self._progress.measure("backward"), self._microbatches.own_backward():
             if scaled.requires_grad:
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            elif torch.is_grad_enabled() and self._step_of_shards.views:
+            elif torch.is_grad_enabled() and self._sharded.sharded_step.views:
                 raise UsageError(
                     "the loss does not require a gradient: it was computed under torch.no_grad(), or detached. "
                     "Pass the loss as the model returned it."
                 )
-        self._progress.add_loss(mean.detach())
+        self._progress.losses.append(mean.detach())
         return mean.detach()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Engine(Saving, nn.Module):
 
     def _step(self, move_schedule: Callable[[], Any]) -> StepReport:
         self._refuse_untrained("step")
-        self._reshard_adapters()
+        self._whole_adapters.close()
         if self._microbatches.is_no_sync:
             raise UsageError(
                 "engine.step() was called inside engine.no_sync(), which delays the reduction. Call it outside."
@@ -227,12 +227,12 @@ class Engine(Saving, nn.Module):
             count = self.gradient_accumulation_steps()
             return StepReport(False, f"microbatch {self._microbatches.count} of {count}: gradients are accumulated")
         # Until the step is counted, a save would be incomplete.
-        with self._progress.measure("step"), self._step_of_shards.driven():
+        with self._progress.measure("step"), self._sharded.sharded_step.driven():
             self._last = self._take_step(move_schedule)
         self._was_applied = self._last.applied
         self._progress.log(self._last, self.global_steps, self.global_samples, self.get_lr()[0])
         self.loss_scaler.update(not self._last.applied)  # where no step is skipped, the scale is constant
-        self._step_of_shards.loss_scale = self.loss_scaler.scale
+        self._sharded.sharded_step.loss_scale = self.loss_scaler.scale
         self._sharded.checkpoints.raise_if_failed()
         return self._last
 
@@ -240,37 +240,38 @@ class Engine(Saving, nn.Module):
         scale = self.loss_scaler.scale  # 1 except under fp16
         multiple = self._microbatches.multiple(self.gradient_accumulation_steps(), self.resolved)
         norm = self._sharded.clip_grad_norm_(self._schema.gradient_clipping or None, scale * multiple)
-        is_finite = True
-        if self.resolved.skips_steps_that_are_not_finite:
+        skips = self.resolved.skips_steps_that_are_not_finite
+        if skips:
             norm = float(norm)  # waits for an accelerator
-        if not isinstance(norm, Tensor):
-            is_finite = math.isfinite(norm)
         not_finite: tuple[str, ...] = ()
-        if not is_finite:
-            not_finite = self._step_of_shards.not_finite()
-        applied = is_finite or not self.resolved.skips_steps_that_are_not_finite
+        applied = True
+        if not isinstance(norm, Tensor) and not math.isfinite(norm):
+            not_finite = self._sharded.sharded_step.not_finite()
+            applied = not skips
         if applied:
             self.optimizer.step()
-        self._step_of_shards.overflow = not applied
+        self._sharded.sharded_step.overflow = not applied
         self.optimizer.zero_grad()
-        self.global_samples += self._samples_of_step()
+        batch = self.resolved.batch
+        samples = batch.train
+        if not self.managed_gradient_accumulation():  # then each backward counts as a microbatch
+            samples = batch.micro * batch.world_size * self._microbatches.backwards
+        self.global_samples += samples
         self._microbatches.start_step()
         self.skipped_steps += not applied
         self.global_steps += 1
         if isinstance(self.training_dataloader, StatefulLoader):
-            self.training_dataloader.begin_step()
+            self.training_dataloader.state_of_step = self.training_dataloader.state_dict()
         if applied and self.lr_scheduler is not None:  # after the counts: a schedule may raise
             move_schedule()
         reason = None
         if not applied:
-            reason = _why_not_finite(float(norm), not_finite)
+            reason = f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite"
+            if not_finite:
+                reason += f": those of {', '.join(not_finite[:3])}"
+            if len(not_finite) > 3:
+                reason += ", ..."
         return StepReport(applied, reason, not_finite, norm, scale)
-
-    def _samples_of_step(self) -> int:
-        if self.managed_gradient_accumulation():
-            return self.train_batch_size()
-        batch = self.resolved.batch
-        return batch.micro * batch.world_size * self._microbatches.backwards  # each counts as a microbatch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the step's gradients so far, as after an error. The next microbatch is then the step's first.
@@ -280,7 +281,7 @@ class Engine(Saving, nn.Module):
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()
-        self._progress.forget_losses()
+        self._progress.losses.clear()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the current microbatch is the last of its step.
@@ -400,7 +401,7 @@ class Engine(Saving, nn.Module):
                 f"{type(self.lr_scheduler).__name__} was made for the optimizer's existing param groups. List the frozen "
                 "parameters when you make the optimizer, or use one of torch's schedulers."
             )
-        self._reshard_adapters()
+        self._whole_adapters.close()
         self._sharded.update_trainable(param_group)
 
     def offload_states(
@@ -421,7 +422,7 @@ class Engine(Saving, nn.Module):
         Raises:
             UsageError: the device is unknown, or no folder is named; see also `Sharded.offload_states`.
         """
-        self._reshard_adapters()
+        self._whole_adapters.close()
         place = {"cpu": Place.CPU, "nvme": Place.DISK}.get(_value(device))
         if place is None:
             raise UsageError(f'offload_states to the device {_value(device)!r} is not supported. Pass "cpu" or "nvme".')
@@ -459,10 +460,7 @@ class Engine(Saving, nn.Module):
                 f"set_train_batch_size({train_batch_size}): choose a multiple of {step}: {batch.micro} samples on "
                 f"each of {batch.world_size} ranks."
             )
-        if self._microbatches.count:
-            raise UsageError(
-                "set_train_batch_size() was called within a step. Call it after the step's last microbatch."
-            )
+        self._refuse_within_step("set_train_batch_size")
         if train_batch_size > step:
             self._warn_of_narrow_sums(f"set_train_batch_size({train_batch_size})")
         changed = replace(batch, train=train_batch_size, accumulation=train_batch_size // step)
@@ -480,13 +478,14 @@ class Engine(Saving, nn.Module):
             raise UsageError(
                 f"set_train_micro_batch_size({micro_batch_size}): pass the samples of one forward, 1 or more."
             )
-        if self._microbatches.count:
-            raise UsageError(
-                "set_train_micro_batch_size() was called within a step. Call it after the step's last microbatch."
-            )
+        self._refuse_within_step("set_train_micro_batch_size")
         batch = self.resolved.batch
         train = micro_batch_size * batch.accumulation * batch.world_size
         self.resolved = replace(self.resolved, batch=replace(batch, train=train, micro=micro_batch_size))
+
+    def _refuse_within_step(self, what: str) -> None:
+        if self._microbatches.count:
+            raise UsageError(f"{what}() was called within a step. Call it after the step's last microbatch.")
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
@@ -527,7 +526,7 @@ class Engine(Saving, nn.Module):
             alone: whether this rank may call it without the others, as in DeepSpeed. Then, if this rank lacks parameters, the
                 model stays sharded until `initialize` gets it again.
         """
-        self._reshard_adapters()
+        self._whole_adapters.close()
         self._destroyed = True
         self._progress.close()
         if self.checkpointing is not None:
@@ -545,15 +544,6 @@ def _to_half(value: Any) -> Any:
 def _value(name: Any) -> str:
     """Return the name of a state or a device. DeepSpeed uses enums, whose values are the names."""
     return str(getattr(name, "value", name))
-
-
-def _why_not_finite(norm: float, not_finite: Sequence[str]) -> str:
-    reason = f"the gradient norm is {norm}; {len(not_finite)} gradients are not finite"
-    if not_finite:
-        reason += f": those of {', '.join(not_finite[:3])}"
-    if len(not_finite) > 3:
-        reason += ", ..."
-    return reason
 
 
 def _refuse_not_scalar(loss: Any, what: str) -> None:

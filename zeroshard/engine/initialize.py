@@ -157,7 +157,13 @@ def make_engine(
             backend, model, optimizer, config.policy, config.precision, group=group, attributes=attributes, elementwise=elementwise,
             **config.shard_arguments,
         )  # fmt: skip
-        lr_scheduler = _choose_scheduler(config, sharded.optimizer, lr_scheduler)
+        schema = config.schema
+        if lr_scheduler is None and schema.scheduler is not None:
+            lr_scheduler = create_scheduler(schema.scheduler, sharded.optimizer, schema.min_lr)
+        elif lr_scheduler is not None:
+            if not hasattr(lr_scheduler, "step"):
+                lr_scheduler = lr_scheduler(sharded.optimizer)
+            lr_scheduler = floored(lr_scheduler, sharded.optimizer, schema.min_lr)
         engine = Engine(sharded, config, lr_scheduler, device, checkpointing)
     except BaseException:  # the next call may get the same model
         if checkpointing is not None:
@@ -188,14 +194,3 @@ def _choose_optimizer(
     if config.schema.optimizer is None:
         return None
     return create_optimizer(config.schema.optimizer, parameters, model)
-
-
-def _choose_scheduler(config: Config, optimizer: torch.optim.Optimizer, scheduler: Any) -> Any:
-    block = config.schema.scheduler
-    if scheduler is None:
-        if block is None:
-            return None
-        return create_scheduler(block, optimizer, config.schema.min_lr)
-    if not hasattr(scheduler, "step"):
-        scheduler = scheduler(optimizer)
-    return floored(scheduler, optimizer, config.schema.min_lr)

@@ -56,6 +56,9 @@ class StatefulLoader(DataLoader[Any]):
     samples over all ranks. The first iteration after a load continues at that position. Any other iteration starts the
     epoch from its beginning.
 
+    Attributes:
+        state_of_step: the state at the beginning of the current step.
+
     Raises:
         UsageError: the data cannot be divided over ranks.
     """
@@ -78,7 +81,7 @@ class StatefulLoader(DataLoader[Any]):
         self._shard = ShardedSampler(len(data), rank, world_size, drop_last=drop_last)  # type: ignore[arg-type]
         self._world_size = world_size
         self._is_loaded = False
-        self._at_step = self.state_dict()
+        self.state_of_step = self.state_dict()
         generator = torch.Generator()  # the seeds of workers must not consume random numbers of the training run
         super().__init__(
             data, batch_size, sampler=self._shard, collate_fn=collate_fn, drop_last=drop_last, generator=generator
@@ -96,14 +99,6 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.position = 0
         self._shard.epoch += 1
 
-    def begin_step(self) -> None:
-        """Mark the next batch as the first of a step."""
-        self._at_step = self.state_dict()
-
-    def state_of_step(self) -> dict[str, int]:
-        """Return the position at the beginning of the current step."""
-        return dict(self._at_step)
-
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data."""
         return {"epoch": self._shard.epoch, "position": self._shard.position, "length": self._shard.length}
@@ -118,4 +113,4 @@ class StatefulLoader(DataLoader[Any]):
         self._shard.epoch = state["epoch"]
         self._shard.position = state["position"]
         self._is_loaded = True
-        self._at_step = self.state_dict()
+        self.state_of_step = self.state_dict()

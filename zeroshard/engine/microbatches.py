@@ -38,12 +38,13 @@ class Microbatches:
         """Start a new step, or restart the same one."""
         self.count = self.backwards = 0
         self.was_scaled = False
-        self._had_own = self._had_users = False
+        self._had_own = False  # whether engine.backward ran
+        self._had_users = False  # whether the caller ran backwards, by loss.backward()
         self._start_microbatch()
 
     def _start_microbatch(self) -> None:
-        self._is_reduced = False
-        self._own_here = 0
+        self._is_reduced = False  # whether its next backward reduces unsharded gradients
+        self._own_here = 0  # the number of backwards by engine.backward
         self._ended_before = self._sharded.backwards_ended
 
     def expect_backward(self, is_boundary: bool) -> None:
@@ -83,6 +84,7 @@ class Microbatches:
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:
             self._sharded.end_backward()  # the user's backward reached no parameter on this rank, or there was none
+        # Without a backward of its own, the engine assumes the caller's, even if torch reported none.
         if ended > self._own_here or not self._own_here:
             self._had_users = True
         if ends_step and not self._is_reduced:

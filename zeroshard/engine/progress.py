@@ -96,19 +96,18 @@ class Progress:
     """The figures of each step, logged on rank 0 if the config enables it.
 
     Attributes:
-        tokens: tokens per sample, if the caller gave them.
+        losses: this rank's losses of the step so far: detached scalars, divided for the mean over microbatches.
     """
 
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
         self._sharded = sharded
-        self._schema = config.schema
+        self._schema = schema = config.schema
         self._batch = config.batch
         kept = {key: value for key, value in config.document.items() if key not in _PRIVATE}
         self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
-        schema = config.schema
         self._every = schema.steps_per_print
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # with a breakdown and no interval, each step prints a line
@@ -116,31 +115,25 @@ class Progress:
         self._is_monitored = any(block.enabled for block in blocks)
         self._monitors: list[Monitor] = []
         if self._is_monitored:
-            self._monitors = self._make_monitors()
+            problem = None
+            if self._rank == 0:
+                try:
+                    self._monitors = create_monitors(schema, lambda: about(sharded) | self._config)
+                except ZeroshardError as error:
+                    problem = str(error)
+                except Exception as error:
+                    problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
+            problems = sharded.exchange_json(problem, "the config's monitors")  # so that every rank raises
+            if any(problems):
+                raise ConfigError(next(filter(None, problems)))
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        if self._schema.wall_clock_breakdown:
+        if schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
-        self._losses: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # bytes sent until now belong to no step
         self._watchers: list[Watcher] = []
-        self.tokens: int | None = None
+        self._tokens: int | None = None  # per sample
         self.start_at(0)
-
-    def _make_monitors(self) -> list[Monitor]:
-        """Make the monitors on rank 0. Every rank must call it, and raises ConfigError if rank 0 cannot make them."""
-        made: list[Monitor] = []
-        problem = None
-        if self._rank == 0:
-            try:
-                made = create_monitors(self._schema, lambda: about(self._sharded) | self._config)
-            except ZeroshardError as error:
-                problem = str(error)
-            except Exception as error:
-                problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
-        problems = self._sharded.exchange_json(problem, "the config's monitors")
-        if any(problems):
-            raise ConfigError(next(filter(None, problems)))
-        return made
 
     # ------------------------------------------------------------------ during a step
 
@@ -164,14 +157,6 @@ class Progress:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add a loss, a detached scalar that was already divided for the mean over microbatches."""
-        self._losses.append(loss)
-
-    def forget_losses(self) -> None:
-        """Drop the losses of the step's microbatches so far, which will run again."""
-        self._losses.clear()
-
     def start_at(self, samples: int) -> None:
         """Start to measure the throughput, at this number of samples since the start of training."""
         self._logged_at = time.perf_counter()
@@ -180,47 +165,41 @@ class Progress:
     # ------------------------------------------------------------------ reports of steps
 
     @contextmanager
-    def heard_by(self, watcher: Watcher, tokens: int | None) -> Iterator[None]:
-        """Call `watcher` for each step in the block, on this rank. `tokens` is the number of tokens per sample, if given."""
-        before = self.tokens
+    def heard_by(self, watcher: Watcher, tokens: int | None, folder: Path | None) -> Iterator[None]:
+        """Call `watcher` for each step in the block, and write the step to `folder/steps.jsonl` too.
+
+        With a folder, every rank must call it, to contribute its loss. `tokens` is the number of tokens per sample, if given.
+        """
+        monitor: JsonLinesMonitor | None = None
+        if folder is not None and self._rank == 0:
+            monitor = JsonLinesMonitor(folder, about(self._sharded) | self._config)
+            self._monitors.append(monitor)
+        was_monitored = self._is_monitored
+        tokens_before = self._tokens
+        self._is_monitored |= folder is not None
         self._watchers.append(watcher)
         if tokens is not None:
-            self.tokens = tokens
+            self._tokens = tokens
         try:
             yield
         finally:
             self._watchers.remove(watcher)
-            self.tokens = before
-
-    @contextmanager
-    def also_to(self, folder: Path) -> Iterator[None]:
-        """Write each step in the block to `folder/steps.jsonl` too. Every rank must call it, to contribute its loss."""
-        before = self._is_monitored
-        self._is_monitored = True
-        monitor: JsonLinesMonitor | None = None
-        if self._rank == 0:
-            monitor = JsonLinesMonitor(folder, about(self._sharded) | self._config)
-            self._monitors.append(monitor)
-        try:
-            yield
-        finally:
-            self._is_monitored = before
+            self._tokens = tokens_before
+            self._is_monitored = was_monitored
             if monitor is not None:
                 monitor.close()
                 if monitor in self._monitors:
                     self._monitors.remove(monitor)
 
-    def _prints(self, step: int) -> bool:
-        """Return whether this step prints a line. The answer is the same on every rank."""
-        return self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
-
     def log(self, report: StepReport, step: int, samples: int, lr: float) -> None:
         """Log a step. Every rank must call it; `step` and `samples` count since the start."""
-        losses = self._losses
-        self._losses = []
+        losses = self.losses
+        self.losses = []
         for watcher in self._watchers:
             watcher(report, step, samples, lr, losses)
-        if not (self._is_monitored or self._prints(step)):
+        # Every rank gets the same answer: below, either all ranks exchange their losses, or none does.
+        prints = self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
+        if not (self._is_monitored or prints):
             return
         mine = torch.full((1,), math.nan, dtype=torch.float64)  # after the user's own backward, the loss is unknown
         if losses:
@@ -238,7 +217,7 @@ class Progress:
             grad_norm=report.grad_norm or 0.0,
             applied=report.applied,
             samples_per_second=speed,
-            tokens_per_second=None if self.tokens is None else speed * self.tokens,
+            tokens_per_second=None if self._tokens is None else speed * self._tokens,
             seconds={part: seconds / steps for part, seconds in self._seconds.items()},
             sent=self._sent.take(self._sharded.comm_report(clear=False)),
             memory=self._sharded.memory_report(),
@@ -250,7 +229,7 @@ class Progress:
         events = self._events(figures)
         for monitor in self._monitors:
             monitor.write(figures, events)
-        if self._prints(step):
+        if prints:
             with self._sharded.display.above():
                 self._console.print(self._line(figures), markup=False)
 

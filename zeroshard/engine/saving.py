@@ -24,7 +24,6 @@ from zeroshard.formats.consolidated import written
 from zeroshard.layout.named_parameter import name_of
 from zeroshard.optim.loss_scaler import DynamicLossScaler
 from zeroshard.optim.lr_schedules import load_schedule
-from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.torch_private import is_distributed
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -40,10 +39,8 @@ class Saving(Readers):
     global_steps: int
     micro_steps: int
     global_samples: int
-    skipped_steps: int
     _microbatches: Microbatches
     _progress: Progress
-    _step_of_shards: ShardedStep
     _whole_adapters: ExitStack
 
     def save_checkpoint(
@@ -66,27 +63,41 @@ class Saving(Readers):
             save_latest, asynchronous, keep_last: see `Sharded.save`. The first `step` after an asynchronous save has
                 failed raises the save's error.
         """
-        self._reshard_adapters()
-        tag = self._agree_on_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
-        self._sharded.save(
-            save_dir, tag, self._values_to_save(client_state), save_latest=save_latest, within_step=True,
-            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
-            node_local=self._schema.checkpoint.use_node_local_storage,
-        )  # fmt: skip
-        return True
-
-    def _agree_on_tag(self, tag: str) -> str:
-        """Return rank 0's tag. If ranks name different tags, raise or warn as the config requires."""
-        tags = self._sharded.exchange_json(tag, "the tag of a checkpoint")
-        validation = self._schema.checkpoint.tag_validation
+        self._whole_adapters.close()
+        if tag is None:
+            tag = f"global_step{self.global_steps}"
+        tags = self._sharded.exchange_json(str(tag), "the tag of a checkpoint")
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
+        validation = self._schema.checkpoint.tag_validation
         if other is not None and validation != "Ignore":
             what = f'the ranks name different tags: rank 0 "{tags[0]}", rank {other} "{tags[other]}"'
             if validation == "Fail":
                 raise CheckpointError(f"{what}. Name one tag on every rank (checkpoint.tag_validation is Fail).")
             if self._sharded.rank == 0:
-                warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=3)
-        return str(tags[0])
+                warnings.warn(f"{what}: rank 0's tag is used. Name the same tag on every rank.", stacklevel=2)
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise UsageError(
+                f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
+            )
+        values: dict[str, Any] = {
+            "engine": {name: getattr(self, name) for name in _COUNTERS},
+            "lr_scheduler": None,
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "data": None,
+            "client_state": dict(client_state or {}),
+        }
+        if hasattr(self.lr_scheduler, "state_dict"):
+            values["lr_scheduler"] = self.lr_scheduler.state_dict()
+        if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
+            values["data"] = self.training_dataloader.state_of_step  # a load restarts this step
+        elif hasattr(self.training_dataloader, "state_dict"):
+            values["data"] = self.training_dataloader.state_dict()
+        self._sharded.save(
+            save_dir, tags[0], values, save_latest=save_latest, within_step=True,
+            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
+            node_local=self._schema.checkpoint.use_node_local_storage,
+        )  # fmt: skip
+        return True
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
@@ -106,7 +117,7 @@ class Saving(Readers):
             (the checkpoint's folder, client_state). If no tag is given and the folder has no file `latest`, as in a job's
             first run: (None, None), with a warning, even with `fall_back`.
         """
-        self._reshard_adapters()
+        self._whole_adapters.close()
         if tag is None:
             folder = Path(load_dir)
             # A folder of one checkpoint counts too, so that the load's error names the right folder.
@@ -120,44 +131,22 @@ class Saving(Readers):
             random=not load_module_only, fall_back=fall_back, node_local=self._schema.checkpoint.use_node_local_storage,
         )  # fmt: skip
         self._microbatches.start_step()
-        if not load_module_only:
-            self._load_values(loaded.values, lr_scheduler=load_lr_scheduler_states, loss_scaler=states)
-            self._progress.start_at(self.global_samples)
-        return str(loaded.path), loaded.values.get("client_state", {})
-
-    def _values_to_save(self, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return a checkpoint's values other than model states. An object without a `state_dict` becomes None."""
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise UsageError(
-                f"client_state is a {type(client_state).__name__}: pass a dict, with your values under names."
-            )
-        values: dict[str, Any] = {
-            "engine": {name: getattr(self, name) for name in _COUNTERS},
-            "lr_scheduler": None,
-            "loss_scaler": dict(vars(self.loss_scaler)),
-            "data": None,
-            "client_state": dict(client_state or {}),
-        }
-        if hasattr(self.lr_scheduler, "state_dict"):
-            values["lr_scheduler"] = self.lr_scheduler.state_dict()
-        if self._microbatches.count and isinstance(self.training_dataloader, StatefulLoader):
-            values["data"] = self.training_dataloader.state_of_step()  # a load restarts this step
-        elif hasattr(self.training_dataloader, "state_dict"):
-            values["data"] = self.training_dataloader.state_dict()
-        return values
-
-    def _load_values(self, values: Mapping[str, Any], *, lr_scheduler: bool, loss_scaler: bool) -> None:
-        """Restore the values of `_values_to_save`; the scheduler and the loss scaler only on request."""
+        values = loaded.values
+        client_state = values.get("client_state", {})
+        if load_module_only:
+            return str(loaded.path), client_state
         for name in _COUNTERS:
             setattr(self, name, int(values.get("engine", {}).get(name, getattr(self, name))))
         self.micro_steps = self.global_steps * self.resolved.batch.accumulation
-        if lr_scheduler and values.get("lr_scheduler") and self.lr_scheduler is not None:
+        if load_lr_scheduler_states and values.get("lr_scheduler") and self.lr_scheduler is not None:
             load_schedule(self.lr_scheduler, values["lr_scheduler"])
-        if loss_scaler and isinstance(self.loss_scaler, DynamicLossScaler):
+        if load_optimizer_states and isinstance(self.loss_scaler, DynamicLossScaler):
             self.loss_scaler.load(values.get("loss_scaler", {}))
-            self._step_of_shards.loss_scale = self.loss_scaler.scale
+            self._sharded.sharded_step.loss_scale = self.loss_scaler.scale
         if values.get("data") and hasattr(self.training_dataloader, "load_state_dict"):
             self.training_dataloader.load_state_dict(values["data"])
+        self._progress.start_at(self.global_samples)
+        return str(loaded.path), client_state
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.
@@ -248,8 +237,12 @@ class Saving(Readers):
         A PEFT model's adapters stay whole until the next use of the engine, since PEFT reads them while it saves on
         rank 0 only.
         """
-        self._reshard_adapters()
-        kept = self._in_adapters_files() if exclude_frozen_parameters else frozenset()
+        self._whole_adapters.close()
+        kept: set[str] = set()
+        if exclude_frozen_parameters:
+            live = self._sharded.checkpoints.live
+            in_files = {fqn for names in (describe(live).adapters or {}).values() for fqn in names.values()}
+            kept = {name for unit in live.units for entry in unit.named if entry.fqn in in_files for name in entry.fqns}
         if self._sharded.policy.parameters.sharded:
             with torch.no_grad():  # without a graph, no hooks on saved tensors stay behind
                 self._whole_adapters.enter_context(unsharded(adapter_parameters(self.module)))
@@ -259,10 +252,6 @@ class Saving(Readers):
         return self._without_frozen(state, kept) if exclude_frozen_parameters else state
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # its name under tensor parallelism
-
-    def _reshard_adapters(self) -> None:
-        """Reshard the adapters that `_zero3_consolidated_16bit_state_dict` left whole."""
-        self._whole_adapters.close()
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a complete state dict into the model and its master weights. Every rank must call it."""
@@ -280,12 +269,6 @@ class Saving(Readers):
     def _without_frozen(self, state: dict[str, Tensor], kept: Set[str] = frozenset()) -> dict[str, Tensor]:
         frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
         return {name: value for name, value in state.items() if name in kept or name not in frozen}
-
-    def _in_adapters_files(self) -> Set[str]:
-        """Return all names of the parameters that a PEFT model's adapters save. Every rank must call it."""
-        live = self._sharded.checkpoints.live
-        fqns = {fqn for names in (describe(live).adapters or {}).values() for fqn in names.values()}
-        return {name for unit in live.units for entry in unit.named if entry.fqn in fqns for name in entry.fqns}
 
 
 class _OnRank0(dict[str, Tensor]):

@@ -34,11 +34,12 @@ class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
     """An optimizer that gathers its whole state on rank 0 every `consolidate_every` steps, before rank 0 saves."""
 
     consolidate_every = 0
+    _steps = 0
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Step, and consolidate the state on rank 0 if `consolidate_every` divides the number of steps."""
         loss = super().step(closure, **kwargs)
-        self._steps = getattr(self, "_steps", 0) + 1
+        self._steps += 1
         if self.consolidate_every and self._steps % self.consolidate_every == 0:
             self.consolidate_state_dict(0)
         return loss

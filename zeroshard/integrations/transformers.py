@@ -67,24 +67,6 @@ class Settings:
     shard_arguments: Mapping[str, Any]
     autocast_dtype: torch.dtype | None = None
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss is scaled, as gradients in fp16 require."""
-        return torch.float16 in (self.precision.param_dtype, self.autocast_dtype)
-
-    @property
-    def skips_steps_that_are_not_finite(self) -> bool:
-        """Whether steps with gradients that are not finite are skipped: yes, unless a bf16 config allows them."""
-        return self.config is None or self.config.skips_steps_that_are_not_finite
-
-    def create_loss_scaler(self) -> LossScaler:
-        """Make the config's loss scaler; without one, a dynamic scaler under fp16, otherwise a scale of 1."""
-        if self.config is not None and self.config.scales_loss:
-            return create_loss_scaler(self.config)
-        if self.precision.param_dtype is torch.float16:
-            return DynamicLossScaler()
-        return StaticLossScaler()
-
 
 def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: int = 1) -> Settings:
     """Resolve `zero` together with transformers' TrainingArguments.
@@ -167,29 +149,26 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         raise ConfigError(
             "ZeroTrainer saves to a folder that all ranks can read: leave checkpoint.use_node_local_storage out, or use an engine."
         )
-    said: dict[str, tuple[Any, Any, str]] = {}
+    said: list[tuple[str, Any, str]] = []  # a key, its value, and the name of the argument that means the same
     if config.names_batch_size:
-        said["train_micro_batch_size_per_gpu"] = (
-            config.batch.micro, args.per_device_train_batch_size, "per_device_train_batch_size",
-        )  # fmt: skip
+        said.append(("train_micro_batch_size_per_gpu", config.batch.micro, "per_device_train_batch_size"))
     if config.names_accumulation:
-        said["gradient_accumulation_steps"] = (
-            config.batch.accumulation, args.gradient_accumulation_steps, "gradient_accumulation_steps",
-        )  # fmt: skip
+        said.append(("gradient_accumulation_steps", config.batch.accumulation, "gradient_accumulation_steps"))
     if "gradient_clipping" in schema.model_fields_set:
-        said["gradient_clipping"] = (schema.gradient_clipping, args.max_grad_norm, "max_grad_norm")
+        said.append(("gradient_clipping", schema.gradient_clipping, "max_grad_norm"))
     for name in ("fp16", "bf16"):
         block = getattr(schema, name)
         if "enabled" in block.model_fields_set:
-            said[f"{name}.enabled"] = (block.enabled, getattr(args, name), name)
+            said.append((f"{name}.enabled", block.enabled, name))
     if schema.optimizer is not None:
         params = schema.optimizer.params
-        names = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
-        said |= {f"optimizer.params.{k}": (params[k], getattr(args, n), n) for k, n in names.items() if k in params}
+        for key, name in (("lr", "learning_rate"), ("eps", "adam_epsilon"), ("weight_decay", "weight_decay")):
+            if key in params:
+                said.append((f"optimizer.params.{key}", params[key], name))
     different = [
-        f"  {key} = {there!r}, and {name}={here!r} in TrainingArguments"
-        for key, (there, here, name) in said.items()
-        if there != here
+        f"  {key} = {there!r}, and {name}={getattr(args, name)!r} in TrainingArguments"
+        for key, there, name in said
+        if there != getattr(args, name)
     ]
     if different:
         raise ConfigError(
@@ -331,7 +310,7 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`: whether transformers must run equally many forwards on all ranks.
+    """The value of `_is_fsdp_managed_module`: whether `generate` must run equally many forwards on all ranks.
 
     It is true as long as forwards need to gather parameters. A copied or pickled model gets False.
     """
@@ -345,17 +324,6 @@ class NeedsOtherRanks:
 
     def __reduce__(self) -> Any:  # copy.deepcopy and pickle call this
         return bool, ()
-
-
-def generate_together(sharded: Sharded) -> None:
-    """Make `generate` of transformers' models run on all ranks until the last one is done, while parameters are sharded.
-
-    Do not call it for compiled models: torch.compile treats a module with `_is_fsdp_managed_module` as a module of FSDP.
-    """
-    answer: Any = NeedsOtherRanks(sharded)
-    for module in sharded.model.modules():
-        if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
-            module._is_fsdp_managed_module = answer
 
 
 def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[str, Tensor]:
@@ -378,8 +346,11 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
         return model.state_dict()
     kept = set[int]()
     if adapters_alone:
-        kept = _embeddings(model)
-        kept |= {id(parameter) for parameter in adapter_parameters(model)}
+        kept = {id(parameter) for parameter in adapter_parameters(model)}
+        for get in ("get_input_embeddings", "get_output_embeddings"):
+            module = getattr(model, get, lambda: None)()
+            if isinstance(module, nn.Module):  # PEFT saves embeddings with an adapter if they were changed
+                kept |= {id(parameter) for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -396,12 +367,6 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
     if sharded.rank != 0:
         return {}
     return whole
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the embeddings' parameters, which PEFT saves with an adapter if they were changed."""
-    modules = [getattr(model, get, lambda: None)() for get in ("get_input_embeddings", "get_output_embeddings")]
-    return {id(p) for module in modules if isinstance(module, nn.Module) for p in module.parameters()}
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
@@ -507,12 +472,21 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             elementwise=looks_at_whole_parameters(type(self.optimizer)) is False, **settings.shard_arguments,
         )  # fmt: skip
         if settings.policy.parameters.sharded and compiled_call_of(model) is None:
-            generate_together(self.sharded)
-        scaler = settings.create_loss_scaler()
+            # torch.compile would treat a module with this attribute as a module of FSDP.
+            needs_other_ranks: Any = NeedsOtherRanks(self.sharded)
+            for module in model.modules():
+                if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
+                    module._is_fsdp_managed_module = needs_other_ranks
+        config = settings.config
+        scaler: LossScaler = StaticLossScaler()
         self.accelerator.scaler = None
-        if settings.scales_loss:
+        if torch.float16 in (settings.precision.param_dtype, settings.autocast_dtype):
+            scaler = DynamicLossScaler()
+            if config is not None and config.scales_loss:
+                scaler = create_loss_scaler(config)
             self.accelerator.scaler = LossScale(scaler)
-        self.optimizer = OuterOptimizer(self.sharded, scaler, skips=settings.skips_steps_that_are_not_finite)
+        skips = config is None or config.skips_steps_that_are_not_finite
+        self.optimizer = OuterOptimizer(self.sharded, scaler, skips=skips)
         self._outer = OuterModel(model, self.sharded, settings)
         return self._outer
 
@@ -547,7 +521,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus` at stage 3, since `generate_together` is not for compiled models."""
+        """Predict with `synced_gpus` at stage 3, since compiled models do not get `NeedsOtherRanks`."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)
@@ -569,19 +543,17 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
         All ranks gather the values here, since transformers before 5.23 calls `_save` only on the rank that writes.
         """
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.sharded is not None and self.sharded.policy.parameters.sharded:
+            # On the rank that writes, PEFT runs prompt encoders and makes state dicts.
+            whole = unsharded(adapter_parameters(self.model))
         try:
-            with self._adapters_whole():
+            with whole:
                 if self.sharded is not None:
                     self._whole = whole_state_dict(self.sharded, adapters_alone=self._is_adapted)
                 super().save_model(output_dir, _internal_call)
         finally:
             self._whole = None
-
-    def _adapters_whole(self) -> AbstractContextManager[None]:
-        """Unshard adapters in the block, since PEFT runs prompt encoders and makes state dicts on the rank that writes."""
-        if self.sharded is None or not self.sharded.policy.parameters.sharded:
-            return nullcontext()
-        return unsharded(adapter_parameters(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None:

@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard.construction.born import sharded_init
 from zeroshard.errors import UsageError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, fabric_class
+from zeroshard.integrations.lightning.sharding import Facts, ShardingStrategy, fabric_class
 from zeroshard.optim.several import optimizers_of
 from zeroshard.policy import Policy, Units
 from zeroshard.sharding.sharded import Sharded
@@ -21,7 +21,7 @@ from zeroshard.sharding.sharded import Sharded
 _DDPStrategy: Any = fabric_class("strategies", "DDPStrategy")
 
 
-class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
+class FabricZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
     """A strategy that trains models with ZeRO, on any number of processes, on CPUs and accelerators.
 
         fabric = lightning.Fabric(strategy=FabricZeroStrategy(stage=3), devices=2)
@@ -44,10 +44,8 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
         policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
     ) -> None:  # fmt: skip
-        self._refuse_unknown(ddp)
-        self._sharding = Sharding(stage, config, policy, units, auto)
+        super().__init__(stage, config, policy=policy, units=units, auto=auto, **ddp)
         self._models: list[Sharded] = []
-        super().__init__(**ddp)
         self._backward_sync_control = self
 
     def sharded(self, model: nn.Module) -> Sharded:
@@ -67,22 +65,24 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ set up
 
-    def _shard(self, module: nn.Module, optimizers: list[Any]) -> Sharded:
-        one = self._sharding.shard(module, optimizers, Facts(str(self.precision.precision)))
+    def _facts(self) -> Facts:
+        return Facts(str(self.precision.precision))
+
+    def _set_up(self, module: nn.Module, optimizers: list[Any]) -> None:
+        one = self._shard(module, optimizers, self._facts())
         self._models = [other for other in self._models if other.model is not module]  # its sharding may have ended
         self._models.append(one)
-        return one
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Set a model up for evaluation. For training, set it up together with its optimizer."""
         if any(True for _ in module.parameters()):
-            self._shard(module, [])
+            self._set_up(module, [])
         return module
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, ...]:
-        self._shard(module, optimizers)
+        self._set_up(module, optimizers)
         return module, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -92,7 +92,7 @@ class FabricZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def module_init_context(self, empty_init: bool | None = None) -> ExitStack:
         stack: ExitStack = super().module_init_context(empty_init)
-        if self._sharding.policy(Facts(str(self.precision.precision))).parameters.sharded:
+        if self._shards_parameters(self._facts()):
             stack.enter_context(sharded_init())
         return stack
 

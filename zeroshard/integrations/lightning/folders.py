@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,12 +89,6 @@ def refuse_what_is_none(path: str | os.PathLike[str]) -> None:
 def _refuse_remote(path: str | os.PathLike[str]) -> None:
     if "://" in os.fspath(path):
         raise UsageError(f"{path} is not a local folder. Name one that all ranks see.")
-
-
-def clear_for_file(path: str | os.PathLike[str]) -> None:
-    """Remove a sharded checkpoint before a file of the same name is written. Only rank 0 calls it."""
-    if is_sharded(path):
-        shutil.rmtree(path)
 
 
 def write_single_file(

@@ -19,8 +19,6 @@ from torch import nn
 from zeroshard.config.fields import Kind, is_off
 from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.policy import Policy, Units
 from zeroshard.recompute.checkpointer import Checkpointer
 from zeroshard.sharding.shard import shard
@@ -57,31 +55,6 @@ def fabric_class(module: str, name: str) -> Any:
     return getattr(import_module(f"{_FABRIC}.{module}"), name)
 
 
-class Registered:
-    """A strategy with names in one of Lightning's registries."""
-
-    _precision_argument = ""
-
-    @classmethod
-    def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
-        """Raise for arguments that DDPStrategy lacks, or that zeroshard would ignore."""
-        known = (
-            "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", cls._precision_argument, "timeout",
-            "process_group_backend", "start_method",
-        )  # fmt: skip
-        for name in given:
-            if name not in known:
-                raise UsageError(f"{cls.__name__} has no argument {name!r}: pass only {', '.join(known)}.")
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's names: "zeroshard" (stage 2), and one for each of the stages 1 to 3."""
-        for name, stage in (("zeroshard", 2), *((f"zeroshard_stage_{stage}", stage) for stage in (1, 2, 3))):
-            strategy_registry.register(
-                name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
-            )
-
-
 @dataclass(frozen=True)
 class Facts:
     """The settings of the Trainer, or of Fabric.
@@ -99,13 +72,23 @@ class Facts:
     steps: float = math.inf
 
 
-class Sharding:
-    """The arguments of both strategies that concern sharding; see `ZeroStrategy`."""
+class ShardingStrategy:
+    """The part that both strategies share: their arguments, their names, and the sharding of a model; see `ZeroStrategy`."""
+
+    _precision_argument = ""
 
     def __init__(
-        self, stage: int | None, config: str | os.PathLike[str] | Mapping[str, Any] | None, policy: Policy | None,
-        units: Units | None, auto: Mapping[str, Any] | None,
+        self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
+        policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
     ) -> None:  # fmt: skip
+        # DDPStrategy also takes arguments that would have no effect here.
+        known = (
+            "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", self._precision_argument, "timeout",
+            "process_group_backend", "start_method",
+        )  # fmt: skip
+        for name in ddp:
+            if name not in known:
+                raise UsageError(f"{type(self).__name__} has no argument {name!r}: pass only {', '.join(known)}.")
         if config is not None and (stage is not None or policy is not None or units is not None):
             raise UsageError("a config sets the stage, the policy and the units: leave the other arguments out.")
         if stage is not None and policy is not None:
@@ -119,46 +102,29 @@ class Sharding:
         self._units = units
         self._auto = dict(auto or {})
         self._checkpointer: Checkpointer | None = None
-        self.has_config = config is not None
+        super().__init__(**ddp)
 
-    def policy(self, facts: Facts) -> Policy:
-        """Return the residencies of model states."""
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's names: "zeroshard" (stage 2), and one for each of the stages 1 to 3."""
+        names = {"zeroshard": 2, "zeroshard_stage_1": 1, "zeroshard_stage_2": 2, "zeroshard_stage_3": 3}
+        for name, stage in names.items():
+            strategy_registry.register(
+                name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
+            )
+
+    def _shards_parameters(self, facts: Facts) -> bool:
         if self._config is None:
-            return self._policy
-        return self._resolve(None, None, facts).policy
+            return self._policy.parameters.sharded
+        return self._resolve(None, None, facts).policy.parameters.sharded
 
-    def shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: Facts) -> Sharded:
+    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: Facts) -> Sharded:
         """Shard a model; without optimizers, for evaluation only. Every rank must call it."""
         if self._config is None:
             return shard(model, optimizers or None, self._policy, units=self._units)
         config = self._resolve(model, optimizers[0] if optimizers else None, facts)
         self._checkpointer = Checkpointer.of(config, model)
         return shard(model, optimizers or None, config.policy, precision=config.precision, **config.shard_arguments)
-
-    def unwrap(self) -> None:
-        """End the activation checkpointing of units."""
-        if self._checkpointer is not None:
-            self._checkpointer.remove()
-            self._checkpointer = None
-
-    def optimizer_of_config(self, model: nn.Module, facts: Facts) -> torch.optim.Optimizer | None:
-        """Make the config's optimizer, or return None if it names none."""
-        if self._config is None:
-            return None
-        block = self._resolve(model, None, facts).schema.optimizer
-        if block is None:
-            return None
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return create_optimizer(block, trained, model)
-
-    def scheduler_of_config(self, sharded: Sharded, facts: Facts) -> Any:
-        """Make the config's scheduler, which steps with the optimizer, or return None if it names none."""
-        if self._config is None:
-            return None
-        schema = self._resolve(None, sharded.optimizer, facts).schema
-        if schema.scheduler is None:
-            return None
-        return create_scheduler(schema.scheduler, sharded.optimizer, schema.min_lr)
 
     def _resolve(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Config:
         assert self._config is not None
@@ -182,8 +148,11 @@ class Sharding:
         if not config.names_accumulation or (is_auto and facts.accumulation is None):
             # Use the Trainer's number of microbatches. A user's loop may have several: 2 stands for any such number.
             config = config.with_accumulation(facts.accumulation or 2)
-        else:
-            _refuse_accumulation(config, facts)
+        elif config.batch.accumulation != (facts.accumulation or 1):
+            where = "and Fabric's loop is yours: leave it out, and use no_backward_sync."
+            if facts.accumulation is not None:
+                where = f"and accumulate_grad_batches is {facts.accumulation}: set both to the same value."
+            raise ConfigError(f"gradient_accumulation_steps comes to {config.batch.accumulation}, {where}")
         _refuse_disagreement(config, facts)
         if model is not None and (not dist.is_initialized() or dist.get_rank() == 0):
             unused = list(_unused(config))
@@ -216,14 +185,6 @@ def _refuse_disagreement(config: Config, facts: Facts) -> None:
         if facts.clipping is None:
             where = "but Fabric clips in your loop: leave it out, and call fabric.clip_gradients."
         raise ConfigError(f"gradient_clipping is {schema.gradient_clipping}, {where}")
-
-
-def _refuse_accumulation(config: Config, facts: Facts) -> None:
-    if config.batch.accumulation != (facts.accumulation or 1):
-        where = "and Fabric's loop is yours: leave it out, and use no_backward_sync."
-        if facts.accumulation is not None:
-            where = f"and accumulate_grad_batches is {facts.accumulation}: set both to the same value."
-        raise ConfigError(f"gradient_accumulation_steps comes to {config.batch.accumulation}, {where}")
 
 
 def _unused(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ The Trainer sets the precision. "-mixed" is its autocast over fp32 parameters, w
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,15 +18,16 @@ from torch import Tensor
 from zeroshard.construction.born import sharded_init
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import Facts, Registered, Sharding, trainer_class
-from zeroshard.policy import Policy, Units
+from zeroshard.integrations.lightning.sharding import Facts, ShardingStrategy, trainer_class
+from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.sharding.sharded import Sharded
 
 _DDPStrategy: Any = trainer_class("strategies", "DDPStrategy")
 _LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")
 
 
-class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
+class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
     """A strategy that trains one model with ZeRO, on any number of processes, on CPUs and accelerators.
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
@@ -60,17 +61,10 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
     lr_scheduler_configs: Any
     _lightning_module: Any
     optimizers: Any
-
-    def __init__(
-        self, stage: int | None = None, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
-        policy: Policy | None = None, units: Units | None = None, auto: Mapping[str, Any] | None = None, **ddp: Any,
-    ) -> None:  # fmt: skip
-        self._refuse_unknown(ddp)
-        self.sharded: Sharded | None = None
-        self._sharding = Sharding(stage, config, policy, units, auto)
-        self._loads_file = True
-        self._gave_states_up = self._aborted = False
-        super().__init__(**ddp)
+    sharded: Sharded | None = None
+    _loads_file = True
+    _gave_states_up = False
+    _aborted = False
 
     def _facts(self) -> Facts:
         trainer = self.lightning_module.trainer
@@ -92,7 +86,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
             self.setup_optimizers(trainer)
             self._refuse_averages(trainer.callbacks)
         elif any(True for _ in self.model.parameters()):
-            self.sharded = self._sharding.shard(self.model, [], self._facts())
+            self.sharded = self._shard(self.model, [], self._facts())
         self.setup_precision_plugin()
 
     def _refuse_averages(self, callbacks: Iterable[Any]) -> None:
@@ -110,17 +104,21 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
         """Shard the module with its optimizers, or with the config's."""
         super().setup_optimizers(trainer)
         facts = self._facts()
-        if self._sharding.has_config:
+        if self._config is not None:
             facts = replace(facts, steps=trainer.estimated_stepping_batches)
         if type(self.optimizers[0]).__name__ == "_MockOptimizer":  # Lightning's value for None
-            chosen = self._sharding.optimizer_of_config(self.model, facts)
-            if chosen is None:
+            block = None
+            if self._config is not None:
+                block = self._resolve(self.model, None, facts).schema.optimizer
+            if block is None:
                 raise UsageError("configure_optimizers returned None: return an optimizer, or name one in the config.")
-            self.optimizers = [chosen]
-        self.sharded = self._sharding.shard(self.model, self.optimizers, facts)
-        if not self.lr_scheduler_configs:
-            scheduler = self._sharding.scheduler_of_config(self.sharded, facts)
-            if scheduler is not None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizers = [create_optimizer(block, trained, self.model)]
+        self.sharded = self._shard(self.model, self.optimizers, facts)
+        if self._config is not None and not self.lr_scheduler_configs:
+            schema = self._resolve(None, self.sharded.optimizer, facts).schema
+            if schema.scheduler is not None:
+                scheduler = create_scheduler(schema.scheduler, self.sharded.optimizer, schema.min_lr)
                 self.lr_scheduler_configs = [_LRSchedulerConfig(scheduler, interval="step")]
 
     def on_exception(self, exception: BaseException) -> None:
@@ -143,7 +141,9 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def _give_back(self, sharded: Sharded) -> bool:
         """End the sharding, and return whether the parameters are whole."""
-        self._sharding.unwrap()
+        if self._checkpointer is not None:
+            self._checkpointer.remove()
+            self._checkpointer = None
         whole = True
         if not self._aborted:
             sharded.remove()
@@ -187,7 +187,7 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
 
     def model_sharded_context(self) -> AbstractContextManager[None]:
         """Return the context of `configure_model`: if parameters are sharded, modules are sharded as they are built."""
-        if not self._sharding.policy(self._facts()).parameters.sharded:
+        if not self._shards_parameters(self._facts()):
             return nullcontext()
         return sharded_init()
 
@@ -231,8 +231,8 @@ class ZeroStrategy(Registered, _DDPStrategy):  # type: ignore[misc]
                 f"{filepath} holds weights and no optimizer state, since fit is over. To resume, save during fit, with "
                 "ModelCheckpoint(save_last=True)."
             )
-        if self.is_global_zero:
-            folders.clear_for_file(filepath)
+        if self.is_global_zero and folders.is_sharded(filepath):
+            shutil.rmtree(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -61,7 +61,13 @@ def initialize(
         f"implementation={__implementation__}",
         ranks=[0],
     )
-    given = _one_config(args, config if config is not None else config_params)
+    given = config if config is not None else config_params
+    for name in ("deepscale_config", "deepspeed_config"):
+        of_args = getattr(args, name, None)
+        if of_args is not None:
+            if given is not None:
+                raise UsageError(f"initialize got two configs, args.{name} and config. Leave one of them out.")
+            given = of_args
     auto = {}
     if given is not None:
         given = count_samples_once(given, mpu)
@@ -81,16 +87,6 @@ def initialize(
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     made[0].destroy = partial(made[0].destroy, alone=True)  # type: ignore[method-assign]  # trainers call it on one rank
     return made
-
-
-def _one_config(args: Any, config: Any) -> Any:
-    for name in ("deepscale_config", "deepspeed_config"):
-        of_args = getattr(args, name, None)
-        if of_args is not None:
-            if config is not None:
-                raise UsageError(f"initialize got two configs, args.{name} and config. Leave one of them out.")
-            config = of_args
-    return config
 
 
 def _data_parallel_group(mpu: Any) -> Any:

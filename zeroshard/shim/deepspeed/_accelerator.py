@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partialmethod
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
-def _always(answer: Any) -> Callable[..., Any]:
-    return lambda *_: answer
+from deepspeed._names import constant
 
 
 class DeepSpeedAccelerator:
@@ -70,8 +67,8 @@ class DeepSpeedAccelerator:
 
     # ---- features
 
-    is_available = is_fp16_supported = _always(True)
-    is_triton_supported = is_graph_supported = handles_memory_backpressure = _always(False)
+    is_available = is_fp16_supported = constant(True)
+    is_triton_supported = is_graph_supported = handles_memory_backpressure = constant(False)
 
     def is_synchronized_device(self) -> bool:
         return self._kind is None
@@ -116,8 +113,8 @@ class DeepSpeedAccelerator:
 
     # ---- modules of torch, streams, random numbers, and ranges for a profiler
 
-    amp = _always(torch.amp)
-    random = _always(torch.random)
+    amp = constant(torch.amp)
+    random = constant(torch.random)
 
     def Stream(self, *args: Any, **kwargs: Any) -> Any:
         return None if self._kind is None else torch.Stream(self.device(), *args, **kwargs)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard
+from deepspeed._names import constant
 from zeroshard import DynamicLossScaler, StaticLossScaler
 from zeroshard.integrations.accelerate import refuse_divided_by_transformers
 
@@ -233,13 +234,10 @@ class DeepSpeedZeRoOffload:
     """The `optimizer.parameter_offload` of an engine. It has no hooks, since models run inside `unsharded`."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.module = SimpleNamespace(named_parameters=_nothing, ds_external_parameters=_nothing)
+        nothing = constant(())
+        self.module = SimpleNamespace(named_parameters=nothing, ds_external_parameters=nothing)
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         # No trace of parameters is ever recorded.
         self.param_coordinator = SimpleNamespace(is_invalid_trace=lambda: True, _invalidate_trace=lambda: None)
-        self._register_deepspeed_module = self.setup_zero_stage3_hooks = _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> tuple[Any, ...]:
-    return ()
+        self._register_deepspeed_module = self.setup_zero_stage3_hooks = nothing

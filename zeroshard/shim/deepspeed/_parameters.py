@@ -30,30 +30,28 @@ def _states(parameter: Any) -> zeroshard.ParameterStates:
         raise AttributeError(str(error)) from None
 
 
-def _status(parameter: Any) -> ZeroParamStatus:
-    states = _states(parameter)
-    if states.is_arriving:
-        return ZeroParamStatus.INFLIGHT
-    return ZeroParamStatus.AVAILABLE if states.is_here else ZeroParamStatus.NOT_AVAILABLE
-
-
-def _own_part(parameter: Any) -> Tensor:
-    """Return a copy of this rank's part of a parameter, 1-D; empty if this rank has none."""
-    part = _states(parameter).flat()
-    return torch.empty(0) if part is None else part
-
-
 class DeepSpeedParameter:
     """The `ds_` attributes of parameters while their model is sharded at stage 3."""
 
     ds_id = property(lambda self: _states(self).number)
     ds_shape = property(lambda self: self.shape)
     ds_numel = property(lambda self: self.numel())
-    ds_status = property(_status)
-    ds_tensor = property(_own_part)
     ds_active_sub_modules = property(lambda _: set())
     ds_persist = property(lambda self: not _states(self).is_sharded)
     ds_param_type = property(lambda _: ZeroParamType.PARTITIONED)
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        states = _states(self)
+        if states.is_arriving:
+            return ZeroParamStatus.INFLIGHT
+        return ZeroParamStatus.AVAILABLE if states.is_here else ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """A copy of this rank's part of the parameter, 1-D; empty if this rank has none."""
+        part = _states(self).flat()
+        return torch.empty(0) if part is None else part
 
 
 def is_zero_param(parameter: Any) -> bool:

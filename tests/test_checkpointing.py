@@ -28,6 +28,7 @@ import zeroshard
 from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
 from zeroshard.recompute.checkpointing import Checkpointer, Checkpointing
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
+from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -144,7 +145,9 @@ def test_without_a_model_parallel_group_it_says_so() -> None:
         Model(checkpointer.checkpoint)(*tokens(0, 0)).backward()
 
 
-@pytest.mark.parametrize("keeper", [HostCopies(), HostCopies(Slots(DEPTH, on_host=True)), Slots(DEPTH)])
+@pytest.mark.parametrize(
+    "keeper", [HostCopies(None, Copies(CPU)), HostCopies(Slots(DEPTH, on_host=True), Copies(CPU)), Slots(DEPTH)]
+)
 def test_what_is_kept_elsewhere_comes_back_as_it_was(keeper: Any) -> None:
     """The copies of cpu_checkpointing, which a model on the CPU does not need."""
     leaf = torch.randn(DEPTH, 5, requires_grad=True)

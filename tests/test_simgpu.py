@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def test_the_server_ends_while_a_fork_holds_its_socket(monkeypatch: pytest.Monke
         return start([command[0], "-S", "-c", code], pass_fds=pass_fds)
 
     monkeypatch.setattr(subprocess, "Popen", one_that_only_reads)
-    served = server.Server()
+    served = server.start()
     fork = os.fork()
     if fork == 0:
         signal.pause()
@@ -59,7 +60,7 @@ def test_the_server_ends_while_a_fork_holds_its_socket(monkeypatch: pytest.Monke
     os.kill(fork, signal.SIGKILL)
     os.waitpid(fork, 0)
     closing.join()
-    server.atexit.unregister(served.close)
+    atexit.unregister(served.close)
     assert not is_open
 
 

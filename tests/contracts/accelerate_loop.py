@@ -15,7 +15,7 @@ import transformers
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from cases import run_all
+from cases import llama, run_all
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 transformers.logging.set_verbosity_error()
 MICROBATCHES = 2
 CLIP = 0.5
+OPTIONS: dict[str, Any] = {"tie_word_embeddings": True, "attention_dropout": 0.1}
+"""Options of the model."""
 
 
 class Tokens(Dataset[Tensor]):
@@ -46,15 +48,6 @@ class Count:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.value = state["value"]
-
-
-def llama(layers: int = 2, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=True, attention_dropout=0.1,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 def plugin(case: dict[str, Any], stage: int) -> Any:
@@ -93,7 +86,7 @@ class Run:
             gradient_accumulation_steps=MICROBATCHES, cpu=stage is None, mixed_precision=case["dtype"],
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         )  # fmt: skip
-        model = llama()
+        model = llama(**OPTIONS)
         if case["config"] and stage is not None:
             optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
             schedule: Any = DummyScheduler(optimizer, warmup_num_steps=2)
@@ -197,13 +190,13 @@ def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         plugins = {"student": plugin(case, case["stage"]), "teacher": DeepSpeedPlugin(hf_ds_config=teacher)}
         plugins["student"].deepspeed_config["gradient_accumulation_steps"] = 1
         accelerator = Accelerator(deepspeed_plugins=plugins)
-    student = llama()
+    student = llama(**OPTIONS)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, fused=True)
     loader = DataLoader(Tokens(), batch_size=2)
     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
     if case["stage"] is not None:
         accelerator.state.select_deepspeed_plugin("teacher")
-    looks_on = accelerator.prepare(llama(layers=3, seed=1).eval())
+    looks_on = accelerator.prepare(llama(seed=1, num_hidden_layers=3, **OPTIONS).eval())
     if case["stage"] is not None:
         accelerator.state.select_deepspeed_plugin("student")
     told = []

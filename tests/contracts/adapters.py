@@ -12,8 +12,8 @@ from typing import Any
 import peft
 import torch
 import transformers
-from cases import run_all
-from trainer import Tokens, deepspeed_config, llama
+from cases import llama, run_all
+from trainer import Tokens, deepspeed_config
 
 transformers.logging.set_verbosity_error()
 
@@ -36,7 +36,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         report_to=[], disable_tqdm=True, seed=0, deepspeed=deepspeed_config(case), use_cpu=not torch.accelerator.is_available(),
         average_tokens_across_devices=False,
     )  # fmt: skip
-    model = peft.get_peft_model(llama(), adapter(case["kind"]))
+    model = peft.get_peft_model(llama(tie_word_embeddings=True), adapter(case["kind"]))
     trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train()
     trainer.save_model(str(folder / "final"))
@@ -46,7 +46,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     tokens = torch.stack([Tokens()[index]["input_ids"] for index in range(len(Tokens()))])
     for name in ("final", "checkpoint-4"):
-        read = peft.PeftModel.from_pretrained(llama(), folder / name).eval()
+        read = peft.PeftModel.from_pretrained(llama(tie_word_embeddings=True), folder / name).eval()
         with torch.no_grad():
             found[name] = float(read(input_ids=tokens).logits.double().abs().sum())
     trainer.accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""Owns the cases of the other scripts in this folder, from CASES.json to OUT.json. Otherwise they are stock scripts."""
+"""Owns what the stock scripts in this folder share: their cases, from CASES.json to OUT.json, their model, config and figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from accelerate.state import AcceleratorState
+
+
+def llama(seed: int = 0, **options: Any) -> Any:
+    """Return a small Llama, with some options of its config."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 16,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **options}))
+
+
+def config_of(stage: int, **blocks: Any) -> dict[str, Any]:
+    """Return a DeepSpeed config whose numbers come from the Trainer's arguments, with these blocks in addition."""
+    numbers = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": zero, **dict.fromkeys(numbers, "auto"), **blocks}
+
+
+def figures(history: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the figures in a Trainer's history."""
+    names = {"losses": "loss", "norms": "grad_norm", "evaluations": "eval_loss"}
+    return {name: [entry[key] for entry in history if key in entry] for name, key in names.items()}
 
 
 def run_all(run: Callable[[dict[str, Any], Path], dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from cases import run_all
+from cases import figures, llama, run_all
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 
@@ -92,12 +92,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         lr_scheduler_type="constant", logging_steps=1, eval_steps=2, save_strategy="no", report_to=[],
         disable_tqdm=True, seed=0, max_grad_norm=0.5, use_cpu=case["stage"] is None, adam_epsilon=1e-3, **parallelism(case),
     )  # fmt: skip
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=16,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = llama()
     if case.get("tuner"):
         trainer = tuner(model=model, options=options)
     else:
@@ -106,17 +101,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             model, transformers.TrainingArguments(**options), train_dataset=Tokens(), eval_dataset=Tokens()
         )
     trainer.train()
-    history = trainer.state.log_history
+    found: dict[str, Any] = {**figures(trainer.state.log_history), "saved": None}
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    return {
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
-        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
-        "saved": "attn" in (folder / "final" / "config.json").read_text()
-        if int(os.environ.get("RANK", "0")) == 0
-        else None,
-    }
+    if int(os.environ.get("RANK", "0")) == 0:
+        found["saved"] = "attn" in (folder / "final" / "config.json").read_text()
+    return found
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import run_all
+from cases import config_of, llama, run_all
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,13 +29,8 @@ def tokenizer() -> Any:
     )
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+def model_of_words() -> Any:
+    return llama(vocab_size=len(WORDS), max_position_embeddings=32, pad_token_id=0, eos_token_id=1, bos_token_id=None)
 
 
 def sentences(seed: int) -> list[str]:
@@ -45,33 +40,23 @@ def sentences(seed: int) -> list[str]:
     ]
 
 
-def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | None:
-    if case["stage"] is None:
-        return None
-    return {
-        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto",
-        "gradient_clipping": "auto",
-    }
-
-
 def make(case: dict[str, Any], folder: Path) -> Any:
     """Return the trainer of a case."""
     common: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
         "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "report_to": [], "disable_tqdm": True, "seed": 0,
-        "bf16": False, "max_grad_norm": 0.5, "deepspeed": deepspeed_config(case), "use_cpu": case["stage"] is None,
+        "bf16": False, "max_grad_norm": 0.5, "use_cpu": case["stage"] is None,
         "ddp_backend": "gloo" if case["stage"] is None else None, "gradient_checkpointing": case["checkpointing"],
         "average_tokens_across_devices": False, "dataset_num_proc": None,
     }  # fmt: skip
+    if case["stage"] is not None:
+        common["deepspeed"] = config_of(case["stage"])
     lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     rows = {"prompt": sentences(1), "chosen": [" " + one for one in sentences(2)]}
     if case["trainer"] == "sft":
         data = Dataset.from_dict({"prompt": rows["prompt"], "completion": rows["chosen"]})
         return SFTTrainer(
-            llama(),
+            model_of_words(),
             SFTConfig(**common, packing=False),
             train_dataset=data,
             processing_class=tokenizer(),
@@ -80,7 +65,9 @@ def make(case: dict[str, Any], folder: Path) -> Any:
     data = Dataset.from_dict({**rows, "rejected": [" " + one for one in sentences(3)]})
     if case["trainer"] == "dpo":
         arguments = DPOConfig(**common, beta=0.5)
-        return DPOTrainer(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora)
+        return DPOTrainer(
+            model_of_words(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora
+        )
     # Train every weight. The reference is a second model, or the same one before it is trained.
     before = case["trainer"] == "dpo-before"
     arguments = DPOConfig(**common, beta=0.5, precompute_ref_log_probs=before)
@@ -89,8 +76,10 @@ def make(case: dict[str, Any], folder: Path) -> Any:
             if not (folder / "data").exists():
                 data.save_to_disk(folder / "data")
         data = load_from_disk(folder / "data")
-    reference = None if before else llama()
-    return DPOTrainer(llama(), ref_model=reference, args=arguments, train_dataset=data, processing_class=tokenizer())
+    reference = None if before else model_of_words()
+    return DPOTrainer(
+        model_of_words(), ref_model=reference, args=arguments, train_dataset=data, processing_class=tokenizer()
+    )
 
 
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -110,7 +99,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
-    read: Any = llama()
+    read: Any = model_of_words()
     if case["trainer"] in ("sft", "dpo"):
         read = PeftModel.from_pretrained(read, str(folder / "final"))
         trained = {name: value for name, value in read.named_parameters() if "lora_B" in name}

@@ -6,19 +6,16 @@ environment, as test_run and test_trainer_contract check.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
-import pickle
 import runpy
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from served import Server, answer
 
 CONTRACTS = Path(__file__).parent
 SECONDS = 200.0
@@ -34,40 +31,6 @@ class Job:
     environment: dict[str, str]
 
 
-class Server:
-    """A handle of the process, for the tests."""
-
-    def __init__(self, imports: Sequence[str]) -> None:
-        from zeroshard.integrations.shim_path import PYTHONPATH, python_path
-
-        ours, theirs = socket.socketpair()
-        code = f"from contracts.server import serve; serve({theirs.fileno()}, {list(imports)})"
-        paths = [python_path(os.environ), str(CONTRACTS), str(CONTRACTS.parent), str(CONTRACTS.parents[1])]
-        environment = {**os.environ, PYTHONPATH: os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        atexit.register(self.close)
-
-    def run(self, job: Job) -> None:
-        """Run a script to its end on every rank.
-
-        Raises:
-            RankError: with every failed rank's traceback.
-        """
-        from zeroshard.testing import RankError
-
-        self._connection.send_bytes(pickle.dumps(job))
-        error = pickle.loads(self._connection.recv_bytes())
-        if error is not None:
-            raise RankError(error)
-
-    def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        self._process.wait()
-
-
 _servers: dict[tuple[str, ...], Server] = {}
 
 
@@ -75,7 +38,11 @@ def run(job: Job, imports: Sequence[str]) -> None:
     """Run a job on the server of this process that has these imports."""
     key = tuple(imports)
     if key not in _servers:
-        _servers[key] = Server(imports)
+        from zeroshard.integrations.shim_path import PYTHONPATH, python_path
+
+        paths = [python_path(os.environ), str(CONTRACTS), str(CONTRACTS.parent), str(CONTRACTS.parents[1])]
+        code = f"from contracts.server import serve; serve({{}}, {list(imports)})"
+        _servers[key] = Server(code, {PYTHONPATH: os.pathsep.join(paths), "OMP_NUM_THREADS": "1"})
     _servers[key].run(job)
 
 
@@ -91,20 +58,9 @@ def serve(descriptor: int, imports: Sequence[str]) -> None:
         importlib.import_module(name)
     from ports import free_port
 
-    from zeroshard.testing import RankError, run_ranks
+    from zeroshard.testing import run_ranks
 
-    connection = Connection(descriptor)
-    while True:
-        try:
-            job: Job = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        error = None
-        try:
-            run_ranks(_rank, job.ranks, job, free_port(), initialise=False, timeout=SECONDS)
-        except RankError as failed:
-            error = str(failed)
-        connection.send_bytes(pickle.dumps(error))
+    answer(descriptor, lambda job: run_ranks(_rank, job.ranks, job, free_port(), initialise=False, timeout=SECONDS))
 
 
 def _rank(rank: int, job: Job, port: int) -> Any:

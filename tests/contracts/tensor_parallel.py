@@ -15,7 +15,7 @@ from typing import Any
 import accelerate
 import torch
 import transformers
-from cases import run_all
+from cases import config_of, figures, run_all
 from long_sequences import InOrder, Tokens
 from safetensors.torch import load_file
 
@@ -26,15 +26,8 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that divide a model, and the data-parallel ranks' share of a batch of two."""
     if case["stage"] is None:
         return {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 8}
-    config = {
-        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
-        "tensor_parallel": {"autotp_size": 1 if case.get("without") else 2},
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": case.get("bf16", False)},
-    }
+    size = 1 if case.get("without") else 2
+    config = config_of(case["stage"], tensor_parallel={"autotp_size": size}, bf16={"enabled": case.get("bf16", False)})
     if case.get("optimizer"):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-3, "weight_decay": 0.0}}
     ranks = int(os.environ["WORLD_SIZE"]) // 2
@@ -129,19 +122,13 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = tiny(case)
     trainer = InOrder(model, made, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train(resume_from_checkpoint=case.get("resume"))
-    history = trainer.state.log_history
+    found: dict[str, Any] = {**figures(trainer.state.log_history), "weights": {}}
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
-    weights = {}
     if int(os.environ.get("RANK", "0")) == 0:
         saved = load_file(folder / "final" / "model.safetensors")
-        weights = {name: one.double().sum().item() for name, one in saved.items()}
-    return {
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
-        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
-        "weights": weights,
-    }
+        found["weights"] = {name: one.double().sum().item() for name, one in saved.items()}
+    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from cases import run_all
+from cases import config_of, llama, run_all
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -30,28 +30,12 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=16, tie_word_embeddings=True,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
 def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
     """Return the config for TrainingArguments(deepspeed=...); None selects DDP."""
     if case["stage"] is None or isinstance(case["stage"], str):
         return case["stage"]
-    config: dict[str, Any] = {
-        "zero_optimization": {"stage": case["stage"], "stage3_gather_16bit_weights_on_model_save": True},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "initial_scale_power": 10},
-    }
+    fp16 = {"enabled": "auto", "initial_scale_power": 10}
+    config = config_of(case["stage"], bf16={"enabled": "auto"}, fp16=fp16)
     if case["optimizer"]:
         params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
         config["optimizer"] = {"type": "AdamW", "params": params}
@@ -83,7 +67,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         save_only_model=case.get("only_model", False),
     )  # fmt: skip
     assert arguments.world_size == ranks, (arguments.world_size, ranks)
-    model = llama()
+    model = llama(tie_word_embeddings=True)
     optimizers = late_schedule(model) if case["stage"] is None and case["scheduler"] else (None, None)
     trainer = transformers.Trainer(
         model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(), optimizers=optimizers

@@ -29,7 +29,6 @@ MODES: dict[str, tuple[Pace, list[Pace]]] = {
     "even late": (AT_ONCE, [AT_ONCE, LATE]),
 }
 """The pace of the default stream, and the paces of the others, in turn."""
-QUICK_MODES = ("default late", "others late", "all late", "others slow")
 
 _native: Any = None
 

@@ -6,22 +6,18 @@ of the tests, and in all its forks. The server runs no backward before a fork, w
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
-import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import prepare
+from served import Server, answer
 
 from simgpu.build import why_not
 
@@ -44,57 +40,16 @@ class Request:
     timeout: float = SECONDS
 
 
-def _send(connection: Connection, value: Any) -> None:
-    connection.send_bytes(pickle.dumps(value))  # `connection.send` would share tensors instead of copying them
-
-
-def _receive(connection: Connection) -> Any:
-    return pickle.loads(connection.recv_bytes())
-
-
 # ---------------------------------------------------------------------- in the process of the tests
 
 
-class Server:
-    """A handle of the process, for the tests."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from simgpu.server import serve; serve({theirs.fileno()})"],
-            env=environment,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
-        atexit.register(self.close)
-
-    def run(self, request: Request) -> list[Any]:
-        """Send a request, and return each rank's result.
-
-        Raises:
-            RankError: with every failed rank's traceback.
-        """
-        from zeroshard.testing import RankError
-
-        _send(self._connection, request)
-        results, error = _receive(self._connection)
-        if error is not None:
-            raise RankError(error)
-        return list(results)
-
-    def close(self) -> None:
-        """End the process. Later forks hold copies of the socket, so closing it would not be enough."""
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._connection.close()
-        self._process.wait()
-
-
 _server: list[Server] = []
+
+
+def start() -> Server:
+    """Start a process with the device."""
+    paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return Server("from simgpu.server import serve; serve({})", {"PYTHONPATH": os.pathsep.join(paths)})
 
 
 def run(request: Request) -> list[Any]:
@@ -103,7 +58,7 @@ def run(request: Request) -> list[Any]:
     if reason is not None:
         pytest.skip(reason)
     if not _server:
-        _server.append(Server())
+        _server.append(start())
     return _server[0].run(request)
 
 
@@ -121,7 +76,6 @@ def serve(descriptor: int) -> None:
     import torch._dynamo  # otherwise each rank would import it at its optimizer's first step
 
     from simgpu import device, rare, simccl  # noqa: F401
-    from zeroshard.testing import RankError, run_ranks
 
     torch.set_num_threads(1)
     device.load()
@@ -129,20 +83,15 @@ def serve(descriptor: int) -> None:
     shapes = torch.ones(2, 2, device="meta")
     torch.nn.functional.layer_norm(shapes + 1, (2,))  # imports torch's meta kernels in Python: two seconds of each rank
     prepare()
-    connection = Connection(descriptor)
-    while True:
-        try:
-            request: Request = _receive(connection)
-        except EOFError:
-            return
-        try:
-            # The ranks' store uses a socket that is already open, see `run_ranks`.
-            with socket.create_server(("127.0.0.1", 0)) as door:
-                ranks = max(request.ranks, 1)
-                results = run_ranks(_rank, ranks, request, door, timeout=request.timeout, initialise=False)
-            _send(connection, (results, None))
-        except RankError as error:
-            _send(connection, ([], str(error)))
+    answer(descriptor, _answered)
+
+
+def _answered(request: Request) -> list[Any]:
+    from zeroshard.testing import run_ranks
+
+    # The ranks' store uses a socket that is already open, see `run_ranks`.
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return run_ranks(_rank, max(request.ranks, 1), request, door, timeout=request.timeout, initialise=False)
 
 
 def _rank(rank: int, request: Request, door: socket.socket) -> Any:

@@ -30,9 +30,11 @@ from zeroshard.layout.bucketing import find_units
 from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.policy import Units
 from zeroshard.recompute.saved_inputs import HostCopies, Keeper, Partition, Recall, Slots, keep
+from zeroshard.storage.transfers import Copies
 from zeroshard.torch_private import tree_flatten, tree_unflatten, version_of
 
-_Version = tuple[weakref.ref[Tensor], int]
+_Versions = Mapping[tuple[int, torch.Size], tuple[weakref.ref[Tensor], int]]
+"""Inputs and their versions in the forward, by address and shape."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Checkpointer:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """Creates the keeper of inputs in CPU memory; default: `HostCopies` if the model computes on an accelerator."""
+        """Creates the keeper of inputs in CPU memory, for dry runs; None: `HostCopies`, if the model is on an accelerator."""
         self._forwards = Forwards()
 
     @classmethod
@@ -122,13 +124,21 @@ class Checkpointer:
         """Checkpoint a function as `checkpoint` does, with a name for the table."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        wanted = self.options
         options: dict[str, Any] = {"use_reentrant": False}
-        if self.options.profile or self.options.synchronize_checkpoint_boundary:
+        if wanted.profile or wanted.synchronize_checkpoint_boundary:
             options["context_fn"] = partial(self._measured, name)
-        if not self._keeps_inputs:
-            # The function gets the caller's own lists and dicts, to which it may add values.
+        if not (wanted.profile or wanted.partition_activations or wanted.cpu_checkpointing or self._slots):
+            # torch keeps the inputs. The function gets the caller's own lists and dicts, to which it may add values.
             return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, **options)
+        # torch gives its hooks only tensors that are arguments themselves, so each leaf becomes an argument.
         leaves, spec = tree_flatten((args, kwargs))
+        # Weights, masks and positions are not activations: they stay in memory in any case.
+        activations = {
+            (leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf))
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+        }
 
         def call(*leaves: Any) -> Any:
             args, kwargs = tree_unflatten(list(leaves), spec)
@@ -136,41 +146,40 @@ class Checkpointer:
 
         if self._slots is not None:
             self._slots.begin()
-        with self._hooks(name, leaves):
+        with saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall()):
             return torch_checkpoint(call, *leaves, **options)
 
     # ------------------------------------------------------------------ saved inputs
 
-    @property
-    def _keeps_inputs(self) -> bool:
-        """Whether this object keeps or measures the inputs, instead of torch. torch gives its hooks only tensor arguments."""
-        options = self.options
-        return bool(options.profile or options.partition_activations or options.cpu_checkpointing or self._slots)
-
-    def _hooks(self, name: str, leaves: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return hooks that keep the inputs of torch's checkpointing."""
-        # Weights, masks and positions are not activations: they stay in memory in any case.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        activations = {(leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf)) for leaf in tensors}
-        return saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall())
-
-    def _pack(self, name: str, activations: Mapping[tuple[int, torch.Size], _Version], tensor: Tensor) -> Recall:
-        key = (tensor.data_ptr(), tensor.shape)
+    def _pack(self, name: str, activations: _Versions, tensor: Tensor) -> Recall:
+        """Keep an input. Its recall raises RuntimeError if the input was changed in place, as torch does without hooks."""
+        key = (tensor.data_ptr(), tensor.shape)  # autograd may pass an alias of the input to its hooks
         if key not in activations or tensor.numel() == 0:
             return keep(tensor)
         if self.options.profile:
             self.costs.setdefault(name, Cost()).nbytes += tensor.nbytes
         if tensor.device not in self._keepers:
             self._keepers[tensor.device] = self._make_keeper(tensor.device)
-        return partial(_unless_changed, self._keepers[tensor.device](tensor), *activations[key])
+        recall = self._keepers[tensor.device](tensor)
+        reference, version = activations[key]
+
+        def unless_changed() -> Tensor:
+            alive = reference()
+            if alive is not None and version_of(alive) != version:
+                raise RuntimeError(
+                    "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be "
+                    "recomputed. Change a copy instead."
+                )
+            return recall()
+
+        return unless_changed
 
     def _make_keeper(self, device: torch.device) -> Keeper:
         keeper: Keeper = self._slots or keep
-        host_copies = self.host_copies
-        if host_copies is None and device.type != "cpu":
-            host_copies = HostCopies
-        if self.options.cpu_checkpointing and host_copies is not None:
-            keeper = host_copies(self._slots)
+        if self.options.cpu_checkpointing and self.host_copies is not None:
+            keeper = self.host_copies(self._slots)
+        elif self.options.cpu_checkpointing and device.type != "cpu":
+            keeper = HostCopies(self._slots, Copies(device))
         if not self.options.partition_activations:
             return keeper
         group = self.options.model_parallel_group
@@ -252,17 +261,6 @@ class _Clock(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         _synchronize()
         vars(self._cost)[self._part] += time.perf_counter() - self._start
-
-
-def _unless_changed(recall: Recall, reference: weakref.ref[Tensor], version: int) -> Tensor:
-    """Return the input. Raise RuntimeError if it was changed in place since the forward, as torch does without hooks."""
-    alive = reference()
-    if alive is not None and version_of(alive) != version:
-        raise RuntimeError(
-            "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be "
-            "recomputed. Change a copy instead."
-        )
-    return recall()
 
 
 def _synchronize() -> None:

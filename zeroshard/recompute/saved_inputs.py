@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,7 +56,7 @@ class Partition:
             self._collectives.all_gather(rows, 0, "all-gather of partitioned activations").wait()
             return rows.view(-1)[: shape.numel()].view(shape)
 
-        tensor_like = tensor.new_empty(0)
+        tensor_like = tensor.new_empty(0)  # without memory: `gather` must not keep the whole input
         return gather
 
 
@@ -68,11 +70,11 @@ class HostCopies:
     Each copy back to the device starts one input ahead of its use, except the first.
 
     Args:
-        slots: the memory for the copies; default: torch's allocator of pinned memory, which reuses memory.
-        copies: the queue of copies; default: copies on separate streams.
+        slots: the memory for the copies; None is torch's allocator of pinned memory, which reuses memory.
+        copies: the queue of copies.
     """
 
-    def __init__(self, slots: Slots | None = None, copies: Copies | None = None) -> None:
+    def __init__(self, slots: Slots | None, copies: Copies) -> None:
         self._slots = slots
         self._copies = copies
         self._kept: weakref.WeakValueDictionary[int, _HostInput] = weakref.WeakValueDictionary()
@@ -81,8 +83,6 @@ class HostCopies:
         """Inputs whose copies to the CPU may still run."""
 
     def __call__(self, tensor: Tensor) -> Recall:
-        if self._copies is None:
-            self._copies = Copies(tensor.device)
         memory = self._host_memory(tensor)
         leaving = self._copies.copy(memory, tensor.detach())
         self._leaving.append((leaving, tensor.detach()))
@@ -90,11 +90,11 @@ class HostCopies:
             transfer, _tensor = self._leaving.popleft()
             # no test needs this wait: without it the copies keep the input's memory until the host sees that they ended.
             transfer.wait(tensor.device)
-        copy = _HostInput(memory, tensor.device, leaving, self)
+        copy = _HostInput(memory, tensor.device, leaving)
         if self._slots is not None:
             self._slots.hold(copy)
         self._kept[id(copy)] = copy
-        return copy.recall
+        return partial(self._recall, copy)
 
     def _host_memory(self, tensor: Tensor) -> Tensor:
         """Return CPU memory for a copy of an input."""
@@ -106,59 +106,49 @@ class HostCopies:
         """Return device memory for an input that is copied back."""
         return torch.empty_like(memory, device=device)
 
-    def bring(self, copy: _HostInput) -> tuple[Transfer, Tensor]:
-        """Start the copy back to the device. Return the transfer and its destination."""
-        assert self._copies is not None
-        back = self._device_memory(copy.memory, copy.device)
-        return self._copies.copy(back, copy.memory, copy.left), back
+    def _start(self, copy: _HostInput) -> tuple[Transfer, Tensor]:
+        """Start the copy back to the device, if it has not started. Return the transfer and its destination."""
+        if copy.back is None:
+            back = self._device_memory(copy.memory, copy.device)
+            copy.back = self._copies.copy(back, copy.memory, copy.left), back
+        return copy.back
 
-    def recalled(self, copy: _HostInput) -> None:
-        """Start to copy back the last unused input before this one, since the backward needs it next."""
+    def _recall(self, copy: _HostInput) -> Tensor:
+        """Return an input on its own device, and start to copy back the input that the backward needs next."""
+        copy.is_recalled = True
+        back, tensor = self._start(copy)
+        copy.back = None  # another backward of the graph copies it again
+        back.wait(copy.device)
         for transfer, _tensor in self._leaving:
             # no test needs this wait: without it the copies keep the inputs' memory until the host sees that they ended.
             transfer.wait(copy.device)
         self._leaving.clear()
-        before = None
+        before = None  # the last unused input before this one
         for one in self._kept.values():
             if one is copy:
                 break
             if not one.is_recalled:
                 before = one
         if before is not None:
-            before.start()
+            self._start(before)
+        return tensor
 
 
+@dataclass(eq=False)
 class _HostInput:
     """An input in CPU memory.
 
     Attributes:
         left: the copy from the device.
+        back: the copy back to the device and its destination, from its start until the input is recalled.
         is_recalled: whether the backward has used the input.
     """
 
-    def __init__(self, memory: Tensor, device: torch.device, left: Transfer, owner: HostCopies) -> None:
-        self.memory = memory
-        self.device = device
-        self.left = left
-        self.is_recalled = False
-        self._owner = owner
-        self._back: tuple[Transfer, Tensor] | None = None
-
-    def start(self) -> None:
-        """Start the copy back to the device, which overlaps with computation."""
-        if self._back is None:
-            self._back = self._owner.bring(self)
-
-    def recall(self) -> Tensor:
-        """Return the input on its own device."""
-        self.is_recalled = True
-        self.start()
-        assert self._back is not None
-        transfer, tensor = self._back
-        self._back = None
-        transfer.wait(self.device)
-        self._owner.recalled(self)
-        return tensor
+    memory: Tensor
+    device: torch.device
+    left: Transfer
+    back: tuple[Transfer, Tensor] | None = None
+    is_recalled: bool = False
 
 
 def _host_memory(shape: torch.Size, like: Tensor) -> Tensor:

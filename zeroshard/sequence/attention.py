@@ -59,8 +59,9 @@ class Slice:
     """The positions and documents of whole sequences, of which a forward computes one slice.
 
     Attributes:
-        positions: [rows, positions], of whole sequences.
+        positions: [rows, positions], of whole sequences, counted within each document.
         documents: [rows, positions], the number of each position's document; None if each row is one document.
+        calls: the number of layers that have attended so far.
     """
 
     def __init__(self, positions: Tensor) -> None:
@@ -68,6 +69,24 @@ class Slice:
         starts = torch.diff(positions, dim=1, prepend=positions[:, :1] - 1) != 1
         is_packed = has_values(starts) and bool(starts.any())
         self.documents = starts.cumsum(1) if is_packed else None
+        self.calls = 0
+
+    def within_documents(self, mask_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a mask function that masks all other documents.
+
+        Args:
+            mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query
+                attends to the key. It gets positions within a document, so that windows and chunks restart with it.
+        """
+        positions = self.positions
+        documents = self.documents
+        assert documents is not None
+
+        def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
+            in_pattern = mask_function(row, head, positions[row, query], positions[row, key])
+            return in_pattern & (documents[row, query] == documents[row, key])
+
+        return sees
 
 
 class CutAttention:
@@ -84,14 +103,13 @@ class CutAttention:
         self._core: str = config._attn_implementation
         self._layers: int = config.num_hidden_layers
         self._slice: Slice | None = None
-        self._calls = 0
         # All models share the registry, so each needs a separate name. It contains the core's name, since transformers looks
         # for parts of the core's name.
-        self.name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
+        name = f"{_PREFIX}{next(_numbers)}_{self._core}".replace("/", "_")
         entry = untraced(_Entry, _MESSAGES)
-        AttentionInterface.register(self.name, entry(self._attention))
-        AttentionMaskInterface.register(self.name, entry(self._mask))
-        self._decoder.set_attn_implementation(self.name)
+        AttentionInterface.register(name, entry(self._attention))
+        AttentionMaskInterface.register(name, entry(self._mask))
+        self._decoder.set_attn_implementation(name)
         self._handles: list[RemovableHandle] = [
             self._decoder.register_forward_pre_hook(
                 torch.compiler.disable(self._begin, reason=_MESSAGES), with_kwargs=True
@@ -112,7 +130,6 @@ class CutAttention:
 
     def _begin(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         self._slice = None
-        self._calls = 0
         inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         own = next((tokens.shape[1] for tokens in inputs if tokens is not None), None)
         positions = kwargs.get("position_ids")
@@ -145,10 +162,11 @@ class CutAttention:
     def _end(self, decoder: nn.Module, args: Any, output: Any) -> None:
         began = self._slice
         self._slice = None
-        if began is None or output is None or self._calls == self._layers:
+        # After an exception, `output` is None.
+        if began is None or output is None or began.calls == self._layers:
             return
         raise UsageError(
-            f"{type(decoder).__name__} has {self._layers} layers, and {self._calls} of them called the registered "
+            f"{type(decoder).__name__} has {self._layers} layers, and {began.calls} of them called the registered "
             "attention. The others may combine positions of the slice only (recurrent layers?). Train this model "
             "without Sequences."
         )
@@ -167,7 +185,7 @@ class CutAttention:
             options |= {"batch_size": rows, "q_length": length, "kv_length": length, "attention_mask": None}
             options |= {"q_offset": 0, "kv_offset": 0}
             if cut.documents is not None:
-                options["mask_function"] = _within_documents(options["mask_function"], cut.positions, cut.documents)
+                options["mask_function"] = cut.within_documents(options["mask_function"])
                 options["allow_is_causal_skip"] = False
         return ALL_MASK_ATTENTION_FUNCTIONS[self._core](**options)
 
@@ -187,7 +205,7 @@ class CutAttention:
                     "Sequences."
                 )
             return core(module, query, key, value, attention_mask, *args, **options)
-        self._calls += 1
+        cut.calls += 1
         self._refuse(module, cut, attention_mask, options)
         groups = query.shape[1] // key.shape[1]
         query, key, value = heads_for_positions(self._ranks, query, key, value)
@@ -245,7 +263,10 @@ class _Entry:
 
 
 class _WithGroups:
-    """A view of an attention module for attention functions, with a different number of query heads per key head."""
+    """A view of an attention module for attention functions, with a different number of query heads per key head.
+
+    The number differs on a rank if keys have fewer heads than there are ranks.
+    """
 
     def __init__(self, module: nn.Module, groups: int) -> None:
         self._module = module
@@ -253,23 +274,6 @@ class _WithGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _within_documents(mask_function: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
-    """Return a mask function over positions within a document, which masks all other documents.
-
-    Args:
-        mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query
-            attends to the key.
-        positions: [rows, positions], counted within each document, so that windows and chunks restart with it.
-        documents: [rows, positions], the number of each position's document.
-    """
-
-    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
-        in_pattern = mask_function(row, head, positions[row, query], positions[row, key])
-        return in_pattern & (documents[row, query] == documents[row, key])
-
-    return sees
 
 
 def _function_of(core: str, module: nn.Module) -> Any:
@@ -348,7 +352,9 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             "cannot be split across ranks: use a model that does."
         )
     for name, module in decoder.named_modules():
-        if _scales_by_position(module):
+        is_of_llama4 = hasattr(module, "attn_scale") and hasattr(module, "floor_scale")
+        has_positions = getattr(module, "use_rope", False)
+        if is_of_llama4 and not has_positions and getattr(module, "attn_temperature_tuning", False):
             raise UsageError(
                 f"{name} of {kind} scales queries by its own count of positions, which starts at 0 in each slice "
                 "(attn_temperature_tuning): load the model with attn_temperature_tuning=False to cut sequences over ranks."
@@ -366,11 +372,3 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     refuse_heads(
         config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads, size
     )
-
-
-def _scales_by_position(module: nn.Module) -> bool:
-    """Return whether a module is Llama 4's attention without rotary positions, which scales queries by position."""
-    is_of_llama = (
-        hasattr(module, "attn_scale") and hasattr(module, "floor_scale") and not getattr(module, "use_rope", False)
-    )
-    return is_of_llama and bool(getattr(module, "attn_temperature_tuning", False))

@@ -50,6 +50,7 @@ def cut_batch(ranks: SequenceRanks, batch: Mapping[str, Any]) -> dict[str, Any]:
     if labels is not None and "shift_labels" not in whole:
         # Before the cut: the last token of a slice predicts the first of the next.
         whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    # The positions of padding continue those of the last document, so that no document begins in it.
     missing = -length % ranks.size
     following = positions[:, -1:] + 1 + torch.arange(missing, device=positions.device)
     result = {"position_ids": torch.cat([positions, following], dim=1)}
@@ -127,8 +128,14 @@ def cut_in_turn(ranks: SequenceRanks, loader: Iterable[Mapping[str, Any]]) -> It
 
 def _gathered(ranks: SequenceRanks, convert: Callable[[Any], Any], batch: Any, label: str) -> list[Any]:
     """Gather each rank's converted batch, or None. If one rank refuses its batch, every rank raises the error."""
-    converted, why = None, None
+    converted = None
+    why = None
     try:
+        if batch is not None and not isinstance(batch, Mapping):
+            raise UsageError(
+                f"the loader yields a {type(batch).__name__}, but Sequences.cut needs batches with names: make the dataset or "
+                'the collate_fn return a dict, such as {"input_ids": ..., "labels": ...}.'
+            )
         if batch is not None:
             converted = convert(batch)
     except UsageError as error:
@@ -140,18 +147,9 @@ def _gathered(ranks: SequenceRanks, convert: Callable[[Any], Any], batch: Any, l
     return [converted for converted, _ in everyone]
 
 
-def _sendable(batch: Any) -> dict[str, Any]:
-    _refuse_unnamed(batch)
+def _sendable(batch: Mapping[str, Any]) -> dict[str, Any]:
     _tokens(batch)
     return _moved(batch, torch.device("cpu"))
-
-
-def _refuse_unnamed(batch: Any) -> None:
-    if not isinstance(batch, Mapping):
-        raise UsageError(
-            f"the loader yields a {type(batch).__name__}, but Sequences.cut needs batches with names: make the dataset or the "
-            'collate_fn return a dict, such as {"input_ids": ..., "labels": ...}.'
-        )
 
 
 def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -198,7 +196,6 @@ def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) ->
 
 def _digest(batch: Mapping[str, Any]) -> list[tuple[str, list[int], int]]:
     """Return the names, shapes and checksums of a batch's tensors."""
-    _refuse_unnamed(batch)
     found = []
     for name, value in sorted(batch.items()):
         if isinstance(value, Tensor):

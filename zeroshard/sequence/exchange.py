@@ -25,6 +25,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.cut, ctx.whole = ranks, cut, whole
+        # Row r of the message has the parts for rank r of all tensors, one after another.
         parts = [tensor.unflatten(cut, (ranks.size, -1)).movedim(cut, 0) for tensor in tensors]
         numels = [part[0].numel() for part in parts]
         send = tensors[0].new_empty(ranks.size, sum(numels))

@@ -122,6 +122,7 @@ def token_mean(
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, ranks: SequenceRanks, tokens: Tensor | int | None) -> Tensor:
+        # One message has both numbers. fp64 counts tokens exactly.
         both = ranks.sum(torch.stack([total.double(), count.double()]))
         number = both[1] if tokens is None else torch.as_tensor(tokens, dtype=torch.float64, device=both.device)
         number = number.clamp(min=1)

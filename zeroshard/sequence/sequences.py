@@ -210,9 +210,8 @@ class Sequences:
             UsageError: the batch has no `shift_labels`, the model's head is not an `nn.Linear`, the model changes its
                 logits after the head, or `shard` averages gradients over other ranks.
         """
-        labels = _labels(batch)
         found = self.log_probabilities(model, batch, tiles=tiles, transform=transform)
-        return token_mean(-found, labels != IGNORED, group=self._group, tokens=tokens)
+        return token_mean(-found, batch["shift_labels"] != IGNORED, group=self._group, tokens=tokens)
 
     def log_probabilities(
         self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, transform: Transform = None
@@ -222,8 +221,12 @@ class Sequences:
         Every rank of the sequence must call it. For the result `found`, `sequences.sum(found.sum(1))` is the
         log-probability of whole sequences, [B], as in DPO and KTO. Arguments and errors are as for `loss`.
         """
-        labels = _labels(batch)
-        inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
+        inputs = dict(batch)
+        labels = inputs.pop("shift_labels", None)
+        if not isinstance(labels, Tensor):
+            raise UsageError(
+                "the batch has no shift_labels: cut a batch that has labels with Sequences.cut, and pass the result."
+            )
         head = _head_of(model)
         refuse_distributed(
             head.named_parameters(),
@@ -280,15 +283,6 @@ def _refuse_another_group(model: nn.Module, members: Sequence[int]) -> None:
             f"shard() averages gradients over {averaged}, but these Sequences average losses over ranks {list(members)}: pass "
             "both the same group, with every rank of a sequence (default: all ranks)."
         )
-
-
-def _labels(batch: Mapping[str, Any]) -> Tensor:
-    labels = batch.get("shift_labels")
-    if not isinstance(labels, Tensor):
-        raise UsageError(
-            "the batch has no shift_labels: cut a batch that has labels with Sequences.cut, and pass the result."
-        )
-    return labels
 
 
 def _head_of(model: nn.Module) -> nn.Linear:

@@ -56,8 +56,13 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
             f"tokens={tokens}, but a tile has 1 position or more. Pass a positive number, such as tokens=2048."
         )
     modules = modules_matching(model, patterns, "tile")
-    for name, module in modules.items():
-        _refuse_mixing(name, module)
+    for outer, module in modules.items():
+        for name, inner in module.named_modules(prefix=outer):
+            if isinstance(inner, _MIXES):
+                raise UsageError(
+                    f"tile: {name} is a {type(inner).__name__}, whose result at one position depends on others: name modules "
+                    "that treat each position separately, such as MLPs."
+                )
     return Tiles(modules, tokens)
 
 
@@ -75,7 +80,10 @@ class Tiles:
 
 
 class _Tiled:
-    """The forward of one module that runs in tiles."""
+    """The forward of one module that runs in tiles.
+
+    An object and no closure, since a deep copy of the model has to copy it, with the module that it runs.
+    """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], tokens: int) -> None:
         self._name = name
@@ -164,15 +172,6 @@ def _of_positions(name: str, y: Any, x: Tensor) -> Tensor:
     )
 
 
-def _refuse_mixing(name: str, module: nn.Module) -> None:
-    for inner, one in module.named_modules():
-        if isinstance(one, _MIXES):
-            raise UsageError(
-                f"tile: {'.'.join(filter(None, (name, inner)))} is a {type(one).__name__}, whose result at one "
-                "position depends on others: name modules that treat each position separately, such as MLPs."
-            )
-
-
 # ---------------------------------------------------------------------- tile by tile
 
 
@@ -193,6 +192,7 @@ class TileByTile(torch.autograd.Function):
         ctx: Any, what: str, run: Callable[..., Tensor], most: int, x: Tensor, of_module: bool, *tensors: Tensor | None
     ) -> Tensor:
         ctx.what, ctx.run, ctx.most = what, run, most
+        # Parameters stay objects, not saved tensors: the backward differentiates with respect to the objects that `run` reads.
         ctx.parameters = tensors if of_module else ()
         given = tensors[len(ctx.parameters) :]
         ctx.save_for_backward(x, *given)
@@ -225,7 +225,7 @@ class TileByTile(torch.autograd.Function):
         wanted = [tensor for tensor, need in zip((*ctx.parameters, *given), needs, strict=True) if need]
         by_x = torch.empty_like(x) if needs_x else None
         totals: list[Tensor | None] = [None] * len(wanted)
-        widened: set[int] = set()
+        summed: set[int] = set()  # the indices of the totals that are sums
         for where in _parts(x.shape[1], ctx.most):
             own = x[:, where].detach().contiguous().requires_grad_(needs_x)
             with torch.enable_grad(), ctx.autocast():
@@ -237,7 +237,8 @@ class TileByTile(torch.autograd.Function):
             if by_x is not None:
                 of_x = made.pop(0)
                 by_x[:, where] = 0 if of_x is None else of_x
-            _add_tile(totals, widened, made)
+            # In a function, so that no local variable keeps a replaced total while the next tile runs.
+            _add_tile(totals, summed, made)
         # A gradient has the dtype of its tensor. A sum in fp32 is rounded once.
         rounded = iter(
             total if total is None else total.to(tensor.dtype) for total, tensor in zip(totals, wanted, strict=True)
@@ -279,25 +280,19 @@ class _Random:
             set_device_states(*self._others, device_type=self._device)
 
 
-def _add_tile(totals: list[Tensor | None], widened: set[int], gradients: Sequence[Tensor | None]) -> None:
-    """Add one tile's gradients to the totals. None counts as zero.
-
-    16-bit gradients are summed in fp32. The first addition makes a new tensor, since autograd may return one tensor twice.
-
-    Args:
-        widened: the indices of the totals that are new tensors; updated.
-    """
+def _add_tile(totals: list[Tensor | None], summed: set[int], gradients: Sequence[Tensor | None]) -> None:
+    """Add one tile's gradients to the totals. None counts as zero. 16-bit gradients are summed in fp32."""
     for index, gradient in enumerate(gradients):
         total = totals[index]
         if gradient is None:
             continue
         if total is None:
             totals[index] = gradient
-        elif index in widened:
+        elif index in summed:
             total.add_(gradient)
-        else:
+        else:  # make a new tensor, since autograd may return one tensor twice
             totals[index] = total.to(torch.promote_types(total.dtype, torch.float32)) + gradient
-            widened.add(index)
+            summed.add(index)
 
 
 def _parts(count: int, most: int) -> Iterable[slice]:

@@ -83,17 +83,23 @@ def run_ranks(
         sys.stdout.flush()
         sys.stderr.flush()
         ranks = []
-        for rank in range(world_size):
+        for number in range(world_size):
             pid = os.fork()
             if pid == 0:
-                _child(function, args, rank, world_size, door if initialise else None, folder, collective_timeout)
-            ranks.append(_Rank(rank, pid, folder))
+                _child(function, args, number, world_size, door if initialise else None, folder, collective_timeout)
+            ranks.append(_Rank(number, pid, folder))
         door.close()
         hung = _wait(ranks, timeout)
-        reports = [_describe(rank, rank in hung) for rank in ranks if rank in hung or rank.status]
+        reports = []
+        for rank in ranks:
+            if rank in hung:
+                reports.append(f"--- rank {rank.rank} hung; its stack:\n{rank.read('stack')}")
+            elif rank.status:
+                error = rank.read("error") or f"ended with exit status {rank.status} and no traceback"
+                reports.append(f"--- rank {rank.rank} failed:\n{error}")
         if reports:
             raise RankError(f"{len(reports)} of {world_size} ranks failed\n" + "\n".join(reports))
-        return [torch.load(folder / f"result.{rank}", weights_only=True) for rank in range(world_size)]
+        return [torch.load(folder / f"result.{number}", weights_only=True) for number in range(world_size)]
 
 
 def _child(
@@ -157,10 +163,3 @@ def _wait(ranks: list[_Rank], timeout: float) -> list[_Rank]:
         os.kill(rank.pid, signal.SIGKILL)
         os.waitpid(rank.pid, 0)
     return hung
-
-
-def _describe(rank: _Rank, hung: bool) -> str:
-    if hung:
-        return f"--- rank {rank.rank} hung; its stack:\n{rank.read('stack')}"
-    error = rank.read("error") or f"ended with exit status {rank.status} and no traceback"
-    return f"--- rank {rank.rank} failed:\n{error}"

@@ -1,5 +1,7 @@
 """Owns torch's private names: every name that zeroshard uses and torch may change without notice.
 
+torch has no public names for what they do, unless a docstring says more.
+
 Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
 are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
 torch fails when this module is imported, and not in the middle of a training run.
@@ -68,22 +70,17 @@ def unfit(name: str, how: str) -> UsageError:
 past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find("torch._C.DisableTorchFunctionSubclass")
 """A context in which operations on parameters bypass their classes, which report reads to units.
 
-torch's manual recommends it to authors of such classes, but torch has no public name for it.
+torch's manual recommends it to authors of such classes.
 """
 
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
 """The `__torch_function__` of classes that do not override operations, such as `nn.Parameter`.
 
-torch's manual names it, but torch has no public name for it. A function of our own would make each operation slower,
-since torch has a fast path for this object.
+A function of our own would make each operation slower, since torch has a fast path for this object.
 """
 
-_make_wrapper = _find("torch.Tensor._make_wrapper_subclass")
-
-
-def wrapper_tensor(cls: type[Tensor], size: torch.Size, **options: Any) -> Any:
-    """Create a tensor of a class, with a shape but without memory. torch has no public function for it."""
-    return _make_wrapper(cls, size, **options)
+wrapper_tensor: Callable[..., Any] = _find("torch.Tensor._make_wrapper_subclass")
+"""Create a tensor of a class, with a shape but without memory."""
 
 
 _find("torch.Tensor._version")
@@ -98,7 +95,7 @@ _use_count = _find("torch._C._storage_Use_Count")
 
 
 def storage_users(tensor: Tensor) -> int:
-    """Return the number of objects that hold a tensor's memory. torch has no public counter."""
+    """Return the number of objects that hold a tensor's memory."""
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
@@ -119,7 +116,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
 
 
-# Operations on many tensors in one launch. torch documents them, but has no public names for them.
+# Operations on many tensors in one launch, which torch documents.
 foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_")
 foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
 foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_")
@@ -236,7 +233,7 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Return whether the state dict has a module's own buffer of this name. torch has no public function for it."""
+    """Return whether the state dict has a module's own buffer of this name."""
     return buffer not in module._non_persistent_buffers_set
 
 
@@ -261,15 +258,12 @@ def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHan
 
 
 def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Move a parameter's post-accumulate-grad hook after all others. torch has no public function for it."""
+    """Move a parameter's post-accumulate-grad hook after all others."""
     _make_last(parameter._post_accumulate_grad_hooks, handle)
 
 
 def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
-    """Move one of an optimizer's step pre-hooks after all others, and one of its step post-hooks before all others.
-
-    torch has no public function for it.
-    """
+    """Move one of an optimizer's step pre-hooks after all others, and one of its step post-hooks before all others."""
     _make_last(optimizer._optimizer_step_pre_hooks, before)
     _make_first(optimizer._optimizer_step_post_hooks, after)
 
@@ -311,7 +305,7 @@ def load_with_hooks(
 
 
 def compiled_call_of(module: nn.Module) -> Any:
-    """Return the function that `module.compile()` runs instead of `forward`, or None. torch has no public reader."""
+    """Return the function that `module.compile()` runs instead of `forward`, or None."""
     return module._compiled_call_impl
 
 
@@ -335,25 +329,17 @@ def in_backward() -> bool:
     return bool(_graph_task() != -1)
 
 
-_will_execute = _find("torch._C._will_engine_execute_node")
+backward_reaches: Callable[[Node], bool] = _find("torch._C._will_engine_execute_node")
+"""Return whether the current backward will run a node. torch's checkpointing uses the same private name.
 
+Raises:
+    RuntimeError: no backward is running, or it is a `torch.autograd.grad` that ends in this node.
+"""
 
-def backward_reaches(node: Node) -> bool:
-    """Return whether the current backward will run a node. torch's checkpointing uses the same private name.
-
-    Raises:
-        RuntimeError: no backward is running, or it is a `torch.autograd.grad` that ends in this node.
-    """
-    return bool(_will_execute(node))
-
-
-_engine = _find("torch.autograd.Variable._execution_engine")
-_find("torch.autograd.Variable._execution_engine.queue_callback")
-
-
-def at_end_of_backward(callback: Callable[[], object]) -> None:
-    """Call a function when the current backward ends. DDP and FSDP2 use the same private name."""
-    _engine.queue_callback(callback)
+at_end_of_backward: Callable[[Callable[[], object]], None] = _find(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+"""Call a function when the current backward ends. DDP and FSDP2 use the same private name."""
 
 
 _top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
@@ -384,7 +370,7 @@ A hook cannot detect this in another way.
 
 
 def has_tensor_hooks(parameter: Any) -> bool:
-    """Return whether a parameter has hooks of `register_hook`. torch has no public function for it."""
+    """Return whether a parameter has hooks of `register_hook`."""
     return bool(parameter._backward_hooks)
 
 
@@ -431,7 +417,7 @@ def __getattr__(name: str) -> Any:
 
 
 def outside_of_modes() -> AbstractContextManager[None, None]:
-    """Return a context without the modes that intercept operations. torch has no public function for it."""
+    """Return a context without the modes that intercept operations."""
     left: AbstractContextManager[None, None] = __getattr__("_disable_modes")()
     return left
 

@@ -131,9 +131,7 @@ class Lending:
 class SharedMemory(Grouped):
     """A transport through shared memory, see the module's docstring.
 
-    Raises:
-        NotShared: these ranks cannot share memory.
-    """
+    units_in_flight = 1  # nothing progresses during computation
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
@@ -170,9 +168,6 @@ class SharedMemory(Grouped):
         return self._met is not None and self._met.file.offset_of(tensor) is not None
 
     sends_in_place = is_lent_by_system
-
-    def numel_in_flight(self, units: Sequence[int]) -> int:
-        return super().numel_in_flight(units) // 2  # nothing progresses during computation
 
     def control(self) -> Collectives:
         # Existing connections report a dead rank at once; for new ones there is only the timeout.

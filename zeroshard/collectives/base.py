@@ -30,13 +30,20 @@ def nothing() -> None:
 class Sent:
     """The memory lent to an operation. Other ranks may still read it in place after the operation has ended on this rank."""
 
+    @property
+    def parts(self) -> Sequence[Sent]:
+        """The operations that this one consists of."""
+        return ()
+
     def wait_released(self) -> None:
         """Block until the sent memory may be written again."""
+        for part in self.parts:
+            part.wait_released()
 
     @property
     def is_released(self) -> bool:
         """Whether the sent memory may be written again."""
-        return True
+        return all(part.is_released for part in self.parts)
 
 
 class Work(Sent, ABC):
@@ -316,18 +323,14 @@ class SummedRows(Reduction):
     """Every rank's row for this rank, each [shard_numel], by rank. They have arrived when `_works` are done."""
     _divisor: float
 
+    @property
+    def parts(self) -> Sequence[Work]:
+        return self._works
+
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         for work in self._works:
             work.wait()
         sum_into(self._rows, self._divisor, out, accumulate)
-
-    @property
-    def is_released(self) -> bool:
-        return all(work.is_released for work in self._works)
-
-    def wait_released(self) -> None:
-        for work in self._works:
-            work.wait_released()
 
 
 class Alone(Collectives):

@@ -357,13 +357,8 @@ class _Mean(Reduction):
         self.cross().finish(out, accumulate=accumulate)
 
     @property
-    def is_released(self) -> bool:
-        return self._inside.is_released and (self._crossing is None or self._crossing.is_released)
-
-    def wait_released(self) -> None:
-        self._inside.wait_released()
-        if self._crossing is not None:
-            self._crossing.wait_released()
+    def parts(self) -> Sequence[Reduction]:
+        return [part for part in (self._inside, self._crossing) if part is not None]
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:

@@ -11,7 +11,7 @@ A row is sent as its scales, followed by its codes: int8, or two int4 in a byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,10 @@ class _RoundedMean(Reduction):
     _own: int
     _divisor: float
 
+    @property
+    def parts(self) -> Sequence[Work]:
+        return (self._work,)
+
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._work.wait()
         row = self._own_row
@@ -74,13 +78,6 @@ class _RoundedMean(Reduction):
                 parts = list(self._codes.decode(self._incoming, row.numel(), low, high).unbind())
                 parts[self._own] = own
             sum_into(parts, self._divisor, out[low:high], accumulate)
-
-    @property
-    def is_released(self) -> bool:
-        return self._work.is_released
-
-    def wait_released(self) -> None:
-        self._work.wait_released()
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ class Collectives(ABC):
         """Bytes that this rank sent to others, by operation."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Returns a context for each wait for other ranks, by kind: "reduce", "gather", "exchange", "transfer", "broadcast"."""
+        self.on_failure: list[Callable[[], None]] = []
+        """Calls that notify the ranks which wait for this one, after one of its own waits has failed."""
 
     # ------------------------------------------------------------------ the five operations
 
@@ -268,9 +270,6 @@ class Collectives(ABC):
         """Use the counter and `measure` of a transport that is composed of this one."""
         self.sent = sent
         self.measure = measure
-
-    def tell_failure(self) -> None:
-        """Notify the ranks that are waiting for this one that one of its own waits failed."""
 
     def control(self) -> Collectives:
         """Return separate connections for small messages in CPU memory. Every rank must call it.

@@ -36,7 +36,8 @@ class Composed(Grouped):
         """Send through `near` inside the host, and through `far` to other hosts."""
         self._near = near
         self._far = far
-        far.warn_others = near.tell_failure
+        self.on_failure = near.on_failure
+        far.on_failure = [*far.on_failure, *near.on_failure]
         self.count_in(self.sent, self.measure)
 
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -66,9 +67,6 @@ class Composed(Grouped):
     @property
     def buffers_nbytes(self) -> int:
         return self._near.buffers_nbytes + self._far.buffers_nbytes
-
-    def tell_failure(self) -> None:
-        self._near.tell_failure()
 
     def close(self) -> None:
         self._near.close()

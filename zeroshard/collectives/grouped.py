@@ -52,8 +52,6 @@ class Grouped(Collectives):
         self.world_size = len(members.ranks)
         self.end_watch: Callable[[], object] = nothing
         """Ends the watch, if this transport owns it."""
-        self.warn_others: Callable[[], None] = nothing
-        """Reports a failed wait to the ranks that wait for this one over other connections."""
 
     def close(self) -> None:
         self.end_watch()
@@ -88,13 +86,9 @@ class Grouped(Collectives):
     def failure(
         self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
     ) -> CollectiveError:
-        """Return the error to raise for a wait that failed.
-
-        Args:
-            peer: the member at the other end.
-            works: the other parts of the same operation.
-        """
-        self.warn_others()
+        """Return the error to raise for a wait for `peer` that failed. `works` are the other parts of the same operation."""
+        for notify in self.on_failure:
+            notify()
         ranks = self.members.ranks
         gone = error.peers if isinstance(error, Lost) else frozenset[int]()
         closed = set(gone)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives, Done, Reduction, Sent, Work, nothing, sum_into
-from zeroshard.collectives.grouped import CLOSED, Grouped, Posted
+from zeroshard.collectives.grouped import CLOSED, Grouped
 from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import READ, Lost
@@ -135,9 +135,9 @@ class SharedMemory(Grouped):
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
-        self._met: Met | None = None
         self._process = os.getpid()
-        self._met = met = self._made(lambda: meet(members))
+        met = self._made(lambda: meet(members))
+        self._met: Met | None = met
         # If these are dropped without `close`, data that others have not read yet stays.
         weakref.finalize(self, met.file.close).atexit = False
         self._lending = Lending(met.file)
@@ -145,8 +145,7 @@ class SharedMemory(Grouped):
         self._sequence: Counter[int] = Counter()
         self._unread: weakref.WeakKeyDictionary[SharedGather, Tensor] = weakref.WeakKeyDictionary()
         """The gathers of rows at rest, and this rank's row."""
-        self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        """The other ranks, starting with this rank's neighbour."""
+        self.on_failure = [met.neighbours.tell_failure]
 
     @property
     def _here(self) -> Met:
@@ -249,16 +248,6 @@ class SharedMemory(Grouped):
         """Report to a rank, which may have ended, that the memory that it lent was read."""
         with self.guarded(label, peer), suppress(Lost):
             self._here.neighbours.send(peer, tag | READ)
-
-    def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
-    ) -> CollectiveError:
-        self.tell_failure()
-        return super().failure(label, error, peer, works)
-
-    def tell_failure(self) -> None:
-        if self._met is not None:
-            self._met.neighbours.tell_failure()
 
     # ------------------------------------------------------------------ operations
 

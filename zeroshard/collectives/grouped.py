@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +50,8 @@ class Grouped(Collectives):
         self.device = device
         self.rank = members.rank
         self.world_size = len(members.ranks)
+        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        """The other ranks, starting with this rank's neighbour, so that not all ranks send to rank 0 first."""
         self.end_watch: Callable[[], object] = nothing
         """Ends the watch, if this transport owns it."""
 
@@ -183,10 +185,8 @@ class PointToPoint(Grouped):
         self, members: Members, device: torch.device, watch: Watch, peers: Sequence[int] | None = None
     ) -> None:
         super().__init__(members, device, watch)
-        others = range(self.world_size) if peers is None else peers
-        # Each rank starts with its neighbour, so that not all ranks send to rank 0 first.
-        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.peers = [peer for peer in turned if peer in others]
+        if peers is not None:
+            self.peers = [peer for peer in self.peers if peer in peers]
         self._begun: dict[int, int] = {}
         """The last tag, by channel."""
         # torch registers process groups, names each by the number of groups before it, and never frees a subgroup's
@@ -299,17 +299,15 @@ class PointToPoint(Grouped):
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
-        transfer = self._scatter(rows, received, bucket, label)
+        transfer = self.scatter_rows(rows, received, bucket, label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
         return SummedRows([transfer], contributions, divisor)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
-
-    def _scatter(self, rows: Tensor, received: dict[int, Tensor], bucket: int, label: str) -> Transfer:
+    def scatter_rows(self, rows: Tensor, received: Tensor | Mapping[int, Tensor], bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
         send = {peer: rows[peer] for peer in self.peers}
-        return self._start(send, received, self._tag(bucket, 1), "reduce", label)
+        receive = {peer: received[peer] for peer in self.peers}
+        return self._start(send, receive, self._tag(bucket, 1), "reduce", label)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = {self.rank: data, **self.exchange_with_peers(data, label)}

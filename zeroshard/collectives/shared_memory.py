@@ -259,8 +259,8 @@ class SharedMemory(Grouped):
             prepare()
             prepare = nothing
         offered = rows[self.rank] if own is None else own
-        self.sent["all_gather"] += offered.nbytes * len(self.near)
-        lent = self.lend(offered, self.tag(bucket, _GATHER), self.near, label)
+        self.sent["all_gather"] += offered.nbytes * len(self.peers)
+        lent = self.lend(offered, self.tag(bucket, _GATHER), self.peers, label)
         gather = SharedGather(self, lent, rows, own, prepare)
         if own is not None:
             self._unread[gather] = own
@@ -273,8 +273,8 @@ class SharedMemory(Grouped):
         return SharedRows(self, self._lend_rows(rows, bucket, label), received)
 
     def _lend_rows(self, rows: Tensor, bucket: int, label: str) -> Lent:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
-        return self.lend(rows, self.tag(bucket, _REDUCE), self.near, label)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        return self.lend(rows, self.tag(bucket, _REDUCE), self.peers, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
@@ -314,14 +314,14 @@ class SharedMemory(Grouped):
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         tag = self.tag(0, _EXCHANGE)
-        self.sent["exchange"] += len(data) * len(self.near)
+        self.sent["exchange"] += len(data) * len(self.peers)
         pieces = [data[at : at + _MESSAGE_NBYTES] for at in range(0, max(len(data), 1), _MESSAGE_NBYTES)]
-        for peer in self.near:
+        for peer in self.peers:
             with self.guarded(label, peer):
                 for piece in pieces:
                     self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
-        for peer in self.near:
+        for peer in self.peers:
             with self.guarded(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
                 if len(found[peer]) != len(data):
@@ -345,7 +345,7 @@ class SharedGather(Work):
 
     def __post_init__(self) -> None:
         self._early: dict[int, Tensor] = {}
-        self._left = list(self._collectives.near)
+        self._left = list(self._collectives.peers)
 
     def wait(self) -> None:
         if self._failed is not None:  # the missing data has not arrived since then
@@ -425,11 +425,11 @@ class SharedMean(SentRows, Reduction):
         rows = self._rows
         contributions = {collectives.rank: rows[collectives.rank]}
         with collectives.measure("reduce"):
-            for peer in collectives.near:
+            for peer in collectives.peers:
                 contributions[peer] = self._row(peer, rows.shape, rows.dtype)
         ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, self._divisor, out, accumulate)
-        for peer in collectives.near:
+        for peer in collectives.peers:
             collectives.release(peer, self._lent.tag, self._lent.label)
 
 
@@ -440,7 +440,7 @@ class SharedRows(SentRows, Work):
     _received: Tensor
 
     def __post_init__(self) -> None:
-        self._left = list(self._collectives.near)
+        self._left = list(self._collectives.peers)
 
     def wait(self) -> None:
         received = self._received

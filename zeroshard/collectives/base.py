@@ -12,7 +12,7 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -284,6 +284,13 @@ CHUNK_NUMEL = 1 << 16
 """Elements that a CPU sums and divides at once: few enough that the second pass finds them in the cache."""
 
 
+def chunks(row: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a row's elements that are processed at once: on a CPU CHUNK_NUMEL, on a device all."""
+    step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
+    for low in range(0, row.shape[-1], step):
+        yield low, min(low + step, row.shape[-1])
+
+
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
     """Compute out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
     first = contributions[0]
@@ -294,9 +301,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             out.copy_(first)  # otherwise it is `out` itself
         return
     dtype = torch.promote_types(first.dtype, torch.float32)
-    step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    for low in range(0, out.numel(), step):
-        high = min(low + step, out.numel())
+    for low, high in chunks(out):
         # One addend of each sum is in `dtype`, so torch adds in `dtype`, and never has casts of all rows in memory at once.
         total, *parts = [contribution[low:high] for contribution in contributions]
         total = total.to(dtype)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Reduction, Work, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, Work, chunks, sum_into
 
 BITS: dict[str | None, int | None] = {None: None, "int8": 8, "int4": 4}
 """The number of bits of a code, by the name of a lossy dtype; None sends rows as they are."""
 BLOCK_NUMEL = 256
+"""The elements of a block; a divisor of CHUNK_NUMEL, so that a chunk has whole blocks."""
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class _RoundedMean(Reduction):
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._work.wait()
         row = self._own_row
-        for low, high in _chunks(row):
+        for low, high in chunks(row):
             own = row[low:high].to(self._codes.wide)
             if row.device.type == "cpu":  # row by row, in the CPU's caches
                 parts = []
@@ -110,7 +111,7 @@ class Codes:
         padding.zero_()
         top = (1 << (self.bits - 1)) - 1  # the largest code; the smallest is its negative
         limits = torch.finfo(self.wide)
-        for low, high in _chunks(row):
+        for low, high in chunks(row):
             for start, blocks in _cut(row[..., low:high].to(self.wide)):
                 largest = blocks.abs().amax(-1)
                 # A scale of zero would have no quotients, and the top code times too large a scale would be infinite.
@@ -151,12 +152,6 @@ class Codes:
         cut_at = -(-numel // BLOCK_NUMEL) * self.wide.itemsize
         used = cut_at + -(-numel * self.bits // 8)
         return coded[..., :cut_at].view(self.wide), coded[..., cut_at:used], coded[..., used:]
-
-
-def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a row, in whole blocks, that are processed at once."""
-    step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
-    return ((low, min(low + step, row.shape[-1])) for low in range(0, row.shape[-1], step))
 
 
 def _cut(part: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -103,7 +103,7 @@ class Grouped(Collectives):
                     closed.add(other)
         if peer is not None and not gone and _is_closed(error):
             closed.add(peer)
-        mine, others = self.watch.ask(label, [ranks[one] for one in gone])
+        mine, others, reaches_store = self.watch.ask(label, [ranks[one] for one in gone])
         return CollectiveError(
             describe_failure(
                 self.members.own,
@@ -114,7 +114,7 @@ class Grouped(Collectives):
                 self.members.timeout,
                 error,
                 awaited=None if peer is None else ranks[peer],
-                reaches_store=self.watch.reaches_store,
+                reaches_store=reaches_store,
             )
         )
 

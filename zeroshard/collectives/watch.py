@@ -121,7 +121,7 @@ def describe_failure(
         others: the messages of other ranks.
         gone: ranks whose connections are closed.
         awaited: the rank whose message did not come.
-        reaches_store: whether this rank reaches the store, which has the messages of others.
+        reaches_store: whether this rank reaches the store, which has the messages of `others`.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
     waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
@@ -206,8 +206,6 @@ class Watch(Waits):
         # Each rank has its own delay, so of ranks that began to wait together only the first one logs.
         self._due_seconds = notice_seconds + self._tick * self.ranks.index(own) / len(self.ranks)
         self._question: _Question | None = None
-        self.reaches_store = True
-        """Whether the thread reached the store at the last failure."""
         self._is_posted = False
         self._has_failed = False
         self._is_closed = False
@@ -245,8 +243,8 @@ class Watch(Waits):
             self._wake.set()
             # The store may have ended with a rank: then the watch's thread waits in vain, and this thread stops waiting for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
-        self.reaches_store = question.is_heard
-        return told, dict(question.found)
+        reaches_store = question.is_heard  # before `found` is copied, which is complete if the store has answered
+        return told, dict(question.found), reaches_store
 
     def close(self) -> None:
         """End the thread, and wait at most `_CLOSE_SECONDS` for its end."""

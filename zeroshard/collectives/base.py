@@ -1,9 +1,7 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
-has a default that is correct for all transports, and a transport overrides those that it can do better. (Only `discard` and
-`scatter_rows` have no default: `discard` is for memory that the system lends, `scatter_rows` for parts of other transports.) No
-caller depends on the kind of transport.
+A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. The other methods have
+defaults that are correct for all transports, except `discard` and `scatter_rows`. No caller depends on the kind of transport.
 """
 
 from __future__ import annotations
@@ -222,10 +220,7 @@ class Collectives(ABC):
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
         The host waits for a value on a device, except in `Native` and `Alone`: there it stays on the device, in stream order.
-        If no rank gives a `value`, the values are zeros.
-
-        Raises:
-            CollectiveError: some ranks gave a value, and some did not.
+        If no rank gives a `value`, the values are zeros. If only some do, a CollectiveError is raised.
         """
         own = struct.pack("<d", 0.0 if value is None else float(value))
         messages = self.agreed(value is not None, own + data, label)
@@ -234,11 +229,7 @@ class Collectives(ABC):
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
-        """Return every rank's `data`, as `exchange` does, if all ranks give the same `answer`.
-
-        Raises:
-            CollectiveError: their answers differ.
-        """
+        """Return every rank's `data`, as `exchange` does, if all give the same `answer`; otherwise raise CollectiveError."""
         messages = self.exchange(bytes([answer]) + data, label)
         others = [rank for rank, message in enumerate(messages) if message[0] != answer]
         if others:
@@ -250,10 +241,7 @@ class Collectives(ABC):
         return [message[1:] for message in messages]
 
     def operation(self, name: str) -> AbstractContextManager[None]:
-        """Name this thread's waits inside the block, such as `save "step_10"`, for reports of long or failed waits.
-
-        The outermost name counts.
-        """
+        """Name this thread's waits inside the block for reports, such as `save "step_10"`. The outermost name counts."""
         return nullcontext()
 
     # ------------------------------------------------------------------ transports that are made of others
@@ -272,11 +260,7 @@ class Collectives(ABC):
         self.measure = measure
 
     def control(self) -> Collectives:
-        """Return separate connections for small messages in CPU memory. Every rank must call it.
-
-        Raises:
-            CollectiveError: some ranks did not make the call; the message names them.
-        """
+        """Return separate connections for small messages in CPU memory. Every rank must call it; an error names missing ones."""
         return self
 
 

@@ -35,13 +35,7 @@ Posted = tuple[dist.Work, int | None]
 
 
 class Grouped(Collectives):
-    """The collectives of several ranks.
-
-    Args:
-        members: the group's ranks.
-        device: the device that holds the tensors.
-        watch: observes the waits; several transports may share it.
-    """
+    """The collectives of several ranks, for tensors on `device`. Several transports may share a watch."""
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__()
@@ -125,15 +119,11 @@ def _is_closed(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Transfer(Work):
-    """The works of one operation. `_land` is called when they are done.
-
-    Attributes:
-        works: None until the operation is launched.
-        _pairing: detects that two ranks wait for each other, over connections that do not detect it.
-    """
+    """The works of one operation. `_land` is called when they are done."""
 
     _collectives: Grouped
     works: Sequence[Posted] | None
+    """None until the operation is launched."""
     _kind: str
     _label: str
     _land: Callable[[], None] = nothing
@@ -175,10 +165,7 @@ class PointToPoint(Grouped):
     """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
 
     gloo's own reduce-scatter moves twice as many bytes. gloo reads and writes CPU memory, so tensors of other devices are
-    copied through CPU memory.
-
-    Args:
-        peers: the members to connect with; default: all.
+    copied through CPU memory. `peers` are the members to exchange with (default: all).
     """
 
     def __init__(

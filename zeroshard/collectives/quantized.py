@@ -83,12 +83,7 @@ class _RoundedMean(Reduction):
 
 @dataclass(frozen=True)
 class Codes:
-    """The encoding of rows of one dtype as bytes.
-
-    Attributes:
-        bits: the number of bits of a code, 8 or 4.
-        dtype: the dtype of the rows.
-    """
+    """The encoding of rows of one dtype as bytes, with codes of 8 or 4 bits."""
 
     bits: int
     dtype: torch.dtype

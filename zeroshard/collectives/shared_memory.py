@@ -41,21 +41,17 @@ _PIECE_NBYTES = 4 << 20
 
 
 class Lent(NamedTuple):
-    """The memory that this rank lets others of its host read in one operation.
-
-    Attributes:
-        readers: the ranks that have not read it.
-        tensor: the memory, which stays until all have read it.
-        offset: the offset of its first element in this rank's file, in bytes.
-        room: the buffer with the copy, if the tensor is a copy; it will be reused.
-    """
+    """The memory that this rank lets others of its host read in one operation."""
 
     tag: int
     label: str
     readers: set[int]
+    """The ranks that have not read it."""
     tensor: Tensor
     offset: int
+    """The offset of its first element in this rank's file, in bytes."""
     room: Tensor | None
+    """The buffer with the copy, if the tensor is a copy; it will be reused."""
 
     @property
     def is_in_place(self) -> bool:
@@ -129,7 +125,7 @@ class Lending:
 
 
 class SharedMemory(Grouped):
-    """A transport through shared memory, see the module's docstring.
+    """A transport through shared memory, see the module's docstring. If these ranks cannot share it, NotShared is raised."""
 
     units_in_flight = 1  # nothing progresses during computation
 
@@ -299,7 +295,7 @@ class SharedMemory(Grouped):
             tag = self.tag(channel, _MOVE)
             if self.rank == source:
                 lent = self.lend(piece, tag, targets, label)
-                if last is not None:
+                if last is not None:  # so that at most two pieces are in the file
                     self.wait_read(last)
                 last = lent
             else:

@@ -46,11 +46,7 @@ _POLL_SECONDS = 0.05
 
 
 def notice_seconds() -> float:
-    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never.
-
-    Raises:
-        UsageError: the environment's value is not a positive number.
-    """
+    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never."""
     text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
     with suppress(ValueError):
         if float(text) > 0:
@@ -117,8 +113,6 @@ def describe_failure(
     """Return the message about a failed wait: the operation that each rank waited for, if it is known. Ranks are global.
 
     Args:
-        mine: this rank's message.
-        others: the messages of other ranks.
         gone: ranks whose connections are closed.
         awaited: the rank whose message did not come.
         reaches_store: whether this rank reaches the store, which has the messages of `others`.
@@ -192,7 +186,6 @@ class Watch(Waits):
         store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
         ranks: the global ranks of the members.
         own: this process's global rank.
-        notice_seconds: the seconds after which a wait is logged.
         device: the accelerator whose events are watched, if there is one.
     """
 
@@ -227,8 +220,8 @@ class Watch(Waits):
 
     # ------------------------------------------------------------------ a wait that failed
 
-    def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told]]:
-        """Report this thread's failed wait to the others. Return the message about it, and theirs by global rank.
+    def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told], bool]:
+        """Report this thread's failed wait. Return its message, the others' by global rank, and whether the store answered.
 
         The call takes a few seconds if the other ranks or the store do not answer. Ranks that sent nothing are not in the result.
 
@@ -300,8 +293,8 @@ class Watch(Waits):
                 self._is_posted = False
                 self._quiet_until = 0.0
             return
-        places = [place for place in map(place_of, [*self._waits]) if place]
-        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
+        place = next(filter(None, map(place_of, [*self._waits])), "")
+        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, place)
         pairing = next((wait.pairing for wait in long if wait.pairing is not None), None)
         if pairing is None:
             self._post(told)

@@ -34,7 +34,7 @@ from itertools import chain
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
-from zeroshard.storage.base import DeviceStorage
+from zeroshard.storage.base import AcceleratorStorage
 from zeroshard.storage.buffers import BufferPool
 
 Group = tuple[GradientBucket, ...]
@@ -56,7 +56,7 @@ class Reductions:
 
     def __init__(
         self, units: Sequence[Sequence[GradientBucket]], collectives: Collectives, limit_numel: int, *, overlap: bool,
-        in_turn: bool, accelerator: DeviceStorage, pool: BufferPool,
+        in_turn: bool, accelerator: AcceleratorStorage, pool: BufferPool,
     ) -> None:  # fmt: skip
         self._collectives = collectives
         self._accelerator = accelerator

@@ -32,7 +32,7 @@ from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER
 from zeroshard.planning.machine import Arrival, Clock, Line, Link, Machine, arrives_at
 from zeroshard.policy import Offload, Policy
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
-from zeroshard.storage.base import FREE_SHARE, DeviceStorage, MemorySlot, MemoryStorage, Slot
+from zeroshard.storage.base import FREE_SHARE, AcceleratorStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.storages import Storages
@@ -340,7 +340,7 @@ class _Counted(MemoryStorage):
 
 
 @final
-class _Device(_Counted, DeviceStorage):
+class _Device(_Counted, AcceleratorStorage):
     """The memory of the device that computes, of `memory` bytes."""
 
     def __init__(self, ledger: Ledger, copies: Copies, memory: int) -> None:
@@ -476,15 +476,14 @@ class SimulatedStorages(Storages):
         to_host, from_host = (Line(self._clock, "copies", link.bandwidth, link.latency) for _ in range(2))
         return _Copies(self._ledger, to_host, from_host)
 
-    def _make_accelerator(self, device: torch.device) -> DeviceStorage:
+    def _make_accelerator(self, device: torch.device) -> AcceleratorStorage:
         unseen = self._machine.unseen
         seen = self._machine.memory - unseen.context - unseen.collectives - unseen.workspaces
         return _Device(self._ledger, self._copies, seen)
 
-    def _is_host(self, device: torch.device) -> bool:
-        return self._machine.computes_on_cpu
-
-    def _make_host(self) -> MemoryStorage:
+    def _make_host(self, device: torch.device) -> MemoryStorage:
+        if self._machine.computes_on_cpu:
+            return self.accelerator
         return _Host(self._ledger, self._copies)
 
     def _make_file(self, offload: Offload) -> DirectFile:

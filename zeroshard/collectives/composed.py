@@ -212,7 +212,6 @@ class TwoLevel(Composed):
         near = make(members.only(own), device, watch) if len(own) > 1 else Alone()
         far = make(members.only([host[self._place] for host in self._hosts]), device, watch)
         self.compose(near, far)
-        self.units_in_flight = max(near.units_in_flight, far.units_in_flight)
         far.count_in(CrossingCount(self.sent), self._measure_of_both)
         self._reducer = far if bits is None else QuantizedGradients(far, bits)
         self._latest: Callable[[], _Mean | None] = lambda: None
@@ -242,6 +241,9 @@ class TwoLevel(Composed):
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._far.sum_dtype(self._near.sum_dtype(dtype))
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        return max(self._near.numel_in_flight(units), self._far.numel_in_flight(units))
 
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing

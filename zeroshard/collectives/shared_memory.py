@@ -127,7 +127,9 @@ class Lending:
 class SharedMemory(Grouped):
     """A transport through shared memory, see the module's docstring. If these ranks cannot share it, NotShared is raised."""
 
-    units_in_flight = 1  # nothing progresses during computation
+    Raises:
+        NotShared: these ranks cannot share memory.
+    """
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
@@ -163,6 +165,9 @@ class SharedMemory(Grouped):
         return self._met is not None and self._met.file.offset_of(tensor) is not None
 
     sends_in_place = is_lent_by_system
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        return super().numel_in_flight(units) // 2  # nothing progresses during computation
 
     def control(self) -> Collectives:
         # Existing connections report a dead rank at once; for new ones there is only the timeout.

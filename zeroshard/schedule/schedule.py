@@ -203,10 +203,7 @@ class Schedule:
         self._overlap = overlap
         self._collectives = context.collectives
         numels = sorted((unit.layout.numel for unit in self.units if unit.trainable), reverse=True)
-        limit = 0
-        if overlap and numels:
-            # The second-largest unit, since the largest is usually the root, which is not typical.
-            limit = self._collectives.units_in_flight * numels[min(1, len(numels) - 1)]
+        limit = self._collectives.numel_in_flight(numels) if overlap else 0
         self.reductions = Reductions(
             [unit.gradients for unit in self.units], self._collectives, limit, overlap=overlap,
             in_turn=sum(unit.sharded_at_rest for unit in self.units) > 1, accelerator=self._accelerator, pool=context.pool,

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import CollectiveError
+
+T = TypeVar("T")
 
 
 def nothing() -> None:
@@ -80,10 +82,6 @@ class Collectives(ABC):
 
     rank: int
     world_size: int
-    launches_together = False
-    """Whether one launch can start several operations (see `together`)."""
-    units_in_flight = 2
-    """The number of typical units whose reductions may be under way while the next gradients are made."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -134,6 +132,21 @@ class Collectives(ABC):
         Every rank must enter it, including ranks that take part in no transfer.
         """
         return nullcontext()
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        """Group operations into launches. A launch starts when all of its operations are ready."""
+        return [(operation,) for operation in operations]
+
+    def numel_in_flight(self, units: Sequence[int]) -> int:
+        """Return how many elements of reductions may be under way while the next gradients are made.
+
+        Args:
+            units: elements of each unit, the largest first. The largest is usually the root, which is not typical: the default
+                uses the second.
+        """
+        if not units:
+            return 0
+        return 2 * units[min(1, len(units) - 1)]
 
     def wait_released(self, memory: Tensor | None = None) -> None:
         """Block until no other rank is reading `memory` (default: all memory at rest), which is about to change."""

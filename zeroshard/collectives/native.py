@@ -6,10 +6,10 @@ not wait for the device to receive them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from zeroshard.collectives.base import Reduction, Work, nothing
 from zeroshard.collectives.grouped import TRANSFER_TAG, Grouped, PointToPoint, Transfer
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.watch import Watch
+
+T = TypeVar("T")
 
 _GATHER = "gather"
 _REDUCE = "reduce"
@@ -81,7 +83,7 @@ class Native(Grouped):
         self._is_lasting = lasting
         self._messages: PointToPoint | None = None
         backend = self._group._get_backend(device)  # torch has no public reader
-        self.launches_together = bool(getattr(backend, "supports_coalescing", False))
+        self._launches_together = bool(getattr(backend, "supports_coalescing", False))
         self._is_open = False
         """Whether operations that begin now are launched later, together."""
         self._begun: dict[str, list[_Launch]] = {_GATHER: [], _REDUCE: []}
@@ -106,9 +108,12 @@ class Native(Grouped):
 
     # ------------------------------------------------------------------ launches
 
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        return [tuple(operations)] if self._launches_together else super().launches(operations)
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        if self._is_open or not self.launches_together:
+        if self._is_open or not self._launches_together:
             yield
             return
         self._is_open = True

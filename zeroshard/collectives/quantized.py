@@ -101,7 +101,7 @@ class Codes:
         return (blocks + -(-codes // unit)) * unit
 
     def encode(self, row: Tensor, out: Tensor) -> None:
-        """Write a row [n] to `out`, uint8 [nbytes(n)]. This and `decode` also take several rows [..., n], in the same launches."""
+        """Write a row [n] to `out`, uint8 [nbytes(n)]; or several rows [..., n] to [..., nbytes(n)], in the same launches."""
         scales, codes, padding = self._parts(out, row.shape[-1])
         padding.zero_()
         top = (1 << (self.bits - 1)) - 1  # the largest code; the smallest is its negative
@@ -126,7 +126,10 @@ class Codes:
                 codes[..., at : at + coded.shape[-1]].copy_(coded)
 
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
-        """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row."""
+        """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
+
+        Several rows [..., nbytes(numel)] need no more launches.
+        """
         scales, codes, _ = self._parts(coded, numel)
         high = numel if high is None else high
         if self.bits == 8:

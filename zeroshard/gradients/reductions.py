@@ -77,10 +77,7 @@ class Reductions:
         """Replace the model's buckets. The next `finish` makes all ranks use one order of these buckets."""
         order = list[Group]()  # a first guess, see [Note: order]
         for unit in reversed(units):
-            if self._collectives.launches_together:
-                order.append(tuple(unit[::-1]))
-            else:
-                order += [(bucket,) for bucket in unit[::-1]]
+            order += self._collectives.launches(unit[::-1])
         self._set_order([group for group in order if group])
         self._completed: dict[Group, None] = {}
         self._is_agreed = False

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import inf
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, 
 
 INSIDE, ACROSS = "link", "network"
 """The names of two lines: between ranks of a host, and between hosts."""
+T = TypeVar("T")
+
 
 _FEW = 4
 """The maximum number of ranks that are always simulated exactly. See [Note: ranks and shards]."""
@@ -119,11 +121,13 @@ class SimulatedRanks(Collectives):
         self.ranks = ranks
         self.world_size = shards
         self._sums = sums
-        self.launches_together = sums
         self._ledger = ledger
         self._link = link
         self._clock = clock
         self.calls: Counter[str] = Counter()
+
+    def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
+        return [tuple(operations)] if self._sums else super().launches(operations)
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if self._sums else dtype

@@ -127,7 +127,8 @@ class Unit:
         self.sharded_at_rest = context.policy.parameters.sharded
         self._make_buckets(first_bucket, context)
         self.comes_and_goes = self.sharded_at_rest or self._cpu is not None
-        limit = math.inf if self.collectives.launches_together else TAKEN_AT_ONCE
+        is_one_launch = len(self.collectives.launches((0, 1))) == 1
+        limit = math.inf if is_one_launch else TAKEN_AT_ONCE
         self.waiting = Waiting(len(self.named), limit)
         """Gradients that are not in their buckets yet. If one launch reduces all buckets, they wait for the last gradient."""
         self.used: set[int] = set()

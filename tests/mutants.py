@@ -53,7 +53,7 @@ FIRST = (
 """The files that most likely find a fault run before the rest. The script skips names that are not there."""
 KINDS = ("sign or comparison", "missing wait", "off by one", "dropped divide", "boolean", "skipped assignment")
 EQUIVALENT = {
-    "collectives/base.py off by one in range, out.numel(): range(0, out.numel(), step)": "one more turn, over no element",
+    "collectives/base.py off by one in range, row.shape[-1]: range(0, row.shape[-1], step)": "one more turn, over no element",
     "storage/disk.py flip += to -=: self.version += 1": "versions are compared for equality, and nothing else counts a disk's",
     "gradients/gradient_bucket.py skip assignment: self._lent = None": "a second wait for the same release ends at once",
     "collectives/composed.py drop wait: self._far.wait_released(memory)":

@@ -1,9 +1,7 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
-has a default that is correct for all transports, and a transport overrides those that it can do better. (Only `discard` and
-`scatter_rows` have no default: `discard` is for memory that the system lends, `scatter_rows` for parts of other transports.) No
-caller depends on the kind of transport.
+A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. The other methods have
+defaults that are correct for all transports, except `discard` and `scatter_rows`. No caller depends on the kind of transport.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -32,13 +30,20 @@ def nothing() -> None:
 class Sent:
     """The memory lent to an operation. Other ranks may still read it in place after the operation has ended on this rank."""
 
+    @property
+    def parts(self) -> Sequence[Sent]:
+        """The operations that this one consists of."""
+        return ()
+
     def wait_released(self) -> None:
         """Block until the sent memory may be written again."""
+        for part in self.parts:
+            part.wait_released()
 
     @property
     def is_released(self) -> bool:
         """Whether the sent memory may be written again."""
-        return True
+        return all(part.is_released for part in self.parts)
 
 
 class Work(Sent, ABC):
@@ -83,6 +88,8 @@ class Collectives(ABC):
         """Bytes that this rank sent to others, by operation."""
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Returns a context for each wait for other ranks, by kind: "reduce", "gather", "exchange", "transfer", "broadcast"."""
+        self.on_failure: list[Callable[[], None]] = []
+        """Calls that notify the ranks which wait for this one, after one of its own waits has failed."""
 
     # ------------------------------------------------------------------ the five operations
 
@@ -226,10 +233,7 @@ class Collectives(ABC):
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
         The host waits for a value on a device, except in `Native` and `Alone`: there it stays on the device, in stream order.
-        If no rank gives a `value`, the values are zeros.
-
-        Raises:
-            CollectiveError: some ranks gave a value, and some did not.
+        If no rank gives a `value`, the values are zeros. If only some do, a CollectiveError is raised.
         """
         own = struct.pack("<d", 0.0 if value is None else float(value))
         messages = self.agreed(value is not None, own + data, label)
@@ -238,11 +242,7 @@ class Collectives(ABC):
 
     @final
     def agreed(self, answer: bool, data: bytes, label: str) -> list[bytes]:
-        """Return every rank's `data`, as `exchange` does, if all ranks give the same `answer`.
-
-        Raises:
-            CollectiveError: their answers differ.
-        """
+        """Return every rank's `data`, as `exchange` does, if all give the same `answer`; otherwise raise CollectiveError."""
         messages = self.exchange(bytes([answer]) + data, label)
         others = [rank for rank, message in enumerate(messages) if message[0] != answer]
         if others:
@@ -254,10 +254,7 @@ class Collectives(ABC):
         return [message[1:] for message in messages]
 
     def operation(self, name: str) -> AbstractContextManager[None]:
-        """Name this thread's waits inside the block, such as `save "step_10"`, for reports of long or failed waits.
-
-        The outermost name counts.
-        """
+        """Name this thread's waits inside the block for reports, such as `save "step_10"`. The outermost name counts."""
         return nullcontext()
 
     # ------------------------------------------------------------------ transports that are made of others
@@ -275,20 +272,20 @@ class Collectives(ABC):
         self.sent = sent
         self.measure = measure
 
-    def tell_failure(self) -> None:
-        """Notify the ranks that are waiting for this one that one of its own waits failed."""
-
     def control(self) -> Collectives:
-        """Return separate connections for small messages in CPU memory. Every rank must call it.
-
-        Raises:
-            CollectiveError: some ranks did not make the call; the message names them.
-        """
+        """Return separate connections for small messages in CPU memory. Every rank must call it; an error names missing ones."""
         return self
 
 
 CHUNK_NUMEL = 1 << 16
 """Elements that a CPU sums and divides at once: few enough that the second pass finds them in the cache."""
+
+
+def chunks(row: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a row's elements that are processed at once: on a CPU CHUNK_NUMEL, on a device all."""
+    step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
+    for low in range(0, row.shape[-1], step):
+        yield low, min(low + step, row.shape[-1])
 
 
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
@@ -301,9 +298,7 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             out.copy_(first)  # otherwise it is `out` itself
         return
     dtype = torch.promote_types(first.dtype, torch.float32)
-    step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    for low in range(0, out.numel(), step):
-        high = min(low + step, out.numel())
+    for low, high in chunks(out):
         # One addend of each sum is in `dtype`, so torch adds in `dtype`, and never has casts of all rows in memory at once.
         total, *parts = [contribution[low:high] for contribution in contributions]
         total = total.to(dtype)
@@ -329,18 +324,14 @@ class SummedRows(Reduction):
     """Every rank's row for this rank, each [shard_numel], by rank. They have arrived when `_works` are done."""
     _divisor: float
 
+    @property
+    def parts(self) -> Sequence[Work]:
+        return self._works
+
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         for work in self._works:
             work.wait()
         sum_into(self._rows, self._divisor, out, accumulate)
-
-    @property
-    def is_released(self) -> bool:
-        return all(work.is_released for work in self._works)
-
-    def wait_released(self) -> None:
-        for work in self._works:
-            work.wait_released()
 
 
 class Alone(Collectives):

@@ -36,7 +36,8 @@ class Composed(Grouped):
         """Send through `near` inside the host, and through `far` to other hosts."""
         self._near = near
         self._far = far
-        far.warn_others = near.tell_failure
+        self.on_failure = near.on_failure
+        far.on_failure = [*far.on_failure, *near.on_failure]
         self.count_in(self.sent, self.measure)
 
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -67,9 +68,6 @@ class Composed(Grouped):
     def buffers_nbytes(self) -> int:
         return self._near.buffers_nbytes + self._far.buffers_nbytes
 
-    def tell_failure(self) -> None:
-        self._near.tell_failure()
-
     def close(self) -> None:
         self._near.close()
         self._far.close()
@@ -77,18 +75,14 @@ class Composed(Grouped):
 
 
 class ComposedGather(Work):
-    """An all-gather whose rows cross hosts first, and are passed on inside the host when it is waited for.
-
-    Args:
-        pass_on: starts to pass on the rows that have crossed.
-        started: the works that are already passing on other rows.
-    """
+    """An all-gather whose rows cross hosts first, and are passed on inside the host when it is waited for."""
 
     def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
         self._crossing = crossing
         self._pass_on: Callable[[], Iterable[Work]] | None = pass_on
-        """Passes the rows on once they have crossed; then None."""
+        """Starts to pass on the rows that have crossed; then None."""
         self._started = [*started]
+        """The works that are passing on rows."""
 
     def wait(self) -> None:
         if self._pass_on is not None:
@@ -115,31 +109,31 @@ class OverHosts(Composed):
         make: makes the collectives for the members of a host.
     """
 
+    _far: PointToPoint
+
     def __init__(
-        self, members: Members, device: torch.device, watch: Watch,
-        hosts: Sequence[Sequence[int]], make: Callable[[Members, torch.device, Watch], Collectives],
-    ) -> None:  # fmt: skip
+        self, members: Members, device: torch.device, watch: Watch, hosts: Sequence[Sequence[int]], make: Make
+    ) -> None:
         super().__init__(members, device, watch)
         self._size = len(hosts[0])
         self._host, place = divmod(self.rank, self._size)
         own = hosts[self._host]
         near = make(members.only(own), device, watch)
-        self._gloo = PointToPoint(members, device, watch, [rank for rank in range(self.world_size) if rank not in own])
-        self.compose(near, self._gloo)
+        far = PointToPoint(members, device, watch, [rank for rank in range(self.world_size) if rank not in own])
+        self.compose(near, far)
         self._others = [number for number in range(len(hosts)) if number != self._host]
         """The numbers of the other hosts."""
         self._twins = [hosts[number][place] for number in self._others]
         """The ranks at this rank's place on the other hosts."""
 
     def _block(self, rows: Tensor, host: int) -> Tensor:
-        """Return the rows of a host's ranks."""
         return rows[host * self._size : (host + 1) * self._size]
 
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
         prepare()
-        crossing = self._gloo.gather_from(self._twins, rows, bucket, label)
+        crossing = self._far.gather_from(self._twins, rows, bucket, label)
 
         def gather_inside(host: int) -> Work:
             number = bucket * (len(self._others) + 1) + host
@@ -154,15 +148,15 @@ class OverHosts(Composed):
         received = workspace.view(rows.shape)
         here = self._block(rows, self._host).view(torch.uint8)
         sharing = self._near.scatter_rows(here, self._block(received, self._host).view(torch.uint8), bucket, label)
-        crossing = self._gloo.scatter_rows(rows, received, bucket, label)
+        crossing = self._far.scatter_rows(rows, received, bucket, label)
         received[self.rank].copy_(rows[self.rank])
         return SummedRows([sharing, crossing], list(received), divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._gloo.broadcast(tensor, source)
+        self._far.broadcast(tensor, source)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
-        found = self._gloo.exchange_with_peers(data, label)
+        found = self._far.exchange_with_peers(data, label)
         found.update(enumerate(self._near.exchange(data, label), self._host * self._size))
         return [found[rank] for rank in range(self.world_size)]
 
@@ -172,8 +166,8 @@ class OverHosts(Composed):
         if source_host == target_host == self._host:
             return self._near.transfer(tensor, source_place, target_place, label)
         if source_host == target_host:  # inside another host: this rank only takes part in the call
-            return self._gloo.transfer(tensor, source, source, label)
-        return self._gloo.transfer(tensor, source, target, label)
+            return self._far.transfer(tensor, source, source, label)
+        return self._far.transfer(tensor, source, target, label)
 
 
 class TwoLevel(Composed):
@@ -272,6 +266,7 @@ class TwoLevel(Composed):
         if self._near.world_size == 1:  # there is no sum inside, so the rows cross in their own dtype
             return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
         blocks = rows.view(self._near.world_size, -1)
+        # The workspace has three parts: for the reduction inside, the sum inside (wide), and the reduction across (wide).
         cut_at = self._near.workspace_numel(blocks)
         # The division comes last: the sum inside is not divided.
         pending = self._near.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
@@ -359,21 +354,12 @@ class _Mean(Reduction):
         self.cross().finish(out, accumulate=accumulate)
 
     @property
-    def is_released(self) -> bool:
-        return self._inside.is_released and (self._crossing is None or self._crossing.is_released)
-
-    def wait_released(self) -> None:
-        self._inside.wait_released()
-        if self._crossing is not None:
-            self._crossing.wait_released()
+    def parts(self) -> Sequence[Reduction]:
+        return [part for part in (self._inside, self._crossing) if part is not None]
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """Return the members of each host, if `within` neighbours count as one host. With "host", all are on one host.
-
-    Raises:
-        UsageError: `within` does not divide the number of ranks.
-    """
+    """Return the members of each host of `within` neighbours, which must divide the ranks. With "host", all are on one host."""
     if within == "host":
         return [list(range(world_size))]
     if world_size % within:
@@ -392,12 +378,8 @@ _SMALL = "ranks of two dimensions exchange small messages only: send tensors ove
 class Everyone(Collectives):
     """All ranks of a mesh of two dimensions, in the order of their global ranks.
 
-    They send only small messages. Each goes over `data` first. Then the messages of `data`'s ranks go over `others` as a single
-    message.
-
-    Args:
-        data: the collectives of the data-parallel ranks.
-        others: the collectives of the ranks of the mesh's other dimension, which divide tensors.
+    They send only small messages. Each goes over `data`, the data-parallel ranks, first. Then the messages of these ranks go over
+    `others`, the ranks of the mesh's other dimension, as a single message.
     """
 
     def __init__(self, data: Collectives, others: Collectives) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,13 +35,7 @@ Posted = tuple[dist.Work, int | None]
 
 
 class Grouped(Collectives):
-    """The collectives of several ranks.
-
-    Args:
-        members: the group's ranks.
-        device: the device that holds the tensors.
-        watch: observes the waits; several transports may share it.
-    """
+    """The collectives of several ranks, for tensors on `device`. Several transports may share a watch."""
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__()
@@ -50,10 +44,10 @@ class Grouped(Collectives):
         self.device = device
         self.rank = members.rank
         self.world_size = len(members.ranks)
+        self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        """The other ranks, starting with this rank's neighbour, so that not all ranks send to rank 0 first."""
         self.end_watch: Callable[[], object] = nothing
         """Ends the watch, if this transport owns it."""
-        self.warn_others: Callable[[], None] = nothing
-        """Reports a failed wait to the ranks that wait for this one over other connections."""
 
     def close(self) -> None:
         self.end_watch()
@@ -88,13 +82,9 @@ class Grouped(Collectives):
     def failure(
         self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
     ) -> CollectiveError:
-        """Return the error to raise for a wait that failed.
-
-        Args:
-            peer: the member at the other end.
-            works: the other parts of the same operation.
-        """
-        self.warn_others()
+        """Return the error to raise for a wait for `peer` that failed. `works` are the other parts of the same operation."""
+        for notify in self.on_failure:
+            notify()
         ranks = self.members.ranks
         gone = error.peers if isinstance(error, Lost) else frozenset[int]()
         closed = set(gone)
@@ -107,7 +97,7 @@ class Grouped(Collectives):
                     closed.add(other)
         if peer is not None and not gone and _is_closed(error):
             closed.add(peer)
-        mine, others = self.watch.ask(label, [ranks[one] for one in gone])
+        mine, others, reaches_store = self.watch.ask(label, [ranks[one] for one in gone])
         return CollectiveError(
             describe_failure(
                 self.members.own,
@@ -118,7 +108,7 @@ class Grouped(Collectives):
                 self.members.timeout,
                 error,
                 awaited=None if peer is None else ranks[peer],
-                reaches_store=self.watch.reaches_store,
+                reaches_store=reaches_store,
             )
         )
 
@@ -129,15 +119,11 @@ def _is_closed(error: BaseException) -> bool:
 
 @dataclass(eq=False)
 class Transfer(Work):
-    """The works of one operation. `_land` is called when they are done.
-
-    Attributes:
-        works: None until the operation is launched.
-        _pairing: detects that two ranks wait for each other, over connections that do not detect it.
-    """
+    """The works of one operation. `_land` is called when they are done."""
 
     _collectives: Grouped
     works: Sequence[Posted] | None
+    """None until the operation is launched."""
     _kind: str
     _label: str
     _land: Callable[[], None] = nothing
@@ -179,20 +165,15 @@ class PointToPoint(Grouped):
     """Pairwise transfers over gloo: each pair of ranks exchanges exactly the rows that the other owns.
 
     gloo's own reduce-scatter moves twice as many bytes. gloo reads and writes CPU memory, so tensors of other devices are
-    copied through CPU memory.
-
-    Args:
-        peers: the members to connect with; default: all.
+    copied through CPU memory. `peers` are the members to exchange with (default: all).
     """
 
     def __init__(
         self, members: Members, device: torch.device, watch: Watch, peers: Sequence[int] | None = None
     ) -> None:
         super().__init__(members, device, watch)
-        others = range(self.world_size) if peers is None else peers
-        # Each rank starts with its neighbour, so that not all ranks send to rank 0 first.
-        turned = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        self.peers = [peer for peer in turned if peer in others]
+        if peers is not None:
+            self.peers = [peer for peer in self.peers if peer in peers]
         self._begun: dict[int, int] = {}
         """The last tag, by channel."""
         # torch registers process groups, names each by the number of groups before it, and never frees a subgroup's
@@ -305,17 +286,15 @@ class PointToPoint(Grouped):
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
-        transfer = self._scatter(rows, received, bucket, label)
+        transfer = self.scatter_rows(rows, received, bucket, label)
         contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
         return SummedRows([transfer], contributions, divisor)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        return self._scatter(rows, {peer: received[peer] for peer in self.peers}, bucket, label)
-
-    def _scatter(self, rows: Tensor, received: dict[int, Tensor], bucket: int, label: str) -> Transfer:
+    def scatter_rows(self, rows: Tensor, received: Tensor | Mapping[int, Tensor], bucket: int, label: str) -> Work:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
         send = {peer: rows[peer] for peer in self.peers}
-        return self._start(send, received, self._tag(bucket, 1), "reduce", label)
+        receive = {peer: received[peer] for peer in self.peers}
+        return self._start(send, receive, self._tag(bucket, 1), "reduce", label)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = {self.rank: data, **self.exchange_with_peers(data, label)}

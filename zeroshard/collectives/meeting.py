@@ -39,13 +39,7 @@ class _Forsaken(OSError):
 
 
 class Met(NamedTuple):
-    """The connections between ranks that share a host.
-
-    Attributes:
-        file: this rank's memory.
-        windows: the memory of the other ranks, by rank.
-        neighbours: the connections.
-    """
+    """The connections between ranks that share a host: this rank's memory, the other ranks' memory by rank, and the messages."""
 
     file: SharedFile
     windows: dict[int, Window]
@@ -53,24 +47,17 @@ class Met(NamedTuple):
 
 
 class NotShared(Exception):
-    """Raised when ranks cannot share memory. Its reason is the same sentence on every rank.
-
-    Attributes:
-        hosts: the members of each host, if the number of hosts is the only reason; otherwise empty.
-    """
+    """Raised when ranks cannot share memory. Its reason is the same sentence on every rank."""
 
     def __init__(self, why: str, hosts: list[list[int]]) -> None:
         super().__init__(why)
         self.hosts = hosts
+        """The members of each host, if the number of hosts is the only reason; otherwise empty."""
 
 
 def meet(members: Members) -> Met:
-    """Connect with the other members, all on this host. Every member must call it.
-
-    Raises:
-        NotShared: they cannot.
-    """
-    store = members.counted_store("neighbours")
+    """Connect with the other members, all on this host, or raise NotShared. Every member must call it."""
+    store = PrefixStore(members.counted_name("neighbours"), members.store)
     told = {"host": host_id(), "secret": secrets.token_hex(16), "address": "", "why_not": _refusal()}
     sockets: dict[int, socket.socket] = {}
     windows: dict[int, Window] = {}
@@ -90,20 +77,19 @@ def meet(members: Members) -> Met:
         hosts = _grouped([one["host"] for one in everyone])
         if len(hosts) > 1:
             raise NotShared(SEVERAL_HOSTS, hosts)
-        problem = ""
-        is_cause = False
+        problem: tuple[bool, str] | None = None
         with listener:
             try:
                 _connect(listener, members, everyone, store, sockets)
                 _hand_over(sockets, file.descriptor, windows)
             except (OSError, ValueError) as error:
-                is_cause = not isinstance(error, _Forsaken)
-                problem = f"rank {members.own} could not connect to the other ranks here ({_reason(error)})"
+                why = f"rank {members.own} could not connect to the other ranks here ({_reason(error)})"
+                problem = isinstance(error, _Forsaken), why
         undo.callback(_close_all, [*sockets.values(), *windows.values()])
         if problem:
             undo.close()  # ranks that wait for this one then fail too
-        problems = [(not cause, one) for one, cause in _agree(store, members, "met", (problem, is_cause)) if one]
-        if problems:
+        problems = [one for one in _agree(store, members, "met", problem) if one]
+        if problems:  # a rank's own reason sorts before those of the ranks that it left waiting
             raise NotShared(min(problems)[1], [])
         undo.pop_all()
     file.hand_over()
@@ -112,7 +98,8 @@ def meet(members: Members) -> Met:
 
 def hosts_of(members: Members) -> list[list[int]]:
     """Return each host's members, in the group's order. Every member must call it."""
-    return _grouped(_agree(members.counted_store("hosts"), members, "host", host_id()))
+    store = PrefixStore(members.counted_name("hosts"), members.store)
+    return _grouped(_agree(store, members, "host", host_id()))
 
 
 def _grouped(host_of: list[str]) -> list[list[int]]:

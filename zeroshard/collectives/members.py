@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from zeroshard.errors import UsageError
 
@@ -107,11 +107,7 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The user's own group.
-
-        Raises:
-            UsageError: it was destroyed.
-        """
+        """The user's own group; a UsageError if it was destroyed."""
         group = self.own_group()
         if group is None:
             raise UsageError(
@@ -133,10 +129,6 @@ class Members:
     def only(self, places: Sequence[int]) -> Members:
         """Choose members by their places in this group, in this order. This process must be one of them."""
         return replace(self, ranks=tuple(self.ranks[place] for place in places), rank=list(places).index(self.rank))
-
-    def counted_store(self, purpose: str) -> PrefixStore:
-        """Return a part of the store for these members and this purpose. Each call returns a new part."""
-        return PrefixStore(self.counted_name(purpose), self.store)
 
     def counted_name(self, purpose: str) -> str:
         """Return a name for these members and this purpose, the same on each of them. Each call returns a new name."""
@@ -166,11 +158,7 @@ class Members:
 
 
 def refuse_split(members: Members) -> None:
-    """Raise if torch would split the communicator of all ranks to serve these ranks: the split would wait for every rank.
-
-    Raises:
-        UsageError: the group is a part of a world whose backend is bound to a device and splits communicators.
-    """
+    """Raise UsageError if torch would split the communicator of all ranks to serve these ranks: the split waits for every rank."""
     world = dist.group.WORLD
     if not members.is_subgroup or members.backend == "gloo" or world is None or world.bound_device_id is None:
         return

@@ -43,7 +43,7 @@ class _Launch(NamedTuple):
     input: Tensor
     transfer: Transfer
     averages: bool
-    """Whether the backend divides the sum by the number of ranks."""
+    """Whether the backend divides the sum."""
 
 
 class _Move(NamedTuple):

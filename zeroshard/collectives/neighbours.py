@@ -35,11 +35,7 @@ _LONGEST_POLL = 3600.0
 
 
 class Lost(RuntimeError):
-    """Raised when ranks of this host no longer send messages.
-
-    Attributes:
-        peers: the ranks whose processes have ended.
-    """
+    """Raised when ranks of this host no longer send messages; `peers` are those whose processes have ended."""
 
     def __init__(self, text: str, peers: frozenset[int]) -> None:
         super().__init__(text)
@@ -48,32 +44,21 @@ class Lost(RuntimeError):
 
 @dataclass
 class _Stuck:
-    """A report of a peer that waits for this rank.
-
-    Attributes:
-        heard: the number of our messages that the peer had received by then.
-        label: the peer's operation.
-        waits: the numbers of the waits that lead to this one, the peer's own among them.
-    """
+    """A report of a peer that waits for this rank."""
 
     heard: int
+    """The number of our messages that the peer had received by then."""
     label: str
     waits: set[int] = field(default_factory=set)
+    """The numbers of the waits that lead to this one, the peer's own among them."""
 
 
 class Neighbours:
-    """The other ranks of a group that are on this host.
-
-    Args:
-        sockets: by rank.
-        timeout: seconds.
-
-    Attributes:
-        was_read: a function that is called with the tag of an offer and the peer that has read it.
-    """
+    """The other ranks of a group that are on this host: their sockets by rank, and the timeout of a wait in seconds."""
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.was_read: Callable[[int, int], None] | None = None
+        """Is called with the tag of an offer and the peer that has read it."""
         self._sockets = sockets
         self._timeout = timeout
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}
@@ -102,12 +87,7 @@ class Neighbours:
         self._peer_of[descriptor] = peer
 
     def send(self, peer: int, tag: int, data: bytes = b"") -> None:
-        """Send bytes under a tag: at most LIMIT, including the tag.
-
-        Raises:
-            Lost: the peer no longer takes part, or a process of this host has ended.
-            RuntimeError: the timeout has passed.
-        """
+        """Send bytes under a tag: at most LIMIT, including the tag. Raise as `receive` does."""
         self._put(peer, tag, data)
         self._sent[peer] += 1
 
@@ -208,11 +188,12 @@ class Neighbours:
                 continue
             self._drain(peer)
             if descriptor in self._processes:
-                self._poll.unregister(descriptor)
-                del self._peer_of[descriptor]
-                self._ended(peer)
+                self._ended(descriptor)
 
-    def _ended(self, peer: int) -> None:
+    def _ended(self, descriptor: int) -> None:
+        """Record that a peer's socket or process has ended."""
+        self._poll.unregister(descriptor)
+        peer = self._peer_of.pop(descriptor)
         if peer not in self._finished:
             self._dead.add(peer)
 
@@ -229,9 +210,7 @@ class Neighbours:
             except OSError:
                 message = b""
             if not message:
-                self._poll.unregister(one)
-                del self._peer_of[one.fileno()]
-                self._ended(peer)
+                self._ended(one.fileno())
                 return
             tag, data = _split(message)
             if tag == _GOODBYE:

@@ -11,17 +11,18 @@ A row is sent as its scales, followed by its codes: int8, or two int4 in a byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Reduction, Work, sum_into
+from zeroshard.collectives.base import Collectives, Reduction, Work, chunks, sum_into
 
 BITS: dict[str | None, int | None] = {None: None, "int8": 8, "int4": 4}
 """The number of bits of a code, by the name of a lossy dtype; None sends rows as they are."""
 BLOCK_NUMEL = 256
+"""The elements of a block; a divisor of CHUNK_NUMEL, so that a chunk has whole blocks."""
 
 
 @dataclass(eq=False)
@@ -61,10 +62,14 @@ class _RoundedMean(Reduction):
     _own: int
     _divisor: float
 
+    @property
+    def parts(self) -> Sequence[Work]:
+        return (self._work,)
+
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         self._work.wait()
         row = self._own_row
-        for low, high in _chunks(row):
+        for low, high in chunks(row):
             own = row[low:high].to(self._codes.wide)
             if row.device.type == "cpu":  # row by row, in the CPU's caches
                 parts = []
@@ -75,22 +80,10 @@ class _RoundedMean(Reduction):
                 parts[self._own] = own
             sum_into(parts, self._divisor, out[low:high], accumulate)
 
-    @property
-    def is_released(self) -> bool:
-        return self._work.is_released
-
-    def wait_released(self) -> None:
-        self._work.wait_released()
-
 
 @dataclass(frozen=True)
 class Codes:
-    """The encoding of rows of one dtype as bytes.
-
-    Attributes:
-        bits: the number of bits of a code, 8 or 4.
-        dtype: the dtype of the rows.
-    """
+    """The encoding of rows of one dtype as bytes, with codes of 8 or 4 bits."""
 
     bits: int
     dtype: torch.dtype
@@ -113,7 +106,7 @@ class Codes:
         padding.zero_()
         top = (1 << (self.bits - 1)) - 1  # the largest code; the smallest is its negative
         limits = torch.finfo(self.wide)
-        for low, high in _chunks(row):
+        for low, high in chunks(row):
             for start, blocks in _cut(row[..., low:high].to(self.wide)):
                 largest = blocks.abs().amax(-1)
                 # A scale of zero would have no quotients, and the top code times too large a scale would be infinite.
@@ -157,12 +150,6 @@ class Codes:
         cut_at = -(-numel // BLOCK_NUMEL) * self.wide.itemsize
         used = cut_at + -(-numel * self.bits // 8)
         return coded[..., :cut_at].view(self.wide), coded[..., cut_at:used], coded[..., used:]
-
-
-def _chunks(row: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a row, in whole blocks, that are processed at once."""
-    step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
-    return ((low, min(low + step, row.shape[-1])) for low in range(0, row.shape[-1], step))
 
 
 def _cut(part: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -49,11 +49,7 @@ class SequenceRanks:
         return self
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send row r of `parts`, [size, n], to rank r, and return [size, n], in which row r came from rank r.
-
-        Raises:
-            CollectiveError: a rank did not take part, or its shape differs.
-        """
+        """Send row r of `parts`, [size, n], to rank r, and return [size, n], in which row r came from rank r."""
         self._count(parts)
         received = torch.empty_like(parts)
         with self._named("an exchange of heads for positions"):

@@ -21,24 +21,13 @@ _NO_RESERVE = 0x4000
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def reserved_nbytes() -> int:
-    """Return the bytes of one file's address range: as many as this host's memory has. Unused addresses cost nothing."""
-    return -(-os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PAGE) * _PAGE
-
-
 class SharedFile:
-    """The memory of this process that others may read. A forked process does not have it.
-
-    Attributes:
-        descriptor: the file descriptor that other ranks receive; -1 once it is closed.
-
-    Raises:
-        OSError: the system does not allow it.
-    """
+    """The memory of this process that others may read, if the system allows it. A forked process does not have it."""
 
     def __init__(self) -> None:
-        self._size = reserved_nbytes()
+        self._size = os.sysconf("SC_PHYS_PAGES") * _PAGE  # this host's memory: unused addresses cost nothing
         self.descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
+        """The file descriptor that other ranks receive; -1 once it is closed."""
         try:
             os.ftruncate(self.descriptor, self._size)
             self._base = _mapped(self.descriptor, self._size, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -55,11 +44,7 @@ class SharedFile:
         """The ranges that any thread has freed, and that are not yet in the list above."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them.
-
-        Raises:
-            MemoryError: the file would be larger than the host's memory.
-        """
+        """Return a 1-D tensor of zeros. Its pages are freed with the last tensor that views them."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // _PAGE) * _PAGE
@@ -122,14 +107,7 @@ class SharedFile:
 
 
 class Window:
-    """Another rank's file, as this process reads it.
-
-    Args:
-        descriptor: the file's descriptor, which the window closes.
-
-    Raises:
-        OSError: the system does not allow it.
-    """
+    """Another rank's file, as this process reads it. The window closes the file's descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         try:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.collectives.base import Collectives, Done, Reduction, Sent, Work, nothing, sum_into
-from zeroshard.collectives.grouped import CLOSED, Grouped, Posted
+from zeroshard.collectives.grouped import CLOSED, Grouped
 from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import READ, Lost
@@ -41,21 +41,17 @@ _PIECE_NBYTES = 4 << 20
 
 
 class Lent(NamedTuple):
-    """The memory that this rank lets others of its host read in one operation.
-
-    Attributes:
-        readers: the ranks that have not read it.
-        tensor: the memory, which stays until all have read it.
-        offset: the offset of its first element in this rank's file, in bytes.
-        room: the buffer with the copy, if the tensor is a copy; it will be reused.
-    """
+    """The memory that this rank lets others of its host read in one operation."""
 
     tag: int
     label: str
     readers: set[int]
+    """The ranks that have not read it."""
     tensor: Tensor
     offset: int
+    """The offset of its first element in this rank's file, in bytes."""
     room: Tensor | None
+    """The buffer with the copy, if the tensor is a copy; it will be reused."""
 
     @property
     def is_in_place(self) -> bool:
@@ -129,7 +125,7 @@ class Lending:
 
 
 class SharedMemory(Grouped):
-    """A transport through shared memory, see the module's docstring.
+    """A transport through shared memory, see the module's docstring. If these ranks cannot share it, NotShared is raised."""
 
     Raises:
         NotShared: these ranks cannot share memory.
@@ -137,9 +133,9 @@ class SharedMemory(Grouped):
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)
-        self._met: Met | None = None
         self._process = os.getpid()
-        self._met = met = self._made(lambda: meet(members))
+        met = self._made(lambda: meet(members))
+        self._met: Met | None = met
         # If these are dropped without `close`, data that others have not read yet stays.
         weakref.finalize(self, met.file.close).atexit = False
         self._lending = Lending(met.file)
@@ -147,8 +143,7 @@ class SharedMemory(Grouped):
         self._sequence: Counter[int] = Counter()
         self._unread: weakref.WeakKeyDictionary[SharedGather, Tensor] = weakref.WeakKeyDictionary()
         """The gathers of rows at rest, and this rank's row."""
-        self.near = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        """The other ranks, starting with this rank's neighbour."""
+        self.on_failure = [met.neighbours.tell_failure]
 
     @property
     def _here(self) -> Met:
@@ -255,16 +250,6 @@ class SharedMemory(Grouped):
         with self.guarded(label, peer), suppress(Lost):
             self._here.neighbours.send(peer, tag | READ)
 
-    def failure(
-        self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
-    ) -> CollectiveError:
-        self.tell_failure()
-        return super().failure(label, error, peer, works)
-
-    def tell_failure(self) -> None:
-        if self._met is not None:
-            self._met.neighbours.tell_failure()
-
     # ------------------------------------------------------------------ operations
 
     def all_gather(
@@ -275,8 +260,8 @@ class SharedMemory(Grouped):
             prepare()
             prepare = nothing
         offered = rows[self.rank] if own is None else own
-        self.sent["all_gather"] += offered.nbytes * len(self.near)
-        lent = self.lend(offered, self.tag(bucket, _GATHER), self.near, label)
+        self.sent["all_gather"] += offered.nbytes * len(self.peers)
+        lent = self.lend(offered, self.tag(bucket, _GATHER), self.peers, label)
         gather = SharedGather(self, lent, rows, own, prepare)
         if own is not None:
             self._unread[gather] = own
@@ -289,8 +274,8 @@ class SharedMemory(Grouped):
         return SharedRows(self, self._lend_rows(rows, bucket, label), received)
 
     def _lend_rows(self, rows: Tensor, bucket: int, label: str) -> Lent:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.near)
-        return self.lend(rows, self.tag(bucket, _REDUCE), self.near, label)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        return self.lend(rows, self.tag(bucket, _REDUCE), self.peers, label)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
@@ -315,7 +300,7 @@ class SharedMemory(Grouped):
             tag = self.tag(channel, _MOVE)
             if self.rank == source:
                 lent = self.lend(piece, tag, targets, label)
-                if last is not None:
+                if last is not None:  # so that at most two pieces are in the file
                     self.wait_read(last)
                 last = lent
             else:
@@ -330,14 +315,14 @@ class SharedMemory(Grouped):
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         tag = self.tag(0, _EXCHANGE)
-        self.sent["exchange"] += len(data) * len(self.near)
+        self.sent["exchange"] += len(data) * len(self.peers)
         pieces = [data[at : at + _MESSAGE_NBYTES] for at in range(0, max(len(data), 1), _MESSAGE_NBYTES)]
-        for peer in self.near:
+        for peer in self.peers:
             with self.guarded(label, peer):
                 for piece in pieces:
                     self._here.neighbours.send(peer, tag, piece)
         found = {self.rank: data}
-        for peer in self.near:
+        for peer in self.peers:
             with self.guarded(label, peer), self.measure("exchange"):
                 found[peer] = b"".join(self._here.neighbours.receive(peer, tag, label) for _ in pieces)
                 if len(found[peer]) != len(data):
@@ -361,7 +346,7 @@ class SharedGather(Work):
 
     def __post_init__(self) -> None:
         self._early: dict[int, Tensor] = {}
-        self._left = list(self._collectives.near)
+        self._left = list(self._collectives.peers)
 
     def wait(self) -> None:
         if self._failed is not None:  # the missing data has not arrived since then
@@ -441,11 +426,11 @@ class SharedMean(SentRows, Reduction):
         rows = self._rows
         contributions = {collectives.rank: rows[collectives.rank]}
         with collectives.measure("reduce"):
-            for peer in collectives.near:
+            for peer in collectives.peers:
                 contributions[peer] = self._row(peer, rows.shape, rows.dtype)
         ordered = [contributions[one] for one in range(collectives.world_size)]
         sum_into(ordered, self._divisor, out, accumulate)
-        for peer in collectives.near:
+        for peer in collectives.peers:
             collectives.release(peer, self._lent.tag, self._lent.label)
 
 
@@ -456,7 +441,7 @@ class SharedRows(SentRows, Work):
     _received: Tensor
 
     def __post_init__(self) -> None:
-        self._left = list(self._collectives.near)
+        self._left = list(self._collectives.peers)
 
     def wait(self) -> None:
         received = self._received

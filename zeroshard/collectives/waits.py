@@ -49,8 +49,6 @@ class Pairing:
     def is_in_vain(self, own: int, reported: Sequence[Any]) -> bool:
         """Return whether this rank and the awaited one are each waiting for an operation that the other has not begun.
 
-        Neither continues before the other does.
-
         Args:
             own: the number of this rank among all ranks.
             reported: the awaited rank's `report` of a wait still in progress.
@@ -66,6 +64,7 @@ def _lacks(begun: Sequence[int], tag: int) -> bool:
     channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
     for last in begun:
         if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:
+            # Numbers wrap around, so a tag in the half after the last one is a later one.
             return last != tag and (tag - last) % (1 << SEQUENCE_BITS) < 1 << SEQUENCE_BITS - 1
     return True
 

@@ -46,11 +46,7 @@ _POLL_SECONDS = 0.05
 
 
 def notice_seconds() -> float:
-    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never.
-
-    Raises:
-        UsageError: the environment's value is not a positive number.
-    """
+    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never."""
     text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
     with suppress(ValueError):
         if float(text) > 0:
@@ -117,11 +113,9 @@ def describe_failure(
     """Return the message about a failed wait: the operation that each rank waited for, if it is known. Ranks are global.
 
     Args:
-        mine: this rank's message.
-        others: the messages of other ranks.
         gone: ranks whose connections are closed.
         awaited: the rank whose message did not come.
-        reaches_store: whether this rank reaches the store, which has the messages of others.
+        reaches_store: whether this rank reaches the store, which has the messages of `others`.
     """
     closed = {rank for rank in gone if rank not in others or not others[rank].has_failed}
     waiting = {own: mine} | {rank: told for rank, told in others.items() if rank not in closed}
@@ -192,7 +186,6 @@ class Watch(Waits):
         store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
         ranks: the global ranks of the members.
         own: this process's global rank.
-        notice_seconds: the seconds after which a wait is logged.
         device: the accelerator whose events are watched, if there is one.
     """
 
@@ -206,8 +199,6 @@ class Watch(Waits):
         # Each rank has its own delay, so of ranks that began to wait together only the first one logs.
         self._due_seconds = notice_seconds + self._tick * self.ranks.index(own) / len(self.ranks)
         self._question: _Question | None = None
-        self.reaches_store = True
-        """Whether the thread reached the store at the last failure."""
         self._is_posted = False
         self._has_failed = False
         self._is_closed = False
@@ -229,8 +220,8 @@ class Watch(Waits):
 
     # ------------------------------------------------------------------ a wait that failed
 
-    def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told]]:
-        """Report this thread's failed wait to the others. Return the message about it, and theirs by global rank.
+    def ask(self, label: str, gone: Sequence[int]) -> tuple[Told, dict[int, Told], bool]:
+        """Report this thread's failed wait. Return its message, the others' by global rank, and whether the store answered.
 
         The call takes a few seconds if the other ranks or the store do not answer. Ranks that sent nothing are not in the result.
 
@@ -245,8 +236,8 @@ class Watch(Waits):
             self._wake.set()
             # The store may have ended with a rank: then the watch's thread waits in vain, and this thread stops waiting for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
-        self.reaches_store = question.is_heard
-        return told, dict(question.found)
+        reaches_store = question.is_heard  # before `found` is copied, which is complete if the store has answered
+        return told, dict(question.found), reaches_store
 
     def close(self) -> None:
         """End the thread, and wait at most `_CLOSE_SECONDS` for its end."""
@@ -302,8 +293,8 @@ class Watch(Waits):
                 self._is_posted = False
                 self._quiet_until = 0.0
             return
-        places = [place for place in map(place_of, [*self._waits]) if place]
-        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, next(iter(places), ""))
+        place = next(filter(None, map(place_of, [*self._waits])), "")
+        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, place)
         pairing = next((wait.pairing for wait in long if wait.pairing is not None), None)
         if pairing is None:
             self._post(told)

@@ -44,10 +44,22 @@ class Hook:
             _record(_short(sentence), later=True)
             print(f"[rank {_rank()}] {_short(sentence)}", file=sys.stderr)
             return
-        text = "\n".join([sentence, *_details(error, trace)])
+        lines = [sentence]
+        frames = traceback.extract_tb(trace)
+        mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
+        if mine:
+            frame = mine[-1]
+            lines.append(f"  at {frame.filename}, line {frame.lineno}: {frame.line}")
+        if error.__cause__ is not None:
+            lines.append(f"  caused by {_short(f'{type(error.__cause__).__name__}: {error.__cause__}')}")
+        shows_trace = os.environ.get(_WHOLE, "0") != "0"
+        if not shows_trace:
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            lines.append(f"  ({_WHOLE}=1 shows the whole traceback{notes})")
+        text = "\n".join(lines)
         _record(text)
         print(f"[rank {_rank()}] {text}", file=sys.stderr)
-        if os.environ.get(_WHOLE, "0") != "0":
+        if shows_trace:
             self.before(kind, error, trace)
 
 
@@ -91,22 +103,6 @@ def _claim(sentence: str) -> tuple[str, str | None]:
     except (OSError, KeyError, ValueError):
         pass  # without a common folder, every process reports
     return _rank(), None
-
-
-def _details(error: BaseException, trace: TracebackType | None) -> list[str]:
-    """Return the line of the user's own code, the cause in one line, and how to show the whole traceback."""
-    lines = []
-    frames = traceback.extract_tb(trace)
-    mine = [frame for frame in frames if is_users(frame.filename)] or frames[:1]
-    if mine:
-        frame = mine[-1]
-        lines.append(f"  at {frame.filename}, line {frame.lineno}: {frame.line}")
-    if error.__cause__ is not None:
-        lines.append(f"  caused by {_short(f'{type(error.__cause__).__name__}: {error.__cause__}')}")
-    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    if os.environ.get(_WHOLE, "0") == "0":
-        lines.append(f"  ({_WHOLE}=1 shows the whole traceback{notes})")
-    return lines
 
 
 def is_users(filename: str) -> bool:

@@ -31,7 +31,7 @@ from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER
 from zeroshard.planning.machine import Clock, Line, Link, Machine
 from zeroshard.policy import Offload, Policy
 from zeroshard.recompute.saved_inputs import HostCopies, Slots
-from zeroshard.storage.base import FREE_SHARE, DeviceStorage, MemorySlot, MemoryStorage, Slot
+from zeroshard.storage.base import FREE_SHARE, AcceleratorStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.storages import Storages
@@ -318,7 +318,7 @@ def _purpose_of(label: str) -> str:
 
 
 @final
-class _Device(DeviceStorage):
+class _Device(AcceleratorStorage):
     """The memory of the device that computes."""
 
     def __init__(self, ledger: Ledger, copies: Copies) -> None:
@@ -451,13 +451,12 @@ class SimulatedStorages(Storages):
     def _make_copies(self, device: torch.device) -> Copies:
         return _Copies(self._ledger)
 
-    def _make_accelerator(self, device: torch.device) -> DeviceStorage:
+    def _make_accelerator(self, device: torch.device) -> AcceleratorStorage:
         return _Device(self._ledger, self._copies)
 
-    def _is_host(self, device: torch.device) -> bool:
-        return self._ledger.clock.machine.computes_on_cpu
-
-    def _make_host(self) -> MemoryStorage:
+    def _make_host(self, device: torch.device) -> MemoryStorage:
+        if self._ledger.clock.machine.computes_on_cpu:
+            return self.accelerator
         return _Host(self._ledger, self._copies)
 
     def _make_file(self, offload: Offload) -> DirectFile:

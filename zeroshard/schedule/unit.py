@@ -192,7 +192,7 @@ class Unit:
         """For each parameter, the buckets that hold a part of its gradient, each with the place of this part."""
         for number, part in enumerate(self.layout.buckets, start=first_bucket):
             label = f"{self.label} [bucket {number}]"
-            rows = self.flat.rows(part.start, part.numel, world_size)
+            rows = self.flat.view(part.start, torch.Size((world_size, part.shard_numel)))
             values = whole[part.start : part.stop]
             parameters = ParameterBucket(
                 number, label, part, dtypes, rows, values, slot, context, trainable=self.trainable

@@ -23,6 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from zeroshard.collectives.base import nothing
 from zeroshard.errors import UsageError
 from zeroshard.storage.buffers import BufferPool, FlatBuffer, PagedBuffer, ResizedBuffer
 from zeroshard.storage.pages import Pages, Range, kernel_memory
@@ -50,6 +51,8 @@ class Slot(ABC):
         self.dtype = dtype
         self.version = 0
         """The number of writes: data that was read at an earlier number is stale."""
+        self.before_write: Callable[[], None] = nothing
+        """Blocks until no other reader uses the content in `memory_in`, which is about to change."""
 
     @property
     def nbytes(self) -> int:
@@ -73,9 +76,6 @@ class Slot(ABC):
     @abstractmethod
     def write(self, source: Tensor) -> Transfer:
         """Start to replace the content with `source` [numel], of any dtype, on any device. Later reads return this content."""
-
-    def before_write(self) -> None:
-        """Block until no other reader uses the content in `memory_in`, which is about to change."""
 
     def prefetch(self) -> None:
         """Prepare the `read` that comes next, if that delays no other transfer."""
@@ -114,9 +114,7 @@ class Slot(ABC):
     ) -> Iterator[Tensor]:
         """Lend the content as memory of `storage`: in place, or in scratch from `pool`.
 
-        Args:
-            read: whether to fill the tensor with the content; if not, its values are undefined.
-            write: whether to replace the content with the tensor's values when the context ends.
+        Without `read`, its values are undefined. With `write`, they replace the content when the context ends.
         """
         memory = self.memory_in(storage)
         if read:
@@ -156,11 +154,7 @@ class Storage(ABC):
 
     @abstractmethod
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Take space for `numel` elements.
-
-        Raises:
-            StorageError: there is no space on the disk; the message names the folder.
-        """
+        """Take space for `numel` elements. Without space on the disk, a StorageError names the folder."""
 
     def close(self) -> None:
         """Wait for transfers in flight, and release everything. Memory is freed with its tensors."""
@@ -192,20 +186,18 @@ class MemorySlot(Slot):
 
     Args:
         whole: the slot of which this memory is a part. Transfers and readers of one also count for the other.
-        before_write: a function that is called before `write` changes the content.
-        buffer: the buffer of the memory, if it can be freed.
     """
 
     def __init__(
         self, label: str, memory: Tensor, storage: Storage, copies: Copies, whole: MemorySlot | None = None,
-        before_write: Callable[[], None] = lambda: None, buffer: FlatBuffer | None = None,
+        before_write: Callable[[], None] = nothing, buffer: FlatBuffer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(label, memory.numel(), memory.dtype)
         self._memory = memory
         self._storage = storage
         self._copies = copies
         self.buffer = buffer
-        self._before_write: Callable[[], None] = before_write if whole is None else whole._before_write
+        self.before_write = before_write if whole is None else whole.before_write
         self._in_flight: InFlight = InFlight() if whole is None else whole._in_flight
         self._writes: InFlight = InFlight() if whole is None else whole._writes
         self.is_empty = buffer is not None and not buffer.nbytes
@@ -243,9 +235,6 @@ class MemorySlot(Slot):
             written.wait(self._memory.device)  # the accelerator's next work may use it
         return written
 
-    def before_write(self) -> None:
-        self._before_write()
-
     def wait(self, device: torch.device = CPU) -> None:
         self._in_flight.wait(device)
 
@@ -253,41 +242,8 @@ class MemorySlot(Slot):
 # ---------------------------------------------------------------------- the device that computes
 
 
-class DeviceStorage(MemoryStorage):
-    """The memory of the device that computes."""
-
-    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """Make a slot in memory that was allocated for it. The slot calls `before_write` before each write."""
-        self.nbytes += memory.nbytes
-        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
-
-    @abstractmethod
-    def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
-
-    @abstractmethod
-    def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Make a buffer of zeros [numel]. With `comes_and_goes`, its memory is cheap to free and allocate often."""
-
-    def keep_freed_at_most(self, nbytes: int) -> None:
-        """Keep freed memory of flat buffers for the next ones, up to `nbytes` together with the memory in use."""
-
-    @property
-    def freed_nbytes(self) -> int:
-        """The number of bytes of freed memory that is kept for the next flat buffers."""
-        return 0
-
-    @abstractmethod
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether `nbytes` more, and FREE_SHARE, were free at this process's peak.
-
-        Callers use the result to decide on scratch that saves time. It is False if the device's memory is CPU memory.
-        """
-
-
-@final
-class AcceleratorStorage(DeviceStorage):
-    """The memory of `device`, which may be the CPU."""
+class AcceleratorStorage(MemoryStorage):
+    """The memory of the device that computes, which may be the CPU."""
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
         super().__init__(device, copies)
@@ -298,35 +254,44 @@ class AcceleratorStorage(DeviceStorage):
         self.nbytes += numel * dtype.itemsize
         return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
+    def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
+        """Make a slot in memory that was allocated for it. The slot calls `before_write` before each write."""
+        self.nbytes += memory.nbytes
+        return MemorySlot(label, memory, self, self._copies, before_write=before_write)
+
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        nbytes = numel * dtype.itemsize
-        self.nbytes += nbytes
-        buffer: FlatBuffer | None = None
-        if self._pages is not None and nbytes >= SMALL_NBYTES:
-            with suppress(OSError):
-                buffer = PagedBuffer(label, dtype, Range(self._pages, nbytes), is_filled=False)
-        if buffer is None:
-            # Its memory lives until it is first emptied: torch makes no view of a freed storage, and the optimizer needs its views.
-            buffer = ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
+        self.nbytes += numel * dtype.itemsize
+        buffer = self._buffer(label, numel, dtype, is_unit=False)
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
+        """Make a buffer of zeros [numel]. With `comes_and_goes`, its memory is cheap to free and allocate often."""
+        if comes_and_goes:
+            return self._buffer(label, numel, dtype, is_unit=True)
+        return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def _buffer(self, label: str, numel: int, dtype: torch.dtype, *, is_unit: bool) -> FlatBuffer:
         nbytes = numel * dtype.itemsize
-        if comes_and_goes and self._pages is not None and nbytes >= SMALL_NBYTES:
+        if self._pages is not None and nbytes >= SMALL_NBYTES:
             with suppress(OSError):
-                return PagedBuffer(label, dtype, Range(self._pages, nbytes, is_unit=True), is_filled=True)
+                return PagedBuffer(label, dtype, Range(self._pages, nbytes, is_unit=is_unit))
+        # A slot's memory, too, lives until it is first emptied: the optimizer needs views, and torch makes none of a freed storage.
         return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def keep_freed_at_most(self, nbytes: int) -> None:
+        """Keep freed memory of flat buffers for the next ones, up to `nbytes` together with the memory in use."""
         if self._pages is not None:
             self._pages.limit_nbytes = nbytes
             self._pages.trim()
 
     @property
     def freed_nbytes(self) -> int:
+        """The number of bytes of freed memory that is kept for the next flat buffers."""
         return 0 if self._pages is None else self._pages.freed_nbytes
 
     def has_room(self, nbytes: int) -> bool:
+        """Return whether an accelerator had `nbytes` more, and FREE_SHARE, free at this process's peak: for optional scratch."""
         if self.device.type == "cpu":
             return False
         free, total = torch.accelerator.get_memory_info(self.device)
@@ -349,22 +314,19 @@ class CpuStorage(MemoryStorage):
 
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
         nbytes = numel * dtype.itemsize
-        memory = self._take(in_pages(nbytes))[:nbytes].view(dtype).zero_()
-        self.nbytes += nbytes
-        return self.around(label, memory)
-
-    def _take(self, nbytes: int) -> Tensor:
+        whole = in_pages(nbytes)
+        fitting = [rest for rest in self._rests if rest.numel() >= whole]
         if not self.pin:
-            return aligned_bytes(nbytes, pin=False)
-        fitting = [rest for rest in self._rests if rest.numel() >= nbytes]
-        if fitting:
+            slab = aligned_bytes(whole, pin=False)
+        elif fitting:
             slab = min(fitting, key=Tensor.numel)
             self._rests = [rest for rest in self._rests if rest is not slab]
         else:
-            slab = aligned_bytes(slab_nbytes(nbytes, self.nbytes), pin=True)
-        if slab.numel() > nbytes:
-            self._rests.append(slab[nbytes:])
-        return slab[:nbytes]
+            slab = aligned_bytes(slab_nbytes(whole, self.nbytes), pin=True)
+        if slab.numel() > whole:
+            self._rests.append(slab[whole:])
+        self.nbytes += nbytes
+        return self.around(label, slab[:nbytes].view(dtype).zero_())
 
 
 def slab_nbytes(nbytes: int, taken: int) -> int:

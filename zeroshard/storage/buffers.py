@@ -50,10 +50,6 @@ class FlatBuffer(ABC):
         """Return the elements from `start` on as a view of this shape."""
         return self.tensor[start : start + shape.numel()].view(shape)
 
-    def rows(self, start: int, numel: int, count: int) -> Tensor:
-        """Return the `numel` elements from `start` on as a view of `count` rows."""
-        return self.tensor[start : start + numel].view(count, numel // count)
-
     @final
     def count_uses(self) -> None:
         """Record the present users of the memory as the owner's: `free` keeps memory that has more users."""
@@ -73,11 +69,7 @@ class FlatBuffer(ABC):
 
     @final
     def allocate(self) -> None:
-        """Take memory again; its content is undefined.
-
-        Raises:
-            StorageError: the kernel has no pages. (torch's allocator raises its own error.)
-        """
+        """Take memory again; its content is undefined. If there is none, a StorageError or torch's own error is raised."""
         if not self.nbytes:
             self._take()
             self.count_uses()
@@ -135,16 +127,12 @@ class ResizedBuffer(FlatBuffer):
 
 @final
 class PagedBuffer(FlatBuffer):
-    """A buffer in CPU memory that passes its pages on to the next buffer. It begins with zeros, or without memory.
+    """A buffer in CPU memory that passes its pages on to the next buffer. A unit's begins with zeros, any other without memory."""
 
-    Raises:
-        StorageError: there is no memory.
-    """
-
-    def __init__(self, label: str, dtype: torch.dtype, memory: Range, *, is_filled: bool) -> None:
+    def __init__(self, label: str, dtype: torch.dtype, memory: Range) -> None:
         super().__init__(label, memory.tensor(dtype))
         self._memory = memory
-        if is_filled:
+        if memory.is_unit:
             self._take()
             self.tensor.zero_()
 
@@ -169,8 +157,7 @@ class PagedBuffer(FlatBuffer):
 class ShareableBuffer(FlatBuffer):
     """A buffer in memory that other ranks read: the whole result of `Collectives.buffer`, as bytes.
 
-    Args:
-        emptied: the addresses of such buffers that have no memory now, which this buffer keeps up to date.
+    It keeps `emptied` up to date: the addresses of such buffers that have no memory now.
     """
 
     def __init__(self, label: str, tensor: Tensor, collectives: Collectives, emptied: set[int]) -> None:
@@ -218,7 +205,14 @@ class BufferPool:
         nbytes = numel * dtype.itemsize
         fitting = [entry for entry in self._free if entry[0].numel() >= nbytes]
         if self.spare_nbytes:
-            fitting = self._without_copies(fitting, nbytes)
+            idle = [entry for entry in fitting if entry[1] is LANDED]
+            copied_nbytes = sum(buffer.numel() for buffer, after in self._free if after is not LANDED)
+            if idle:
+                fitting = idle
+            elif copied_nbytes + nbytes <= self.spare_nbytes:
+                fitting = []
+            else:
+                fitting = fitting[:1]  # the oldest
         if fitting:
             entry = min(fitting, key=lambda entry: (not entry[1].is_done, entry[0].numel()))
             buffer, after = entry
@@ -236,14 +230,6 @@ class BufferPool:
         scratch = buffer[:nbytes].view(dtype)
         self._out[id(scratch)] = buffer
         return scratch
-
-    def _without_copies(self, fitting: list[tuple[Tensor, Transfer]], nbytes: int) -> list[tuple[Tensor, Transfer]]:
-        """Return fitting buffers without a copy in flight; otherwise the oldest, or none if `spare_nbytes` allows a new one."""
-        idle = [entry for entry in fitting if entry[1] is LANDED]
-        if idle:
-            return idle
-        waiting = sum(buffer.numel() for buffer, after in self._free if after is not LANDED)
-        return [] if waiting + nbytes <= self.spare_nbytes else fitting[:1]
 
     def release(self, scratch: Tensor, after: Transfer | None = None) -> None:
         """Take back a tensor of `acquire`; it is used again once `after` is over."""

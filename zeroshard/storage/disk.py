@@ -44,11 +44,7 @@ class Requests(Transfer):
         self._futures = futures
 
     def wait(self, device: torch.device) -> None:
-        """Block until all are over, for any device: the CPU reads and writes files.
-
-        Raises:
-            StorageError: a read or a write failed; the message names the file and the cause.
-        """
+        """Block until all are over, for any device: the CPU reads and writes files. Raise the StorageError of one that failed."""
         wait_for_all(self._futures)  # after an error too: the others still use the caller's memory
         try:
             for future in self._futures:
@@ -70,9 +66,6 @@ class DirectFile:
         block_nbytes: the bytes of one request, with one checksum (CRC-32); a multiple of the page size.
         requests: the maximum number of requests under way at once.
         device: the device from which written data may still be on its way.
-
-    Raises:
-        StorageError: no file can be made there.
     """
 
     def __init__(
@@ -219,24 +212,17 @@ class DirectFile:
 
 @final
 class DiskStorage(Storage):
-    """A storage in one unnamed file.
-
-    Args:
-        file: the file for the data.
-        copies: the copies to and from the accelerator.
-        staging: the buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the
-            file, so that the parts of a larger slot begin at the start of a block.
-
-    Attributes:
-        ahead: by slot, the buffer for content that is read ahead, and the read that fills it.
-    """
+    """A storage in one unnamed file."""
 
     def __init__(self, file: DirectFile, copies: Copies, staging: Staging) -> None:
         self.file = file
         self.device = CPU
         self.copies = copies
         self.staging = staging
+        """The buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the file,
+        so that the parts of a larger slot begin at the start of a block."""
         self.ahead: dict[DiskSlot, tuple[Tensor, Transfer]] = {}
+        """By slot, the buffer for content that is read ahead, and the read that fills it."""
 
     def take_buffer(self) -> Tensor:
         """Take a staging buffer. If none is left, drop the content that was read ahead first."""

@@ -41,8 +41,7 @@ _FAILED = ctypes.c_void_p(-1).value
 class KernelMemory:
     """The private anonymous mappings of this process. Addresses are plain integers: the caller keeps them alive.
 
-    Raises:
-        OSError: the kernel refused (in `reserve`, `fill` and `move`); `errno` has the reason.
+    If the kernel refuses, `reserve`, `fill` and `move` raise an OSError, whose `errno` has the reason.
     """
 
     def __init__(self) -> None:
@@ -125,15 +124,12 @@ def kernel_memory() -> KernelMemory | None:
 
 
 class Pages:
-    """The pool of freed pages of one model. See [Note: freed pages].
-
-    Attributes:
-        limit_nbytes: the limit on freed pages together with the units' memory, as far as `Pages` controls it.
-    """
+    """The pool of freed pages of one model. See [Note: freed pages]."""
 
     def __init__(self, kernel: KernelMemory) -> None:
         self.kernel = kernel
         self.limit_nbytes = 0
+        """The limit on freed pages together with the units' memory, as far as `Pages` controls it."""
         self._held = self._most_held = 0
         self._freed = defaultdict[int, list[int]](list)
         """The addresses of pages that are kept for the next units, by size."""
@@ -209,11 +205,7 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 class Range:
     """Addresses of at least one byte, with memory or without. The memory is freed when neither this object nor its tensor is alive.
 
-    Args:
-        is_unit: whether the pool counts its memory as memory of a unit.
-
-    Raises:
-        OSError: there are no addresses (RLIMIT_AS).
+    The pool counts the memory of a unit (`is_unit`). Without addresses (RLIMIT_AS), an OSError is raised.
     """
 
     def __init__(self, pages: Pages, nbytes: int, *, is_unit: bool = False) -> None:
@@ -224,7 +216,7 @@ class Range:
         self._pages = pages
         self._all_nbytes = nbytes
         self._size = size
-        self._is_unit = is_unit
+        self.is_unit = is_unit
         self._unmap = weakref.finalize(self, pages.kernel.unmap, self.address, size)
         self._unmap.atexit = False
 
@@ -238,11 +230,7 @@ class Range:
         return torch.frombuffer(array, dtype=dtype)
 
     def fill(self) -> None:
-        """Give the range memory of undefined content.
-
-        Raises:
-            OSError: there is none left.
-        """
+        """Give the range memory of undefined content, or raise OSError if there is none left."""
         try:
             for address, nbytes in self._pieces():
                 self._pages.put(address, nbytes)
@@ -250,7 +238,7 @@ class Range:
             self._pages.kernel.hide(self.address, self._size)
             raise
         self.nbytes = self._all_nbytes
-        if self._is_unit:
+        if self.is_unit:
             self._pages.hold(self.nbytes)
             self._pages.trim()
 
@@ -258,7 +246,7 @@ class Range:
         """Give the memory back to the pool or the kernel."""
         if not self.nbytes:
             return
-        if self._is_unit:
+        if self.is_unit:
             self._pages.hold(-self.nbytes)
         self.nbytes = 0
         if self._unmap.alive:  # if the garbage collector ended a cycle, the addresses may be in other use

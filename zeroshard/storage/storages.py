@@ -10,7 +10,7 @@ from torch import Tensor
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import PolicyError
 from zeroshard.policy import Offload, Place, Policy
-from zeroshard.storage.base import AcceleratorStorage, CpuStorage, DeviceStorage, MemoryStorage, Slot, Storage
+from zeroshard.storage.base import AcceleratorStorage, CpuStorage, MemoryStorage, Slot, Storage
 from zeroshard.storage.buffers import FlatBuffer, ResizedBuffer, ShareableBuffer
 from zeroshard.storage.disk import DirectFile, DiskStorage
 from zeroshard.storage.transfers import Copies, Staging, aligned_bytes
@@ -55,7 +55,7 @@ class Storages:
         self.pin = used.pin_memory and device.type != "cpu"
         self._copies = self._make_copies(device)
         self.accelerator = self._make_accelerator(device)
-        self.host: MemoryStorage = self.accelerator if self._is_host(device) else self._make_host()
+        self.host: MemoryStorage = self._make_host(device)
         self.emptied: set[int] = set()
         """The addresses of buffers that other ranks read, and that have no memory now."""
         self._disks: dict[str, DiskStorage] = {}
@@ -66,13 +66,12 @@ class Storages:
     def _make_copies(self, device: torch.device) -> Copies:
         return Copies(device, pin=self.pin)
 
-    def _make_accelerator(self, device: torch.device) -> DeviceStorage:
+    def _make_accelerator(self, device: torch.device) -> AcceleratorStorage:
         return AcceleratorStorage(device, self._copies)
 
-    def _is_host(self, device: torch.device) -> bool:
-        return is_cpu_memory(device)
-
-    def _make_host(self) -> MemoryStorage:
+    def _make_host(self, device: torch.device) -> MemoryStorage:
+        if is_cpu_memory(device):
+            return self.accelerator
         return CpuStorage(self._copies, pin=self.pin)
 
     def _make_file(self, offload: Offload) -> DirectFile:

@@ -125,10 +125,8 @@ class Staging:
     """A ring of at most `count` buffers of `nbytes` in CPU memory, which data passes through between two other places.
 
     The host takes a buffer, fills it or starts a transfer into it, and releases it with the last transfer that uses it. The host
-    waits only while all buffers are in transfers. Buffers are made when they are first needed, and kept.
-
-    Args:
-        make: makes a buffer of the given number of bytes, pinned if copies to or from an accelerator must not block the host.
+    waits only while all buffers are in transfers. Buffers are made when they are first needed (by `make`, for a number of bytes),
+    and kept.
     """
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor]) -> None:
@@ -161,11 +159,7 @@ class Staging:
 
 
 class Copies:
-    """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies.
-
-    Args:
-        pin: whether its staging buffers are pinned.
-    """
+    """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies."""
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.staging = Staging(STAGED_COUNT, STAGED_NBYTES, partial(aligned_bytes, pin=pin and device.type != "cpu"))

@@ -225,9 +225,9 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
-            unit.writes.broadcast_from(modifier_rank)
+            unit.broadcast_from(modifier_rank)
         else:
-            written += [unit.named[index].fqn for index in sorted(unit.writes.written_since(versions))]
+            written += [unit.named[index].fqn for index in sorted(unit.written_since(versions))]
         unit.appearance.restart_looks()
     return _on_all_dimensions(looks, written)
 
@@ -248,7 +248,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], kept: Mapping[Unit, Tensor], 
         if unit in kept:
             continue
         if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
-            unit.writes.written_since(versions)  # undoes the writes
+            unit.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
 

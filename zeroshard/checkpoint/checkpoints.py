@@ -312,7 +312,7 @@ class Checkpoints:
             self.live.step.sub_groups.abandon()
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
             loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
-            self.live.step.forget_aborted_step()
+            self.live.schedule.is_stepping = False  # all states are of one step again
             return loaded
 
     def _load_any(

@@ -27,7 +27,7 @@ ROAD = (
     "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
-    "schedule.unit", "schedule.writes", "schedule.schedule",
+    "schedule.unit", "schedule.schedule",
     "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}

@@ -10,6 +10,7 @@ from torch import Tensor
 from zeroshard.access.unsharded import register
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter
+from zeroshard.optim.several import optimizers_of
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.schedule import Schedule, StepState
@@ -28,7 +29,7 @@ class Freezing:
         self._step = step
         self._frozen = self._frozen_names()
         """The parameters that required no gradient after the last update."""
-        for optimizer in step.users_optimizers():
+        for optimizer in optimizers_of(step.inner):
             optimizer.add_param_group = self.update  # type: ignore[method-assign, assignment]
 
     def update(self, param_group: dict[str, Any] | None) -> None:
@@ -38,7 +39,7 @@ class Freezing:
             self._schedule.refuse_pinned("update_trainable()")
             if self._schedule.state is StepState.STEPPED:
                 self._step.zero_grad()  # for loops that drop gradients before a backward, not after the step
-            if not self._schedule.is_between_steps:
+            if self._schedule.state is not StepState.CLEAN:
                 raise UsageError(
                     "parameters were frozen or unfrozen between a backward and its step: their gradients would be lost. End "
                     "the step first, or call zero_grad()."

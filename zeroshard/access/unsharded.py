@@ -218,9 +218,9 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
-            unit.writes.broadcast_from(modifier_rank)
+            unit.broadcast_from(modifier_rank)
         else:
-            written += [unit.named[index].fqn for index in sorted(unit.writes.written_since(versions))]
+            written += [unit.named[index].fqn for index in sorted(unit.written_since(versions))]
         unit.appearance.restart_looks()
     # Data-parallel ranks have the same names already, but ranks of the mesh's other dimension may not.
     if not looks or looks[0][0].others.world_size == 1:
@@ -233,7 +233,7 @@ def _undo(looks: Sequence[tuple[Unit, list[int]]], at_rest: Sequence[Unit]) -> N
     """Restore units that are sharded at rest to their values on entry, where they stay whole after the block."""
     for unit, versions in looks:
         if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
-            unit.writes.written_since(versions)  # undoes the writes
+            unit.written_since(versions)  # undoes the writes
         unit.appearance.collect_written()
         unit.appearance.restart_looks()
 

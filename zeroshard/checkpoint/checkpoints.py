@@ -330,7 +330,7 @@ class Checkpoints:
                         holdings.bring(candidate)
                     try:
                         loaded = self._load_one(folder / candidate, candidate, strict, optimizer_states, random)
-                        self.live.step.forget_aborted_step()
+                        self.live.schedule.is_stepping = False  # all states are of one step again
                         return loaded
                     except CheckpointError as error:
                         problems[candidate] = str(error)

@@ -42,10 +42,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn, "betas": tuple(betas), "fused": fused,
         }  # fmt: skip
         rates = {True: muon_lr, False: adam_lr}
-        own_options: dict[bool, dict[str, Any]] = {
-            True: {},
-            False: {"eps": eps},
-        }  # torch's Muon has a different default for eps
+        # torch's Muon has a different default for eps.
+        own_options: dict[bool, dict[str, Any]] = {True: {}, False: {"eps": eps}}
         groups: dict[tuple[int, bool], dict[str, Any]] = {}
         for number, item in enumerate(params):
             if isinstance(item, Tensor):

@@ -19,7 +19,13 @@ class Several(torch.optim.Optimizer):
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         for member in members:
-            if any(isinstance(held, torch.optim.Optimizer) for value in vars(member).values() for held in _flat(value)):
+            values = list(vars(member).values())
+            for value in vars(member).values():
+                if isinstance(value, dict):
+                    values += value.values()
+                elif isinstance(value, list | tuple):
+                    values += value
+            if any(isinstance(value, torch.optim.Optimizer) for value in values):
                 raise UsageError(
                     f"{type(member).__name__} contains other optimizers, which may keep states elsewhere: "
                     "pass those optimizers instead, or pass only this one."
@@ -58,12 +64,6 @@ class Several(torch.optim.Optimizer):
             raise UsageError("several optimizers together take no closure: run forward and backward before step().")
         for member in self.members:
             member.step()
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

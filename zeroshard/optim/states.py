@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
 
 import torch
 
@@ -55,19 +53,16 @@ _UNKNOWN = 2
 
 def states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     """Return the maximum number of state tensors of a parameter's size, with this optimizer's options."""
-    return max(_states_per_parameter(member) for member in optimizers_of(optimizer))
-
-
-def _states_per_parameter(optimizer: torch.optim.Optimizer) -> int:
-    names = [base.__name__ for base in type(optimizer).__mro__]
-    name = next((name for name in names if name in KNOWN), None)
-    if name is None:
-        return _UNKNOWN
-    more = 0
-    for group in optimizer.param_groups:
-        options = [group.get("amsgrad"), group.get("centered"), name == "RMSprop" and group["momentum"]]
-        more = max(more, sum(bool(option) for option in options))
-    return KNOWN[name].states + more
+    most = 0
+    for member in optimizers_of(optimizer):
+        name = next((base.__name__ for base in type(member).__mro__ if base.__name__ in KNOWN), None)
+        if name is None:
+            most = max(most, _UNKNOWN)
+            continue
+        for group in member.param_groups:
+            options = [group.get("amsgrad"), group.get("centered"), name == "RMSprop" and group["momentum"]]
+            most = max(most, KNOWN[name].states + sum(bool(option) for option in options))
+    return most
 
 
 REFUSED = {
@@ -134,24 +129,20 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
                 f"{cls.__name__} {REFUSED[base.__name__]}, but zeroshard shards dense parameters over ranks: the "
                 f"results would be wrong. Use one of {', '.join(KNOWN)}."
             )
-    called = {name for code in _code_of(cls) for name in code.co_names} & COLLECTIVES
+    called = set[str]()
+    for base in cls.__mro__:
+        if base.__module__.startswith(("torch.optim", "zeroshard.optim", "builtins")):
+            continue
+        for method in filter(callable, vars(base).values()):
+            code = getattr(inspect.unwrap(method), "__code__", None)
+            if code is not None:
+                called |= COLLECTIVES.intersection(code.co_names)
     if called:
         raise UsageError(
             f"{cls.__name__} calls {', '.join(sorted(called))}: it divides its work over ranks itself, but under zeroshard each "
             "rank has other tensors in it, so it would add up parts of different parameters, or wait forever. Use its version for "
             "a single process."
         )
-
-
-def _code_of(cls: type[torch.optim.Optimizer]) -> Iterator[CodeType]:
-    """Yield the code of the methods that a class has beyond those of torch's optimizers."""
-    for base in cls.__mro__:
-        if base.__module__.startswith(("torch.optim", "zeroshard.optim", "builtins")):
-            continue
-        for method in vars(base).values():
-            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is not None:
-                yield code
 
 
 def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:

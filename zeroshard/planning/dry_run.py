@@ -28,6 +28,7 @@ from zeroshard.engine import Engine
 from zeroshard.engine.initialize import make_engine
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.layout.named_parameter import refuse_distributed
+from zeroshard.optim.several import optimizers_of
 from zeroshard.planning.ledger import (
     ACTIVATIONS,
     GRADIENTS,
@@ -398,7 +399,7 @@ def take_foreach(engine: Engine) -> None:
     Such an optimizer updates all tensors at once, with temporaries for all. On the CPU, where the tensors of a dry run
     are, torch would update one tensor after another.
     """
-    for group in chain.from_iterable(one.param_groups for one in engine._sharded.sharded_step.users_optimizers()):
+    for group in chain.from_iterable(one.param_groups for one in optimizers_of(engine._sharded.sharded_step.inner)):
         if group.get("foreach", False) is None and group.get("fused") is None:
             group["foreach"] = True
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.module_hooks import (
-    Call,
-    Forward,
     Hook,
     Part,
     WeakHook,
@@ -70,6 +68,36 @@ from zeroshard.torch_private import (
 
 Take = Callable[[Unit, int, Tensor], None]
 """A function that receives this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
+
+
+class Forward:
+    """A forward of the model, and calls of its modules until the next one.
+
+    Attributes:
+        to_come: by module, the number of its calls whose backward has not begun; empty if no call counts.
+        calls: the calls whose graph exists on this rank: only the hooks on a graph hold its calls.
+    """
+
+    def __init__(self) -> None:
+        self.to_come: Counter[nn.Module] = Counter()
+        self.calls = weakref.WeakSet[Call]()
+
+
+class Call:
+    """A call of a module, whose graph holds this object."""
+
+    def __init__(self, forward: Forward, module: nn.Module) -> None:
+        forward.calls.add(self)
+        forward.to_come[module] += 1
+        self._to_come = forward.to_come
+        self._module = module
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Record that its backward begins. A graph that is kept may have several."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._to_come[self._module] -= 1
 
 
 class Hooks:
@@ -218,7 +246,8 @@ class Hooks:
         if self._in_compiled_code:
             refuse_distributed_units(module, self._schedule.units)
         self._schedule.unshard(self._units[module], backward=recompute)
-        _begin_use(self._units[module])
+        for unit in self._units[module]:
+            unit.appearance.begin_use()
         self._push(module, self._units[module])
         has_frozen = any(not unit.trainable for unit in self._units[module])
         if has_frozen and torch.is_grad_enabled() and not recompute:
@@ -229,7 +258,7 @@ class Hooks:
         """Begin another `Forward`, and forget those whose graphs are gone on every rank."""
         if not self._forwards[-1].to_come or all(unit.is_pinned for unit in self._schedule.units):
             return
-        exist = self._schedule.reductions.on_any_rank([forward.has_graph for forward in self._forwards])
+        exist = self._schedule.reductions.on_any_rank([bool(forward.calls) for forward in self._forwards])
         self._forwards = [forward for forward, exists in zip(self._forwards, exist, strict=True) if exists]
         self._forwards.append(Forward())
 
@@ -241,16 +270,18 @@ class Hooks:
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            is_alone = all(unit.is_pinned for unit in self._units[module])
-            call = Call(self._forwards[-1], module, counts=not in_backward() and not is_alone)
-            self._hook(outputs, self._pre_backward, module, call)
+            forward = self._forwards[-1]
+            if in_backward() or all(unit.is_pinned for unit in self._units[module]):
+                forward = Forward()  # a recomputation, or a call that this rank may make alone, does not count
+            self._hook(outputs, self._pre_backward, module, Call(forward, module))
         if not in_backward():
             self._running[module] -= 1
             if self._running[module] > 0:
                 return
             if module is not self._root or not torch.is_grad_enabled():
                 self._schedule.reshard_after_forward(self._units[module], backward_follows=torch.is_grad_enabled())
-            _end_use(self._units[module])
+            for unit in self._units[module]:
+                unit.appearance.end_use()
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
@@ -333,7 +364,8 @@ class Hooks:
             self._forget_what_aborted()
         if not self._backward_is_open:
             self._backward_is_open = True
-            _begin_use(self._schedule.units)  # recomputations run compiled modules, and not always through our hooks
+            for unit in self._schedule.units:  # recomputations run compiled modules, and not always through our hooks
+                unit.appearance.begin_use()
             if self._take is None and not self._reaches_parameters():
                 # No parameter is visible here, but a backward inside a node of this one (reentrant checkpointing) may reach some.
                 self._aside = []
@@ -347,7 +379,8 @@ class Hooks:
         Other traces of that backward are removed later, and not in the middle of an exception.
         """
         if self._backward_is_open:
-            _end_use(self._schedule.units)
+            for unit in self._schedule.units:
+                unit.appearance.end_use()
 
     def _reaches_parameters(self) -> bool:
         """Return whether this backward computes a gradient of any parameter. torch.autograd.grad for inputs does not."""
@@ -386,8 +419,10 @@ class Hooks:
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root begins with its last child, at the same tensor
-            over = [other for other in self._in_progress if other is not module and self._is_over(other)]
-            for other in over:
+            for other in list(self._in_progress):  # see [Note: when a module's backward is over]
+                is_alone = any(unit.is_pinned for unit in self._units[other])
+                if other is module or is_alone or any(forward.to_come[other] for forward in self._forwards):
+                    continue
                 del self._in_progress[other]
                 for unit in self._units[other]:
                     if self._aside is not None:
@@ -399,11 +434,6 @@ class Hooks:
             unit.waiting.received.clear()  # the backward of this call computes each gradient again
         self._hold_for_graph(self._units[module])
         self._schedule.unshard(self._units[module], backward=True)
-
-    def _is_over(self, module: nn.Module) -> bool:
-        """Return whether a module's backward is over, see [Note: when a module's backward is over]."""
-        is_alone = any(unit.is_pinned for unit in self._units[module])
-        return not is_alone and not any(forward.to_come[module] for forward in self._forwards)
 
     def _post_accumulate(self, number: int, index: int, parameter: Tensor) -> None:
         self._begin_backward()
@@ -464,7 +494,8 @@ class Hooks:
         for handle in self._on_leaves.values():
             handle.remove()
         self._on_leaves.clear()
-        _end_use(self._schedule.units)
+        for unit in self._schedule.units:
+            unit.appearance.end_use()
         return is_of_step
 
 
@@ -473,17 +504,6 @@ def _unshard(units: Sequence[Unit]) -> None:
         unit.start_unshard()
     for unit in units:
         unit.unshard()
-
-
-def _begin_use(units: Iterable[Unit]) -> None:
-    """Show ordinary parameters in these units, whose modules are about to run."""
-    for unit in units:
-        unit.appearance.begin_use()
-
-
-def _end_use(units: Iterable[Unit]) -> None:
-    for unit in units:
-        unit.appearance.end_use()
 
 
 def _differentiable(tree: Any) -> list[Tensor]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import FrameType
@@ -145,47 +144,6 @@ def part_hooks() -> tuple[type[Hook], type[Hook]]:
                 run(self, module, args, output)
 
     return Before, After
-
-
-class Forward:
-    """A forward of the model, and calls of its modules until the next one.
-
-    Attributes:
-        to_come: by module, the number of its calls whose backward has not begun; empty if no call counts.
-    """
-
-    def __init__(self) -> None:
-        self.to_come: Counter[nn.Module] = Counter()
-        self._graph: Callable[[], _Graph | None] = lambda: None
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether a graph of its calls exists on this rank."""
-        return self._graph() is not None
-
-
-class _Graph:
-    """An object that each call in a forward's graph holds, so that it exists as long as the graph."""
-
-
-class Call:
-    """A call of a module, whose graph holds this object. Recomputations, and calls that a rank may make alone, do not count."""
-
-    def __init__(self, forward: Forward, module: nn.Module, *, counts: bool) -> None:
-        self._module = module
-        self._to_come: Counter[nn.Module] = Counter()
-        if counts:
-            self._to_come = forward.to_come
-            self._graph = forward._graph() or _Graph()
-            forward._graph = weakref.ref(self._graph)
-        self._to_come[module] += 1
-        self._has_begun = False
-
-    def begin(self) -> None:
-        """Record that its backward begins. A graph that is kept may have several."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._to_come[self._module] -= 1
 
 
 # ---------------------------------------------------------------------- the callers of a module

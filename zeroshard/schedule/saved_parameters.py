@@ -78,7 +78,7 @@ class SavedParameters:
         self._read_as_nan: str | None = None
         """The fqn of a parameter with which torch computed while its values were elsewhere."""
 
-    def push(self, caller: object, *, unseen: bool = False) -> None:
+    def push(self, caller: object, *, unseen: bool) -> None:
         """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
 
         Args:
@@ -119,7 +119,6 @@ class SavedParameters:
                 f"{fqn} is sharded at rest, and was read past torch's overrides (by torch.jit.script?): the result is NaN. Read it "
                 "inside `with zeroshard.unsharded(module):`, or call zeroshard.borrow(module, parameter) once, before training."
             )
-
         return caller
 
     @contextmanager
@@ -171,9 +170,8 @@ class SavedParameters:
         unit = self._unit_of.get(storage)
         if unit is None:
             hidden = self._placeholders.get(storage)
-            if hidden is not None and (
-                caller is None or not _saves(caller)
-            ):  # a Python autograd function may save it without reading it
+            # A Python autograd function may save it without reading it.
+            if hidden is not None and not _saves(caller):
                 # An error from here would lose its message inside torch.jit.script, so `pop` raises it.
                 self._read_as_nan = hidden.named[int(tensor.storage_offset())].fqn
             return None
@@ -188,7 +186,7 @@ class SavedParameters:
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
         version = version_of(like) - unit.appearance.hides
         shown = (tensor.dtype, size, stride)
-        is_itself = caller is not None and _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
+        is_itself = _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _distributed(self, local: _View, distribution: Any) -> Tensor:
@@ -259,8 +257,10 @@ class _Copy(Tensor):
         return getattr(self.parameter, name)
 
 
-def _saves(caller: FrameType) -> bool:
+def _saves(caller: FrameType | None) -> bool:
     """Return whether the caller of a hook is a Python autograd function, possibly behind a `torch.compiler.disable` wrapper."""
+    if caller is None:
+        return False
     between = caller.f_back if is_of_compiler(caller.f_code) else None
     return (between or caller).f_code is FUNCTION_APPLY
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain, islice
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.gradients.reductions import Reductions
@@ -253,11 +254,6 @@ class Schedule:
         """Whether gradients have arrived that no step has used."""
         return self.state in (StepState.BACKWARD, StepState.GRADIENTS, StepState.BROKEN)
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether no gradient has arrived since the last `zero_grad`."""
-        return self.state is StepState.CLEAN
-
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
@@ -437,9 +433,10 @@ class Schedule:
         if given:
             if after(self.state, Move.GRADIENT) is StepState.UNWANTED:
                 after(StepState.UNWANTED, Move.STEP)  # it raises, and `grad` stays as it is
-            for unit, index, _ in given:
+            for unit, index in given:
                 unit.refuse_replaced_gradients({index} & unit.used)
-            for unit, index, parameter in given:
+            for unit, index in given:
+                parameter = unit.named[index].parameter
                 gradient = grad_of(parameter)
                 assert gradient is not None
                 forget_grad(parameter)
@@ -451,16 +448,36 @@ class Schedule:
         with self.stream.here():  # gradients are freed in the order of the stream that made them
             self.reductions.finish()
 
-    def gradients_of_users(self) -> list[tuple[Unit, int, nn.Parameter]]:
-        """Return each trained parameter whose `grad` the user has set and no call has taken yet, with its unit and index.
+    def gradients_of_users(self) -> list[tuple[Unit, int]]:
+        """Return (unit, index) of each trained parameter whose `grad` the user has set and no call has taken yet.
+
+        Warn if a parameter that is in no optimizer of `shard` has a gradient: another optimizer may update it, differently on
+        each rank.
 
         Raises:
-            UsageError: a frozen parameter has a gradient that would have no effect, or a backward was aborted.
+            UsageError: a parameter that was frozen at `shard`, and is in the optimizer, has a gradient, which no step would use;
+                or a backward was aborted.
         """
         after(self.state, Move.STEP)
+        found = []
         for unit in self.units:
-            unit.refuse_frozen_gradients(self.optimized)
-        return [(unit, index, parameter) for unit in self.units for index, parameter in unit.gradients_of_users()]
+            for index, entry in enumerate(unit.named):
+                if grad_of(entry.parameter) is None:
+                    continue
+                if unit.trainable:
+                    found.append((unit, index))
+                elif id(entry.parameter) in self.optimized:
+                    raise UsageError(
+                        f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be updated. "
+                        "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
+                    )
+                else:
+                    warnings.warn(
+                        f"{entry.fqn} has a gradient that is not averaged over ranks: the optimizer that "
+                        "zeroshard took does not list it. Make one optimizer of all parameters that train, or freeze this one.",
+                        stacklevel=1,
+                    )
+        return found
 
     # ------------------------------------------------------------------ step
 
@@ -483,18 +500,6 @@ class Schedule:
         for unit in self.units:
             unit.begin_step()
         self._collectives.wait_released()
-
-    def on_dropped_gradients(self, forget: Callable[[], object]) -> None:
-        """Register `forget`, which is called once the user has set every taken `grad` to None, as `model.zero_grad()` does."""
-
-        def drop() -> None:
-            for unit in reversed(self.units):  # the last unit's are dropped last, so the first look is usually enough
-                parameters = [unit.named[index].parameter for index in unit.used]
-                if not unit.used <= unit.replaced_gradients or any(grad_of(one) is not None for one in parameters):
-                    return
-            forget()
-
-        self.live.drop_gradients = drop
 
     def refuse_unseen_changes(self) -> None:
         """Raise if the user changed the model, but its states did not follow, so that files would lack the change."""

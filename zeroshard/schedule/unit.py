@@ -12,6 +12,15 @@ depend on the unit's state (see appearance.py and classes.py in parameters/):
                 before a read. This needs no other rank
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
+The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
+weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
+values of each element's owner count.
+
+    trace of a write           found by
+    a version counter          `Appearance.collect_written`, at no cost
+    another tensor as `.data`  `Appearance.adopt_new_data`, by its address, shape and strides
+    none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only if the user may have read `.data`
+
 `UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
 flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made or loaded), it makes no move to rest. While
 `is_held` (a graph that outlives its backward may read the unit), it is not resharded.
@@ -22,7 +31,6 @@ from __future__ import annotations
 import copy
 import enum
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,7 +47,6 @@ from zeroshard.parameters.classes import CONVERSIONS
 from zeroshard.parameters.context import Context
 from zeroshard.parameters.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.policy import Place, Residency
-from zeroshard.schedule.writes import Writes
 from zeroshard.storage.base import Slot
 from zeroshard.torch_private import grad_of
 
@@ -153,7 +160,10 @@ class Unit:
         # A separate storage would not notice that the flat buffer's memory is freed.
         separate = self.flat.has_address and not self.comes_and_goes
         self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
-        self.writes = Writes(self.appearance, self.flat, self.buckets, self._cpu, context, self.is_cut, self.trainable)
+        self._written: set[int] = set()
+        """The parameters that the user has written to since the last `spread_owners_values`, by index."""
+        self._masters_wait = False
+        """Whether parameters were written while master weights were parked."""
         self.flat.count_uses()  # not those of the tensors that parameters show or an optimizer updates
         self.appearance.show_views()
         self._count()
@@ -358,22 +368,18 @@ class Unit:
             return
         assert self._cpu is not None
         self.unshard()
-        if self.trainable:
-            self.writes.save_traced()
-        else:
+        if not self.trainable:
             self.appearance.collect_written()
+        elif self._look(scans=False):
+            self._save_rows()
         # A write through `.data` leaves no trace. Frozen parameters, such as an EMA teacher's, may be updated in this way.
-        self._leave(changed=not self._cpu.is_current or not self.trainable)
+        self._move(UnitMove.OFFLOAD)
+        self._cpu.leave(changed=not self._cpu.is_current or not self.trainable)
 
     @property
     def _may_leave(self) -> bool:
         """Whether the values may be offloaded. A read of a parameter of a user's own class could not bring them back."""
         return self._cpu is not None and not self.is_pinned and self.appearance.tells_readers
-
-    def _leave(self, *, changed: bool) -> None:
-        assert self._cpu is not None
-        self._move(UnitMove.OFFLOAD)
-        self._cpu.leave(changed=changed)
 
     def refuse_pinned(self, what: str) -> None:
         """Raise if a block that keeps the unit unsharded is open while `what` runs. Forget state dicts that raised."""
@@ -410,7 +416,10 @@ class Unit:
 
     def unpark(self) -> None:
         """Return a parked unit to its state at rest. The model states must be in their slots again."""
-        self.writes.end_parking()
+        if self._masters_wait:
+            self._masters_wait = False
+            for bucket in self.buckets:
+                bucket.masters_from_rests()
         if self.state is not UnitState.PARKED:
             return
         if self.sharded_at_rest:
@@ -426,7 +435,7 @@ class Unit:
         self.appearance.release()
         self._live.numels.pop(self, None)
 
-    # ------------------------------------------------------------------ the user's writes (see writes.py)
+    # ------------------------------------------------------------------ the user's writes
 
     def written(self) -> set[int]:
         """Return the parameters that the user wrote to on this rank, by index, if they are unsharded at rest.
@@ -437,26 +446,115 @@ class Unit:
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
             # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes
             # without a trace early enough.
-            self.writes.look(scans=not self.policy.optimizer.sharded or self.others.world_size > 1)
-        return self.writes.found
+            self._look(scans=not self.policy.optimizer.sharded or self.others.world_size > 1)
+        return self._written
+
+    def _look(self, *, scans: bool) -> bool:
+        """Add the user's writes on this rank to `_written`. Return whether any left a trace.
+
+        Args:
+            scans: whether to compare values if no write left a trace, and the user may have read `data`. (A parameter of a
+                user's own class does not record such reads.)
+        """
+        new = self.appearance.collect_written()
+        may_be_hidden = self._live.data_was_read or not self.appearance.tells_readers
+        if scans and not new and may_be_hidden and not self._live.parked:
+            for bucket in self.buckets:
+                if bucket.save_hidden_writes():
+                    self._written |= {piece.index for piece in bucket.layout.pieces}
+        self._written |= new
+        if self._written:
+            self._outdate_cpu_copy()
+        return bool(new)
+
+    def _outdate_cpu_copy(self) -> None:
+        if self._cpu is not None:
+            self._cpu.is_current = False
+
+    def _save_rows(self) -> None:
+        """Copy unsharded values to the slots and the master weights. Parked master weights get them in `unpark`."""
+        for bucket in self.buckets:
+            bucket.save_rows(masters=not self._live.parked)
+        self._masters_wait |= bool(self._live.parked)
 
     def write_back(self) -> None:
-        """Copy unsharded values to their place if the user may have written to them."""
-        if self.state is UnitState.UNSHARDED:
-            self.writes.write_back()
+        """Copy unsharded values that the user may have written: to their place at rest, and to the master weights."""
+        if self.state is not UnitState.UNSHARDED:
+            return
+        if self.sharded_at_rest:
+            if self.appearance.collect_written():
+                self._save_rows()
+            return
+        if self.trainable and self._look(scans=True):
+            self._save_rows()
+        self.appearance.adopt_new_data()
+        if self._cpu is None:
+            return
+        for bucket in self.buckets:
+            # Parameters that are their own master weights are stored, so that the user's writes persist when the buffer is freed.
+            for shard, master in bucket.masters.items():
+                if master is bucket.rests[shard]:
+                    master.write(bucket.rows[shard])
+        if not self.trainable:
+            self._cpu.slot.write(self.flat.tensor)
 
     def spread_owners_values(self) -> None:
         """Give all ranks the owner's value of each element, after a write on any rank. Every rank must call it."""
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
-        self.writes.spread_owners_values()
+        self.appearance.collect_written()
+        self._written.clear()
+        self._outdate_cpu_copy()
+        for bucket in self.buckets:
+            label = f"all-gather of written {bucket.label}"
+            self.collectives.all_gather(bucket.rows, bucket.number, label).wait()
+            self._broadcast_first_replica(bucket)
+            bucket.save_rows()
+            bucket.broadcast_masters(None if self.is_cut else self.others)
+
+    def broadcast_from(self, source: int) -> None:
+        """Give rank `source`'s values of the unsharded parameters to all ranks. Every rank must call it."""
+        self._outdate_cpu_copy()
+        self.appearance.collect_written()  # tensors that were assigned as `.data` are copied into the rows first
+        for bucket in self.buckets:
+            self._broadcast_first_replica(bucket)
+            self.collectives.broadcast(bucket.rows, source)
+            bucket.save_rows()
+
+    def _broadcast_first_replica(self, bucket: ParameterBucket) -> None:
+        """Broadcast whole parameters over the other dimensions, from the first rank of these."""
+        if not self.is_cut:
+            self.others.broadcast(bucket.rows)
 
     def load_masters(self, updated: Iterable[int] | None = None) -> None:
         """Copy new master weights to the parameters. Outdate graphs of those `updated` (default: all). All ranks must call it."""
         self.appearance.outdate_graphs(updated)
         if self.is_arriving or self.state is UnitState.OFFLOADED:
             self.unshard()
-        self.writes.load_masters(regather=self.state is UnitState.UNSHARDED)
+        self._outdate_cpu_copy()
+        for bucket in self.buckets:
+            bucket.load_masters(regather=self.state is UnitState.UNSHARDED)
+
+    def written_since(self, versions: Sequence[int]) -> set[int]:
+        """Return the unsharded parameters that were written to since `versions`, by index. Every rank must call it.
+
+        If parameters are sharded at rest, and values of a bucket changed on any rank, return all of the unit's parameters, and
+        restore the bucket's values.
+        """
+        replaced = self.appearance.adopt_new_data()
+        if replaced and not self.sharded_at_rest:
+            self._written |= replaced
+            self._save_rows()
+        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank gets the same answers
+        now = self.appearance.versions()
+        written = replaced | {index for index, version in enumerate(now) if version != versions[index]}
+        if self.sharded_at_rest:
+            self.appearance.collect_written()
+        for bucket, is_changed in zip(self.buckets, changed, strict=True):
+            if is_changed:
+                bucket.unshard()
+                bucket.wait_unsharded()
+        return set(range(len(versions))) if any(changed) else written
 
     # ------------------------------------------------------------------ the user's reads and gradients (see parameters/classes.py)
 
@@ -543,19 +641,9 @@ class Unit:
         if self.replaced_gradients >= self.used:
             self._live.drop_gradients()
 
-    def gradients_of_users(self) -> list[tuple[int, nn.Parameter]]:
-        """Return the trained parameters whose `grad` the user has set, with their indices."""
-        if not self.trainable:
-            return []
-        return [(index, e.parameter) for index, e in enumerate(self.named) if grad_of(e.parameter) is not None]
-
     def dropped_gradients(self) -> set[int]:
         """Return the parameters of `used` whose `grad` the user has set to None on this rank: the step leaves them out."""
         return {index for index in self.replaced_gradients if grad_of(self.named[index].parameter) is None}
-
-    def visible_gradients(self) -> set[int]:
-        """Return the parameters of `used` that `dropped_gradients` does not contain."""
-        return self.used - self.dropped_gradients()
 
     def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
         """Raise if the user set `grad`, to a tensor or None, of a parameter whose gradient is already in the mean.
@@ -582,31 +670,6 @@ class Unit:
         if self.used and not self.appearance.tells_readers:
             own_class = [index for index in self.used if not self.appearance.is_own(self.named[index])]
             self.refuse_replaced_gradients(i for i in own_class if grad_of(self.named[i].parameter) is not None)
-
-    def refuse_frozen_gradients(self, optimized: set[int]) -> None:
-        """Raise if a parameter that was frozen at `shard` and is in the optimizer has a gradient: no step would update it.
-
-        Warn if one that is in no optimizer of `shard` has a gradient: another optimizer may update it, differently on each rank.
-
-        Args:
-            optimized: `id`s of the parameters that the optimizer lists.
-        """
-        if self.trainable:
-            return
-        for entry in self.named:
-            if grad_of(entry.parameter) is None:
-                continue
-            if id(entry.parameter) not in optimized:
-                warnings.warn(
-                    f"{entry.fqn} has a gradient that is not averaged over ranks: the optimizer that "
-                    "zeroshard took does not list it. Make one optimizer of all parameters that train, or freeze this one.",
-                    stacklevel=2,
-                )
-            else:
-                raise UsageError(
-                    f"{entry.fqn} has a gradient, and was frozen when zeroshard took the model: it would not be updated. "
-                    "Call update_trainable() (on every rank) after changing requires_grad, or set its grad to None."
-                )
 
     # ------------------------------------------------------------------ gradients
 
@@ -647,14 +710,16 @@ class Unit:
         self.settle()
         if self.trainable:
             self.write_back()
-        if self.trainable and self.state is UnitState.UNSHARDED and self._may_leave:
-            self._leave(changed=False)  # all of it is gathered again after the step
+            if self.state is UnitState.UNSHARDED and self._may_leave:
+                assert self._cpu is not None
+                self._move(UnitMove.OFFLOAD)
+                self._cpu.leave(changed=False)  # all of it is gathered again after the step
         self.offload()
 
     def sync_parameters(self) -> None:
         """Show the updated values after the optimizer's step, or make readers wait for them."""
         self.reshard()
-        self.writes.outdate_cpu_copy()
+        self._outdate_cpu_copy()
         if self.state is UnitState.OFFLOADED:
             self.flat.allocate()
             self._move(UnitMove.REFILL)

@@ -54,10 +54,10 @@ class GradientOperations:
         """The parameters whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
-        self._parts: list[list[tuple[Resident, ShardView]]] = [[] for _ in flags]
+        self._parts: list[list[ShardView]] = [[] for _ in flags]
         for resident in self._residents:
             for view in resident.views:
-                self._parts[view.flag].append((resident, view))
+                self._parts[view.flag].append(view)
         self.changed: set[int] = set()
         """The numbers of the parameters whose gradients the user has changed on this rank since the last `agree`."""
         self.factors: dict[int, list[float]] = {}
@@ -138,9 +138,8 @@ class GradientOperations:
         self._finish()
         self.changed.add(number)
         self._gradients.changes += 1
-        for resident, view in self._parts[number]:
-            value = self._gradients.get(resident.shard, view).clamp(min, max)
-            self._gradients.set(resident.shard, view, value)
+        for view in self._parts[number]:
+            self._gradients.set(view, self._gradients.get(view).clamp(min, max))
         return gradient
 
     def _clamp_min(self, number: int, gradient: Tensor, min: Any) -> Any:
@@ -202,15 +201,15 @@ class GradientOperations:
                 self._gradients.scale((resident.shard for resident in self._residents), factor)
             return
         for number, each in factors.items():
-            for resident, view in self._parts[number]:
-                value = self._gradients.get(resident.shard, view)
+            for view in self._parts[number]:
+                value = self._gradients.get(view)
                 for factor in each:
                     value = value * factor
-                self._gradients.set(resident.shard, view, value)
+                self._gradients.set(view, value)
 
     def _visible(self) -> dict[Unit, set[int]]:
         """Return the parameters with a gradient that the user has not dropped, by unit."""
-        return {unit: unit.visible_gradients() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
+        return {unit: unit.used - unit.dropped_gradients() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
 
     def _norms_of_all(self, order: float) -> list[float]:
         """Return the norm of each parameter's mean gradient. Every rank must call it: at most one message is exchanged."""
@@ -249,7 +248,7 @@ class GradientOperations:
             for view in resident.views:
                 if first and view.named.placement.is_whole:
                     continue
-                part = self._gradients.get(resident.shard, view).flatten()
+                part = self._gradients.get(view).flatten()
                 if order == 2.0:
                     power = sum_of_squares(part)
                 else:

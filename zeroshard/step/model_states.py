@@ -6,8 +6,7 @@
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
 
-The names of states are "parameters" (the master weights), "gradients", and the optimizer's own names, such as "exp_avg".
-"gradients" is the mean over ranks, between the last backward and `zero_grad`.
+`ModelStates` explains the names.
 """
 
 from __future__ import annotations
@@ -363,21 +362,16 @@ class ModelStates:
         """Return a state's tensor as `Held.tensor` does, including gradients."""
         if state != GRADIENTS:
             return held.tensor(state)
-        if held.view is None or not isinstance(held.shard, Trained):
+        if held.view is None or self._step.is_dropped(held.view):
             return None
-        if self._is_dropped(held):
-            return None
-        return self._step.gradients.get(held.shard.resident.shard, held.view)
-
-    def _is_dropped(self, held: Held) -> bool:
-        return id(held.named.parameter) in self._step.dropped or self._step.is_dropped_by_user(held.view)
+        return self._step.gradients.get(held.view)
 
     def _overwrite(self, held: Held, state: str, value: Tensor) -> bool:
         """Write a state's new values. Return whether the state exists."""
         if state == GRADIENTS:
-            if held.view is None or not isinstance(held.shard, Trained) or self._is_dropped(held):
+            if held.view is None or self._step.is_dropped(held.view):
                 return False
-            self._step.gradients.set(held.shard.resident.shard, held.view, value)
+            self._step.gradients.set(held.view, value)
             return True
         # An all-gather across hosts may still be reading this shard, or writing to its block of rows.
         self._find(held.named.fqn)[0].settle_at_rest()

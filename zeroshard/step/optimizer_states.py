@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter
+from zeroshard.optim.several import optimizers_of
 from zeroshard.optim.states import refuse_whole_states
 from zeroshard.step.resident import ShardView, runs_along
 from zeroshard.step.sharded_step import ShardedStep
@@ -68,9 +69,8 @@ class OptimizerStates:
 
     def _names_of_shards(self) -> list[list[Any]]:
         """Return [fqn, first element, numel] of each part of a parameter on this rank, in the order of the state dict's numbers."""
-        view_of = {id(view.value): view for view in self._step.views}
-        ordered = [view_of[id(value)] for value in chain.from_iterable(self._groups.shards)]
-        return [[view.named.fqn, view.parameter_start, view.numel] for view in ordered]
+        parts = chain.from_iterable(self._step.parts_of[parameter] for group in self._groups.ids for parameter in group)
+        return [[view.named.fqn, view.parameter_start, view.numel] for _, view in parts]
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
@@ -107,9 +107,8 @@ class OptimizerStates:
                     name: value.full_tensor() if is_distributed(value) else value
                     for name, value in state_dict["state"].get(number, {}).items()
                 }
-                self._refuse_other_shapes(
-                    named[parameter], state
-                )  # on every rank, with or without a part of the parameter
+                # On every rank, with or without a part of the parameter.
+                self._refuse_other_shapes(named[parameter], state)
                 for _, view in self._step.parts_of[parameter]:
                     if state:
                         states[count] = {name: _part(view, name, value) for name, value in state.items()}
@@ -130,7 +129,7 @@ class OptimizerStates:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
-        self._step.forget_aborted_step()
+        self._step.schedule.is_stepping = False  # all states are of one step again
         self._take_states()
         for resident in self._step.residents:
             if isinstance(resident, Travelling):  # the new states go to their place
@@ -140,7 +139,7 @@ class OptimizerStates:
 
     def _take_states(self) -> None:
         """Let `optimizer.state` find the states of the user's parameters, which are keyed by this rank's shards."""
-        optimizers = self._step.users_optimizers()
+        optimizers = optimizers_of(self._inner)
         # Optimizers other than torch's may keep `state` elsewhere, too.
         if all(type(one).__module__.startswith("torch.optim.") for one in optimizers):
             states = ShardStates(self._inner.state, self._states_of, self._step.make_first_states)

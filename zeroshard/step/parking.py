@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroshard.errors import UsageError
 from zeroshard.policy import Offload, Place
-from zeroshard.schedule.schedule import Schedule
+from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import BufferPool, FlatBuffer
@@ -94,7 +94,7 @@ class Parking:
 
     def _copy(self, states: Sequence[str]) -> list[_Parked]:
         assert self._storage is not None
-        copied: dict[int, _Parked] = {}
+        copied: dict[int, _Parked] = {}  # by address: states may share memory
         for memory, is_transient in self._memory(states):
             address = memory.tensor.untyped_storage().data_ptr()
             if memory.nbytes and address not in copied:
@@ -118,11 +118,12 @@ class Parking:
                     yield from ((buffer, True) for buffer in buffers)
                     if not buffers:
                         tensors += gradients.tensors()
-        for bucket in (bucket for unit in self._schedule.units for bucket in unit.buckets):
-            if "parameters" in states:
-                tensors += bucket.tensors("parameters")
-            if "optimizer" in states and bucket.copies:
-                tensors += bucket.tensors("master")
+        for unit in self._schedule.units:
+            for bucket in unit.buckets:
+                if "parameters" in states:
+                    tensors += bucket.tensors("parameters")
+                if "optimizer" in states and bucket.copies:
+                    tensors += bucket.tensors("master")
         if "optimizer" in states:
             here = self._storages.accelerator.device
             kept = [value for state in self._step.inner.state.values() for value in state.values()]
@@ -134,7 +135,8 @@ class Parking:
         """Reload all parked states."""
         while self._parked:  # states that fail to reload stay parked, and may be reloaded later
             one = self._parked[-1]
-            if not (one.is_transient and self._schedule.is_between_steps):  # otherwise it was dropped in the meantime
+            # Otherwise, `zero_grad` has dropped it in the meantime.
+            if not one.is_transient or self._schedule.state is not StepState.CLEAN:
                 one.memory.allocate()
                 whole = one.memory.tensor
                 one.content.read(whole.view(torch.uint8)).wait(whole.device)

@@ -78,7 +78,7 @@ class Replicas:
             for view in resident.views:
                 if view.named.placement.is_whole:
                     names.append(view.named.fqn)
-                    digests.append(digest_of(self._gradients.get(resident.shard, view).flatten()))
+                    digests.append(digest_of(self._gradients.get(view).flatten()))
         self._own = list(zip(names, digests_as_bytes(digests), strict=True))
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
         for name, one in self._own:

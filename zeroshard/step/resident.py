@@ -22,6 +22,7 @@ from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.gradients.norm import scale_, sum_of_parts, sum_of_squares, sums_of_squares
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.policy import Policy
+from zeroshard.schedule.unit import Unit
 from zeroshard.storage.base import Slot, Storage
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.transfers import CPU
@@ -41,6 +42,7 @@ class ShardView:
     and `parameter_start` is its start in the flattened parameter.
     """
 
+    shard: Shard
     named: NamedParameter
     flag: int
     """The number of the parameter's flag among the flags of used parameters."""
@@ -63,6 +65,7 @@ class Resident:
     """A shard whose values are all in memory where the optimizer steps.
 
     Args:
+        unit: the unit of its parameters.
         views: the parts of parameters in it.
         optimizer: the optimizer, whose states are keyed by the views' tensors.
 
@@ -71,8 +74,9 @@ class Resident:
         gradient_parts: the parts of the gradient, by view, if they are the same in every step.
     """
 
-    def __init__(self, shard: Shard, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, shard: Shard, unit: Unit, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
         self.shard = shard
+        self.unit = unit
         self.views = views
         self._optimizer = optimizer
         self._all_slots: list[Slot] = [shard.rest, shard.master, shard.gradient]
@@ -88,7 +92,6 @@ class Resident:
             view.value.data = placeholder(view.value) if master is None else view.part_of(master)
 
     def unpark(self) -> None:
-        """Attach the optimizer's tensors to their memory again."""
         self.look_at(self.shard.master.memory_in(self.shard.step))
 
     def enter(self) -> None:
@@ -128,15 +131,6 @@ def placeholder(tensor: Tensor) -> Tensor:
 R = TypeVar("R", bound=Resident)
 
 
-def numel_of(resident: Resident) -> int:
-    """Return the number of elements of a resident's shard."""
-    return resident.shard.numel
-
-
-def _cast_numel(resident: Resident) -> int:
-    return resident.shard.numel if resident.gradient_parts is None else 0
-
-
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
     """Split residents into groups, in their order. With an offload ratio, some residents step on the accelerator, in other groups.
 
@@ -174,9 +168,10 @@ class SubGroups:
                 copied.append(resident)  # a step copies updated values to where the parameters rest
             else:
                 here.append(resident)
-        self._in_place = packed(here, (_cast_numel, LENT_NUMEL))
+        self._in_place = packed(here, (lambda one: one.shard.numel * (one.gradient_parts is None), LENT_NUMEL))
         # A part is copied while the next is updated.
-        self._in_place += packed(copied, (numel_of, min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)))
+        most = min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)
+        self._in_place += packed(copied, (lambda one: one.shard.numel, most))
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +186,6 @@ class SubGroups:
                 on_left(residents)
 
     def _in_memory(self, residents: Sequence[Resident]) -> Iterator[Sequence[Resident]]:
-        """Yield a group once, in memory, and start to write its changes back."""
         for resident in residents:
             resident.enter()
         yield residents
@@ -297,26 +291,26 @@ class MeanGradients:
         with shard.gradient.borrowed(where, BufferPool(where.device, where.room), write=write) as gradient:
             yield gradient
 
-    def get(self, shard: Shard, view: ShardView) -> Tensor:
+    def get(self, view: ShardView) -> Tensor:
         """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
-        with self.opened(shard) as gradient:
+        with self.opened(view.shard) as gradient:
             part = gradient[view.start : view.start + view.numel]
-            if _is_scaled_at_once(shard):
+            if _is_scaled_at_once(view.shard):
                 return part
-            part = part.to(shard.master.dtype, copy=True)
-            self._multiply(shard, part)
+            part = part.to(view.shard.master.dtype, copy=True)
+            self._multiply(view.shard, part)
             return part
 
-    def set(self, shard: Shard, view: ShardView, value: Tensor) -> None:
+    def set(self, view: ShardView, value: Tensor) -> None:
         """Overwrite the values that `get` returns."""
-        if not _is_scaled_at_once(shard):
+        if not _is_scaled_at_once(view.shard):
             value = value / self._product
-        shard.squares = None
-        with self.opened(shard, write=True) as gradient:
+        view.shard.squares = None
+        with self.opened(view.shard, write=True) as gradient:
             gradient[view.start : view.start + view.numel].copy_(value)
 
     def drop(self, shard: Shard, views: Sequence[ShardView]) -> None:
-        """Set the parts of the mean gradient that these views have to zero."""
+        """Set the mean gradient of some of a shard's views to zero."""
         if not views:
             return
         shard.squares = None

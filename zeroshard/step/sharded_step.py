@@ -72,7 +72,6 @@ class ShardedStep:
         """The number of steps begun since sharding. A save that finds a different number at its end has values of two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
-        self._everyone = context.everyone
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
         self._dropped_by_user: set[int] = set()  # the parameters, by number, whose gradients `_drop` has dropped
@@ -84,6 +83,7 @@ class ShardedStep:
         """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
+        context.live.drop_gradients = self._drop_if_all_are_none
         self.views: list[ShardView] = []
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
@@ -95,22 +95,17 @@ class ShardedStep:
         """Compares values that are the same on all ranks of another dimension; None if there is no other dimension."""
         if context.others.world_size > 1:
             self.replicas = Replicas(context.everyone, self._mean_gradients)
-        self._options = GroupOptions(self.users_optimizers(), self._everyone)
+        self._options = GroupOptions(optimizers_of(inner), context.everyone)
         inner.state.clear()
         if isinstance(inner, Several):
             for one in self._optimizers:
                 one.refuse_state_dicts()
             inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
         self.dropped = DroppedGradients(self._optimizers, schedule)
-        schedule.on_dropped_gradients(self.zero_grad)
-        self.groups = ParamGroups(inner, self.users_optimizers())
+        self.groups = ParamGroups(inner)
         self.lay_out()
         _watch_optimizers()
         _TAKEN.add(self)
-
-    def users_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that `step` calls: the members of a `Several`, or the only one."""
-        return [one.optimizer for one in self._optimizers]
 
     @property
     def overflow(self) -> bool:
@@ -141,10 +136,6 @@ class ShardedStep:
                 "checkpoint with sharded.load, or make and shard a new model."
             )
 
-    def forget_aborted_step(self) -> None:
-        """Record that a load has restored model states of a single step."""
-        self.schedule.is_stepping = False
-
     def lay_out(self) -> None:
         """Find the shards of the schedule's units that this rank updates. Existing views keep their tensors."""
         before = {id(resident.shard): resident for resident in self.residents}
@@ -154,7 +145,11 @@ class ShardedStep:
         self._flags = [(unit, index) for unit in trainable for index in range(len(unit.named))]
         flag_of = {flag: number for number, flag in enumerate(self._flags)}
         self.residents = []
-        self._unit_of: dict[Resident, Unit] = {}
+        self.views = []
+        self.parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
+            parameter: [] for parameters in self.groups.ids for parameter in parameters
+        }
+        """This rank's parts of each parameter that the optimizer lists, by the parameter's `id`."""
         for unit in trainable:
             for shard in chain.from_iterable(bucket.shards for bucket in unit.gradients):
                 resident = before.get(id(shard))
@@ -167,24 +162,18 @@ class ShardedStep:
                         shape = named.shape if self._context.whole_parameters else (piece.numel,)
                         value = torch.empty((), dtype=shard.master.dtype, device=shard.step.device).expand(shape)
                     flag = flag_of[unit, piece.index]
-                    views.append(ShardView(named, flag, value, piece.start, piece.numel, piece.parameter_start))
+                    views.append(ShardView(shard, named, flag, value, piece.start, piece.numel, piece.parameter_start))
                 if resident is None:
                     slots = (shard.master, shard.gradient)
                     is_here = shard.home is shard.step and all(slot.memory_in(shard.step) is not None for slot in slots)
                     kind = Resident if is_here else Travelling
-                    resident = kind(shard, views, self.inner)
+                    resident = kind(shard, unit, views, self.inner)
                 resident.views = views
                 self.residents.append(resident)
-                self._unit_of[resident] = unit
+                self.views += views
+                for view in views:
+                    self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
         self._taken = None
-        self.views = [view for resident in self.residents for view in resident.views]
-        self.parts_of: dict[int, list[tuple[Resident, ShardView]]] = {
-            parameter: [] for parameters in self.groups.ids for parameter in parameters
-        }
-        """This rank's parts of each parameter that the optimizer lists, by the parameter's `id`."""
-        for resident in self.residents:
-            for view in resident.views:
-                self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
         self.groups.shards = [
             [view.value for parameter in parameters for _, view in self.parts_of[parameter]]
             for parameters in self.groups.ids
@@ -231,7 +220,7 @@ class ShardedStep:
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
-        evaluated: list[Any] = []
+        evaluated: list[Any] = []  # one value if there is a closure; the value itself may be None
         if closure is not None:
             with torch.enable_grad():
                 evaluated.append(closure())
@@ -251,14 +240,14 @@ class ShardedStep:
         self.schedule.begin_step()
         steps = self._updated_by(users)
         own_values = OwnValues(users.optimizer, self.inner.param_groups)
-        left = Counter(self._unit_of[resident] for resident in self.residents)
+        left = Counter(resident.unit for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
         waiting = deque(unit for unit in self.schedule.units if unit.trainable)
 
         def sync(residents: Sequence[Resident]) -> None:
             # Each unit has its turn, however this rank cuts its sub-groups.
-            left.subtract(self._unit_of[resident] for resident in residents)
+            left.subtract(resident.unit for resident in residents)
             while waiting and not left[waiting[0]]:
                 unit = waiting.popleft()
                 unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
@@ -415,6 +404,13 @@ class ShardedStep:
             )
         return self._taken
 
+    def _drop_if_all_are_none(self) -> None:
+        """Drop the gradients once the user has set every `grad` that was taken to None, as `model.zero_grad()` does."""
+        for unit in reversed(self.schedule.units):  # the last unit's are dropped last: usually one look is enough
+            if unit.dropped_gradients() != unit.used:
+                return
+        self.zero_grad()
+
     def _before_later_gradients(self) -> None:
         """Apply factors to the mean before another microbatch is added, so that they do not multiply its gradients."""
         if self._mean_gradients.factors or (self._taken is not None and self._taken.factors):
@@ -435,7 +431,7 @@ class ShardedStep:
             answers = torch.stack([answer for _, answer in found]).tolist()
             for (flag, _), is_finite in zip(found, answers, strict=True):
                 own[flag] |= not is_finite
-        messages = self._everyone.exchange(bytes(own), "the flags of gradients that are not finite")
+        messages = self._context.everyone.exchange(bytes(own), "the flags of gradients that are not finite")
         anywhere = [any(flags) for flags in zip(*messages, strict=True)]
         return tuple(unit.named[i].fqn for (unit, i), found in zip(self._flags, anywhere, strict=True) if found)
 
@@ -452,9 +448,11 @@ class ShardedStep:
 
     def _agree_on_used(self) -> None:
         """Exchange which ranks used which parameters, if their answers may have changed since the last exchange."""
-        is_known = self._used_at == self.schedule.gradients_taken and not self._changed
+        is_changed = self._taken is not None and self._taken.changed
+        is_known = self._used_at == self.schedule.gradients_taken and not is_changed
         if is_known:
             late = self._drops - self._dropped_by_user
+            # A rank that did not use the parameter shows no `grad` that could be set: it would not take part in another exchange.
             for number in sorted(late):
                 if not all(flags[number] & (USED | DROPPED) for flags in self._flags_of_ranks):
                     unit, index = self._flags[number]
@@ -477,13 +475,9 @@ class ShardedStep:
             return set()
         return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
 
-    def _is_used_here(self, number: int) -> bool:
-        unit, index = self._flags[number]
-        return index in unit.used
-
-    def is_dropped_by_user(self, view: ShardView | None) -> bool:
-        """Return whether ranks have agreed that the user set this parameter's gradient to None."""
-        return view is not None and view.flag in self._dropped_by_user
+    def is_dropped(self, view: ShardView) -> bool:
+        """Return whether `zero_grad` has dropped the gradient, or ranks have agreed that the user set it to None."""
+        return id(view.named.parameter) in self.dropped or view.flag in self._dropped_by_user
 
     def _drop(self, numbers: set[int]) -> None:
         """Set these parameters' mean gradients to zero, so that no norm counts them."""
@@ -523,11 +517,6 @@ class ShardedStep:
         self._drop(dropped)
         return not is_known
 
-    @property
-    def _changed(self) -> set[int]:
-        """The numbers of the parameters whose gradients the user has changed on this rank since ranks last agreed on them."""
-        return set() if self._taken is None else self._taken.changed
-
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
         for resident in self.residents:
@@ -558,18 +547,23 @@ class ShardedStep:
         self.schedule.finish_gradients()
         self._used_at = -1  # until ranks agree: a call after one that raised asks again
         # Parameters that only other ranks used, and dropped, stay dropped as long as this rank uses none of them.
-        followed = {number for number in self._dropped_by_user if not self._is_used_here(number)}
-        drops = self._drops | followed
+        drops = self._drops
+        for number in self._dropped_by_user:
+            unit, index = self._flags[number]
+            if index not in unit.used:
+                drops.add(number)
         self._drop(drops)
         own: Tensor | None = None
         if norm:
             # A parameter that is whole on every rank of another dimension counts only on the first of them.
             is_first = self._context.others.rank == 0
-            counted = [one.shard for one in self.residents if is_first or self._unit_of[one].is_cut]
+            counted = [one.shard for one in self.residents if is_first or one.unit.is_cut]
             shard = self._context.collectives.shard  # an unsharded optimizer has the other ranks' shards, too
             own = self.gradients.sum_of_squares([one for one in counted if one.number == shard])
-        written = {unit: unit.written() for unit in dict.fromkeys(unit for unit, _ in self._flags)}
-        changed = self._changed
+        written = {unit: unit.written() for unit in self.schedule.units if unit.trainable}
+        changed = set[int]()
+        if self._taken is not None:
+            changed = self._taken.changed
         own_flags = bytes(
             USED * (index in unit.used and number not in drops)
             | WRITTEN * (index in written[unit])
@@ -580,7 +574,7 @@ class ShardedStep:
         digest = self._options.digest()
         if self.replicas is not None:
             digest += self.replicas.digest(self.residents)
-        by_rank, messages = self._everyone.exchange_values(
+        by_rank, messages = self._context.everyone.exchange_values(
             own, digest + own_flags, "the gradient norm and the flags of used parameters"
         )
         self._options.refuse_different([message[:DIGEST_NBYTES] for message in messages])
@@ -591,6 +585,8 @@ class ShardedStep:
         if any(flag & CHANGED for flag in flags):
             self._operations().agree([bytes(flag & CHANGED for flag in message) for message in messages])
         if any(flag & DROPPED for flag in flags) and self._drop_together(messages):
+            # Some ranks used a parameter and dropped its gradient, and others did not use it, and learned of that only now: their
+            # parts of the norm still counted it. Now every rank follows, so the second exchange is the last.
             return self._exchange(norm)
         self._used = tuple(bool(flag & USED) for flag in flags)
         self._flags_of_ranks = messages
@@ -599,7 +595,7 @@ class ShardedStep:
         self._used_at = self.schedule.gradients_taken
         if not norm:
             return 0.0
-        return norm_of(self._everyone.by_shard(by_rank))
+        return norm_of(self._context.everyone.by_shard(by_rank))
 
     def list_group(self, param_group: dict[str, Any]) -> None:
         """Register another param group of the user's parameters. `lay_out` later adds the views of these parameters to it."""

@@ -19,12 +19,12 @@ from torch import Tensor
 from zeroshard.errors import StorageError, UsageError
 from zeroshard.gradients.gradient_bucket import Shard
 from zeroshard.policy import Policy
+from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import (
     SUB_GROUP_NUMEL,
     Resident,
     ShardView,
     SubGroups,
-    numel_of,
     packed,
     placeholder,
     runs_along,
@@ -91,8 +91,8 @@ class Travelling(Resident):
     Each step calls `start`, `start_gradient`, `enter` and `leave`, in this order.
     """
 
-    def __init__(self, shard: Shard, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(shard, views, optimizer)
+    def __init__(self, shard: Shard, unit: Unit, views: Sequence[ShardView], optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(shard, unit, views, optimizer)
         self.slots: dict[str, Slot] = {}
         """The slots of the optimizer's states, each of the shard's numel, if they are not stored where the optimizer steps."""
         self._in_slots: dict[int, Tensor] = {}
@@ -202,9 +202,9 @@ class Travelling(Resident):
         assert master is not None
         if update_rest and shard.rest is not shard.master:
             self._hold(shard.rest.write(master))
-        if shard.home is not shard.step and write:
-            self._adopt()
         if write:
+            if shard.home is not shard.step:
+                self._adopt()
             for name, slot in self.slots.items():
                 self._hold(slot.write(self._memory[name]))
             if _MASTER in self._memory:
@@ -307,7 +307,8 @@ class SubGroupsInFrames(SubGroups):
         numel = sum(resident.shard.numel for resident in self._travelling)
         typical = math.ceil(sum(needs.values()) / numel * self._most)
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
-        self._in_frames = packed(self._travelling, (needs.__getitem__, self._frame_nbytes), (numel_of, self._most))
+        by_nbytes = (needs.__getitem__, self._frame_nbytes)
+        self._in_frames = packed(self._travelling, by_nbytes, (lambda one: one.shard.numel, self._most))
         steps = dict.fromkeys(resident.shard.step for resident in self._travelling)
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind

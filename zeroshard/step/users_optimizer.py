@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
 from zeroshard.optim.muon import MuonWithAdamW
-from zeroshard.optim.several import Several
+from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.torch_private import forget_grad, grad_of, make_innermost
 
@@ -124,7 +124,8 @@ class UsersOptimizer:
                 "gone. Make a new optimizer from model.parameters()."
             )
         if isinstance(optimizer, NoOptimizer):
-            optimizer.refuse()
+            return None  # its own step raises
+        # If the own step raised, `_depth` did not return to 0: then only new gradients show that the next call is not a nested one.
         if self._depth and self._stepped_at == self._schedule.gradients_taken:
             self._depth += 1
             return None
@@ -276,16 +277,15 @@ class ParamGroups:
 
     Args:
         inner: the user's optimizer, or several as one.
-        optimizers: the optimizers that the user made.
 
     Attributes:
         ids: `id`s of the user's parameters, group by group.
         shards: this rank's shards of them, group by group.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, optimizers: list[torch.optim.Optimizer]) -> None:
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
         self._inner = inner
-        self._optimizers = optimizers
+        self._optimizers = optimizers_of(inner)
         self._users = [list(group["params"]) for group in inner.param_groups]
         self.ids = [[id(parameter) for parameter in group] for group in self._users]
         self.shards: list[list[Tensor]] = []
@@ -307,9 +307,8 @@ class ParamGroups:
 
     def refuse_changes(self) -> None:
         """Raise if the user has put other parameters into the groups, or has changed the groups."""
-        now = [
-            [id(parameter) for parameter in group["params"]] for one in self._optimizers for group in one.param_groups
-        ]
+        groups = chain.from_iterable(one.param_groups for one in self._optimizers)
+        now = [[id(parameter) for parameter in group["params"]] for group in groups]
         if len(now) != len(self.ids) or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):
             raise UsageError(
                 "the optimizer's param groups are not those that `shard` received: to train more, call "
@@ -437,7 +436,7 @@ class DroppedGradients:
         self._arrivals = self._schedule.arrivals
         for parameter in optimizer.listed():
             forget_grad(parameter)
-        if self._schedule.is_between_steps:
+        if self._schedule.state is StepState.CLEAN:
             # The user may have put gradients into `grad` of the others.
             return all(grad_of(parameter) is None for other in self._optimizers for parameter in other.listed())
         if optimizer not in self._dropped:
@@ -476,10 +475,6 @@ class NoOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Raise, since there is nothing to update."""
-        self.refuse()
-
-    def refuse(self) -> NoReturn:
         """Raise, since there is nothing to update."""
         raise UsageError(
             "this model was sharded without an optimizer, for evaluation only. Pass shard() an optimizer to train."

@@ -111,9 +111,8 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
         made = known_machine(device_name(accelerator)).model_dump(exclude={"name"})
         made |= {"device": _processor(accelerator), "host": _processor(CPU)}
         made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
-    made["host_memory"] = memory
-    if accelerator is not None:
         made["copies"]["bandwidth"] = min(speeds["to_accelerator"], speeds["from_accelerator"])
+    made["host_memory"] = memory
     made |= {name: speeds[name] for name in ("disk_write", "disk_read") if name in speeds}
     return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
 

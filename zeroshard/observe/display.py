@@ -44,6 +44,7 @@ class Row:
         total: the amount to do; None if it is unknown.
         done: the amount done.
         since: the start of the task in seconds, by the monotonic clock.
+        due: the time from which the task has a line.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Row:
         self.total = total
         self.done = done
         self.since = monotonic()
-        self._due = self.since + delay  # short tasks get no line
+        self.due = self.since + delay
         self._display = display
         self._seen = deque([(self.since, done)], maxlen=_SEEN)
 
@@ -69,9 +70,6 @@ class Row:
     def note(self, now: float) -> None:
         """Record the amount done at the time `now`, from which the speed is computed."""
         self._seen.append((now, self.done))
-
-    def is_due(self, now: float) -> bool:
-        return now >= self._due
 
     @property
     def speed(self) -> float:
@@ -174,7 +172,7 @@ class Display:
         self._drawn_at = moment
         for row in self._rows:
             row.note(moment)
-        if not any(row.is_due(moment) for row in self._rows):
+        if not any(moment >= row.due for row in self._rows):
             return
         if self._live is None:
             from rich.live import Live
@@ -204,7 +202,7 @@ class Display:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         now = monotonic()
         for row in self._rows:
-            if row.is_due(now):
+            if now >= row.due:
                 yield _line(row, options.max_width, options.ascii_only)
 
 

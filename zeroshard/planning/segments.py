@@ -55,7 +55,14 @@ class Segments:
             whole = self._by_start[free[index][1]]
             self._remove(whole)
         else:
-            whole = self._segment(size, is_small)
+            segment = _in_multiples(size, ROUND_NBYTES)
+            if is_small:
+                segment = SMALL_SEGMENT_NBYTES
+            elif size < LARGE_NBYTES:
+                segment = LARGE_SEGMENT_NBYTES
+            whole = Block(self._top, segment, is_small)
+            self._top += segment + BLOCK_NBYTES  # a gap, so that blocks of different segments are never adjacent
+            self.reserved += segment
         rest = whole.nbytes - size
         if rest > SMALL_NBYTES or (is_small and rest):
             self._add(Block(whole.start + size, rest, is_small))
@@ -69,17 +76,6 @@ class Segments:
                 self._remove(other)
                 block = Block(min(block.start, other.start), block.nbytes + other.nbytes, block.is_small)
         self._add(block)
-
-    def _segment(self, size: int, is_small: bool) -> Block:
-        nbytes = _in_multiples(size, ROUND_NBYTES)
-        if is_small:
-            nbytes = SMALL_SEGMENT_NBYTES
-        elif size < LARGE_NBYTES:
-            nbytes = LARGE_SEGMENT_NBYTES
-        start = self._top
-        self._top += nbytes + BLOCK_NBYTES  # a gap, so that blocks of different segments are never adjacent
-        self.reserved += nbytes
-        return Block(start, nbytes, is_small)
 
     def _add(self, block: Block) -> None:
         insort(self._free[block.is_small], (block.nbytes, block.start))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import zeroshard
@@ -69,6 +70,14 @@ def refused(*arguments: str) -> str:
     if isinstance(result.exception, ZeroshardError):
         return str(result.exception)
     return " ".join(result.output.split())
+
+
+def planned_as_json(*arguments: str) -> Any:
+    """What a program reads."""
+    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    assert "Infinity" not in done.stdout
+    return json.loads(done.stdout)
 
 
 def test_a_config_is_judged(folder: Path) -> None:
@@ -138,8 +147,7 @@ def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
     def needed(samples: int) -> int:
         config = {"train_micro_batch_size_per_gpu": samples, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         (folder / "zero.json").write_text(json.dumps(config))
-        told = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json", "--json", "--quick"])
-        return int(json.loads(told.stdout)["peak"]["bytes"])
+        return int(planned_as_json("factory.py:make", "--config", "zero.json", "--quick")["peak"]["bytes"])
 
     inputs_and_outputs = 10_000 * 4 * (4 + 1)
     assert needed(20_000) - needed(10_000) == pytest.approx(inputs_and_outputs, rel=0.01)
@@ -148,24 +156,10 @@ def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
 def test_json_is_for_programs(folder: Path) -> None:
     config = json.loads((folder / "zero.json").read_text()) | {"steps_per_print": float("inf")}  # as accelerate has it
     (folder / "zero.json").write_text(json.dumps(config))
-    result = CliRunner().invoke(
-        app,
-        [
-            "plan",
-            "factory.py:make",
-            "--gpus",
-            "2",
-            "--config",
-            "zero.json",
-            "--json",
-            "--quick",
-            "--machine",
-            "a100-80gb",
-        ],
+    told = planned_as_json(
+        "factory.py:make", "--gpus", "2", "--config", "zero.json", "--quick", "--machine", "a100-80gb"
     )
-    told = json.loads(result.stdout)
     assert told["fits"]
-    assert "Infinity" not in result.stdout
     assert sum(told["peak"]["parts"].values()) == told["peak"]["bytes"]
     assert told["needed"] >= told["peak"]["bytes"] + sum(told["unseen"].values())
 
@@ -175,16 +169,12 @@ def test_hosts_within_which_parameters_rest(folder: Path) -> None:
     (folder / "within.json").write_text(
         json.dumps(CONFIG | {"optimizer": {"type": "AdamW"}, "zero_optimization": zero})
     )
-    planned = ["plan", ".", "--sequence", "32", "--quick", "--json", "--gpus", "8", "--config", "within.json"]
-    told = {}
-    for hosts in ("1", "2"):
-        done = CliRunner().invoke(app, [*planned, "--hosts", hosts])
-        assert done.exit_code == 0, done.output
-        told[hosts] = json.loads(done.stdout)
+    planned = [".", "--sequence", "32", "--quick", "--config", "within.json"]
+    told = {hosts: planned_as_json(*planned, "--gpus", "8", "--hosts", hosts) for hosts in ("1", "2")}
     assert told["1"]["step"]["sent"] == told["2"]["step"]["sent"]
     assert told["2"]["step"]["spent"]["network"] > 0
     assert "network" not in told["1"]["step"]["spent"]
-    assert "2 ranks cannot be spread over 3 hosts" in refused(*planned[1:7], "2", "--hosts", "3", *planned[8:])
+    assert "2 ranks cannot be spread over 3 hosts" in refused(*planned, "--gpus", "2", "--hosts", "3", "--json")
 
 
 @pytest.mark.full
@@ -195,21 +185,8 @@ def test_the_engine_sees_the_memory_that_is_named(folder: Path) -> None:
     (folder / "offloaded.json").write_text(json.dumps(config))
 
     def peak(memory: str) -> int:
-        command = [
-            "plan",
-            ".",
-            "--gpus",
-            "2",
-            "--sequence",
-            "16",
-            "--sharded-init",
-            "--memory",
-            memory,
-            "--json",
-            "--quick",
-        ]
-        done = CliRunner().invoke(app, [*command, "--config", "offloaded.json"])
-        return int(json.loads(done.stdout)["peak"]["bytes"])
+        model = (".", "--gpus", "2", "--sequence", "16", "--sharded-init", "--memory", memory)
+        return int(planned_as_json(*model, "--quick", "--config", "offloaded.json")["peak"]["bytes"])
 
     assert peak("1MB") < peak("80GB")
 
@@ -219,55 +196,20 @@ def test_a_search_over_hosts_tries_what_stays_inside(folder: Path) -> None:
     slow = {"bandwidth": 1e7, "latency": 1e-6}
     table = json.loads(TABLE.read_text())["h100"]
     (folder / "slow.json").write_text(json.dumps(table | {"between": slow, "transport": "gloo"}))
-    planned = ["plan", ".", "--sequence", "16", "--gpus", "8", "--hosts", "2", "--machine", "slow.json", "--memory"]
-    done = CliRunner().invoke(app, [*planned, "80GB", "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["config"]["zero_optimization"]["zero_hpz_partition_size"] == 4
+    model = (".", "--sequence", "16", "--gpus", "8", "--hosts", "2")
+    told = planned_as_json(*model, "--machine", "slow.json", "--memory", "80GB")
+    assert told["config"]["zero_optimization"]["zero_hpz_partition_size"] == 4
 
 
 @pytest.mark.full
 def test_without_a_config_the_fastest_that_fits_is_found(folder: Path) -> None:
-    result = CliRunner().invoke(
-        app,
-        [
-            "plan",
-            ".",
-            "--gpus",
-            "2",
-            "--sequence",
-            "16",
-            "--batch",
-            "2",
-            "--memory",
-            "80GB",
-            "--json",
-            "--write",
-            "chosen.json",
-        ],
-    )
-    told = json.loads(result.stdout)
+    model = (".", "--gpus", "2", "--sequence", "16", "--memory", "80GB")
+    told = planned_as_json(*model, "--batch", "2", "--write", "chosen.json")
     assert told["fits"]
     assert told["batch"]["train"] == 4
     assert told["chosen"] not in [one["what"] for one in told["next_best"]]
     assert len(told["next_best"]) == 3
-    again = CliRunner().invoke(
-        app,
-        [
-            "plan",
-            ".",
-            "--gpus",
-            "2",
-            "--sequence",
-            "16",
-            "--memory",
-            "80GB",
-            "--json",
-            "--quick",
-            "--config",
-            "chosen.json",
-        ],
-    )
-    assert json.loads(again.stdout)["peak"] == told["peak"]
+    assert planned_as_json(*model, "--quick", "--config", "chosen.json")["peak"] == told["peak"]
 
 
 def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
@@ -331,22 +273,8 @@ def test_sizes_have_a_unit_that_fits(nbytes: float, expected: str) -> None:
 def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--profile", "here.json", "--size", "4MB"])
     assert result.exit_code == 0, result.output
-    told = CliRunner().invoke(
-        app,
-        [
-            "plan",
-            "factory.py:make",
-            "--gpus",
-            "2",
-            "--machine",
-            "here.json",
-            "--config",
-            "zero.json",
-            "--json",
-            "--quick",
-        ],
-    )
-    assert json.loads(told.stdout)["machine"] == "here"
+    model = ("factory.py:make", "--gpus", "2", "--machine", "here.json", "--config", "zero.json")
+    assert planned_as_json(*model, "--quick")["machine"] == "here"
     (folder / "here.json").write_text('{"memory": -1}')
     assert "does not describe a machine" in refused(
         "factory.py:make", "--machine", "here.json", "--config", "zero.json"
@@ -386,19 +314,8 @@ def test_a_config_that_a_run_refuses_is_refused(folder: Path) -> None:
 
 def test_ranks_on_cpus_need_the_memory_of_their_host_together(folder: Path) -> None:
     def fits(memory: str) -> bool:
-        options = (
-            "--machine",
-            "cpu",
-            "--gpus",
-            "2",
-            "--host-memory",
-            memory,
-            "--config",
-            "zero.json",
-            "--quick",
-            "--json",
-        )
-        plan = json.loads(CliRunner().invoke(app, ["plan", "factory.py:make", *options]).output)
+        options = ("--machine", "cpu", "--gpus", "2", "--host-memory", memory, "--config", "zero.json", "--quick")
+        plan = planned_as_json("factory.py:make", *options)
         assert plan["host"]["bytes"] >= 2 * plan["needed"]
         return bool(plan["fits"])
 

@@ -262,6 +262,30 @@ def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
         make(1, 1).set_train_batch_size(4)
 
 
+def test_a_loop_that_never_steps_is_warned_once() -> None:
+    """As a Trainer's own training_step does that calls loss.backward(): accelerate steps in accelerator.backward."""
+
+    def never_steps(engine: Engine, rank: int) -> None:
+        for index in range(6):
+            engine(*tokens(rank, index)).backward()
+            engine.zero_grad()
+
+    def body(rank: int) -> None:
+        with pytest.warns(UserWarning, match=r"engine\.step\(\) has never been called: nothing is trained") as caught:
+            never_steps(make(2, 1), rank)
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine = make(2, 1)
+            for index in range(6):
+                engine.zero_grad()  # there is nothing to drop
+                engine(*tokens(rank, index)).backward()
+                engine.step()
+            never_steps(engine, rank)
+
+    on_ranks(body, 2)
+
+
 def test_a_step_has_one_end() -> None:
     engine = make(1, 1)
     engine.backward(engine(*tokens(0, 0)))

@@ -26,9 +26,10 @@ import zeroshard
 from zeroshard import ConfigError, Place, Policy, Residency, UsageError
 from zeroshard.collectives.sequence_ranks import SequenceRanks
 from zeroshard.config.load import load_config
-from zeroshard.sequence import Sequences, tile
+from zeroshard.sequence import Sequences, tile, token_mean
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.sequence.batches import cut_batch
+from zeroshard.sequence.exchange import refuse_heads
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -565,6 +566,48 @@ def test_models_that_are_refused(model: Callable[[], nn.Module], match: str) -> 
 
     for message in on_ranks(body, 2):
         assert match in message
+
+
+def test_heads_that_cannot_be_cut_name_the_numbers_of_ranks_that_can() -> None:
+    with pytest.raises(UsageError, match="divides the number of heads"):
+        refuse_heads(3, 3, 2)
+    with pytest.raises(
+        UsageError, match=r"6 attention heads \(2 for keys and values\).* both numbers, or that divides the first"
+    ):
+        refuse_heads(6, 2, 3)
+    refuse_heads(6, 2, 2)
+    refuse_heads(6, 2, 6)
+
+
+def test_a_head_that_is_not_plain_is_refused_with_a_remedy_that_works() -> None:
+    """PEFT wraps the modules of `modules_to_save`."""
+
+    def made() -> Any:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        targets = ["q_proj", "down_proj"]
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, modules_to_save=["lm_head"])
+        return get_peft_model(make(Case()), config)  # type: ignore[arg-type]
+
+    whole = batch(Case(), 0, 0)
+
+    def body(rank: int) -> float:
+        model = made()
+        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"]).attach(model)
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        one = sequences.cut(whole)
+        with pytest.raises(UsageError, match=r"ModulesToSaveWrapper.*token_mean"):
+            sequences.loss(model, one)
+        labels = one.pop("shift_labels")
+        logits = model(**one).logits.flatten(0, 1)
+        values = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
+        loss = token_mean(values, labels.flatten() != -100)
+        loss.backward()
+        return loss.item()
+
+    losses = on_ranks(body, 2)
+    assert losses == pytest.approx([made()(**whole).loss.item()] * 2, rel=1e-5)
 
 
 def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,6 +278,7 @@ class Engine(Saving, nn.Module):
 
         `set_to_none` has no effect.
         """
+        self._microbatches.warn_of_dropped_gradients()
         self.optimizer.zero_grad()
         self.micro_steps -= self._microbatches.count
         self._microbatches.start_step()

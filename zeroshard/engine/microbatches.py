@@ -32,6 +32,8 @@ class Microbatches:
         self.ended_by_optimizer = False
         self.is_no_sync = False
         self._has_warned = False
+        self._drops: int | None = 0
+        """How often `zero_grad` dropped gradients; None once `engine.step()` was called, or a warning was issued."""
         self.start_step()
 
     def start_step(self) -> None:
@@ -79,8 +81,24 @@ class Microbatches:
             stacklevel=4,
         )
 
+    def warn_of_dropped_gradients(self) -> None:
+        """Warn once if `engine.zero_grad()` has dropped gradients three times, and `engine.step()` has never been called."""
+        if self._drops is None or self._sharded.backwards_ended == self._ended_before:
+            return
+        self._drops += 1
+        if self._drops < 3:  # a loop may drop gradients on purpose, such as those of a trial
+            return
+        self._drops = None
+        warnings.warn(
+            "engine.zero_grad() has dropped the gradients of three backwards, and engine.step() has never been called: nothing is "
+            "trained. Call engine.step() after each backward. In a Trainer's training_step, call self.accelerator.backward(loss), "
+            "which also steps, instead of loss.backward().",
+            stacklevel=3,
+        )
+
     def end(self, *, ends_step: bool) -> None:
         """End the microbatch. A rank whose backward reached no parameter contributes zeros."""
+        self._drops = None
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:
             self._sharded.end_backward()  # the user's backward reached no parameter on this rank, or there was none

@@ -87,9 +87,11 @@ def refuse_heads(heads: int, key_heads: int, size: int) -> None:
     """Raise `UsageError` if heads cannot be divided over ranks."""
     if heads % size or (key_heads % size and size % key_heads):
         of_keys = ""
+        remedy = "Choose a number of ranks that divides the number of heads."
         if key_heads != heads:
             of_keys = f" ({key_heads} for keys and values)"
+            remedy = "Choose a number of ranks that divides both numbers, or that divides the first and is a multiple of the second."
         raise UsageError(
             f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank needs an equal "
-            "number of heads. Choose a number of ranks that divides the number of heads."
+            f"number of heads. {remedy}"
         )

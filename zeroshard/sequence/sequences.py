@@ -296,7 +296,7 @@ def _head_of(model: nn.Module) -> nn.Linear:
         if head is None:
             found = "missing"
         raise UsageError(
-            f"the head of {type(inner).__name__} is {found}, but only a plain nn.Linear can run in tiles: use "
-            "head_loss in the model."
+            f"the head of {type(inner).__name__} is {found}, but the loss needs a plain nn.Linear, which it runs in tiles. Compute "
+            "each token's loss from the model's logits, and pass them to token_mean."
         )
     return head

@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_a_line_every_so_many_steps(capfd: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"ms: .*{part} [\d.]+", lines[0]), part
     assert re.search(r"MiB: parameters [\d.]+, gradients [\d.]+, optimizer [\d.]+, buffers", lines[0])
     assert re.search(r"sent MiB: .*reduce_scatter [\d.]+", lines[0])
+
+
+def test_times_are_those_of_one_step_after_the_batch_size_was_set(capfd: pytest.CaptureFixture[str]) -> None:
+    class Slow(Stack):
+        def forward(self, *args: Any) -> Any:
+            time.sleep(0.02)
+            return super().forward(*args)
+
+    engine, *_ = zeroshard.initialize(model=Slow(), config={**BASE, "steps_per_print": 2, "wall_clock_breakdown": True})
+    engine.set_train_batch_size(4 * engine.train_micro_batch_size_per_gpu())
+    for number in range(8):
+        engine.backward(engine(*tokens(0, number)))
+        engine.step()
+    engine.destroy()
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
+    assert float(re.findall(r"forward ([\d.]+)", line)[0]) >= 4 * 20
 
 
 @pytest.mark.parametrize("every", [None, float("inf"), 1e9])

@@ -572,7 +572,7 @@ def test_heads_that_cannot_be_cut_name_the_numbers_of_ranks_that_can() -> None:
     with pytest.raises(UsageError, match="divides the number of heads"):
         refuse_heads(3, 3, 2)
     with pytest.raises(
-        UsageError, match=r"6 attention heads \(2 for keys and values\).* both numbers, or that divides the first"
+        UsageError, match=r"6 attention heads \(2 for keys and values\).* both numbers, or divides the first"
     ):
         refuse_heads(6, 2, 3)
     refuse_heads(6, 2, 2)

@@ -50,6 +50,21 @@ def test_exchanges_are_those_of_a_real_run() -> None:
     assert made.samples_per_second == pytest.approx(1 / made.seconds)
 
 
+def test_a_plan_leaves_the_callers_config_as_it_was() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES)
+
+    def factory() -> nn.Module:
+        return LlamaForCausalLM(config)
+
+    plans = [
+        zeroshard.plan(factory, CONFIG, world_size=2, batch=batch, machine="h100", sequence_parallel=ranks)
+        for ranks in (1, 2, 1)
+    ]
+    assert plans[0].peak_nbytes == plans[2].peak_nbytes > plans[1].peak_nbytes
+
+
 def test_memory_falls_with_ranks_and_tiles() -> None:
     whole, cut, tiled = planned(), planned(sequence_parallel=2), planned(tile_tokens=8)
     for other in (cut, tiled):

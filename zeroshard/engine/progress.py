@@ -102,7 +102,7 @@ class Progress:
     def __init__(self, sharded: Sharded, config: Config, device: torch.device) -> None:
         self._sharded = sharded
         self._schema = schema = config.schema
-        self._batch = config.batch
+        self._data_ranks = config.batch.world_size
         kept = {key: value for key, value in config.document.items() if key not in _PRIVATE}
         self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
@@ -161,6 +161,8 @@ class Progress:
         """Start to measure the throughput, at this number of samples since the start of training."""
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
+        self._steps = 0  # since then, as are the seconds
+        self._seconds.clear()
 
     # ------------------------------------------------------------------ reports of steps
 
@@ -195,6 +197,7 @@ class Progress:
         """Log a step. Every rank must call it; `step` and `samples` count since the start."""
         losses = self.losses
         self.losses = []
+        self._steps += 1
         for watcher in self._watchers:
             watcher(report, step, samples, lr, losses)
         # Every rank gets the same answer: below, either all ranks exchange their losses, or none does.
@@ -206,8 +209,7 @@ class Progress:
             mine = torch.stack([loss.double().cpu().reshape(()) for loss in losses]).sum().reshape(1)
         more = samples - self._logged_samples
         speed = more / (time.perf_counter() - self._logged_at)
-        steps = max(1, more // self._batch.train)
-        loss = float(self._sharded.sum_over_ranks(mine)) / self._batch.world_size
+        loss = float(self._sharded.sum_over_ranks(mine)) / self._data_ranks
         figures = StepFigures(
             step=step,
             samples=samples,
@@ -218,13 +220,12 @@ class Progress:
             applied=report.applied,
             samples_per_second=speed,
             tokens_per_second=None if self._tokens is None else speed * self._tokens,
-            seconds={part: seconds / steps for part, seconds in self._seconds.items()},
+            seconds={part: seconds / self._steps for part, seconds in self._seconds.items()},
             sent=self._sent.take(self._sharded.comm_report(clear=False)),
             memory=self._sharded.memory_report(),
             peak=peak_nbytes(self._device),
             reserved=reserved_nbytes(self._device),
         )
-        self._seconds.clear()
         self.start_at(samples)
         events = self._events(figures)
         for monitor in self._monitors:

@@ -158,7 +158,7 @@ def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, dra
         raw = read(config)
         if job.tensor_parallel > 1:
             raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
-        return _run(job, raw, auto, ledger)
+        return _run(job, raw, auto, ledger, stack)
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
@@ -168,7 +168,7 @@ class _Mode(FakeTensorMode):  # type: ignore[misc]
         return self
 
 
-def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger) -> Figures:
+def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, outer: ExitStack) -> Figures:
     model = _build(job, ledger)
     model_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     config = load_config(raw, job.data_ranks, model, auto)
@@ -191,7 +191,7 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
     if job.sequences != LongSequences():
-        model = job.sequences.wrap(model, partial(send_parts, "all_to_all"))
+        model = outer.enter_context(job.sequences.wrapped(model, partial(send_parts, "all_to_all")))
     make_storages = partial(SimulatedStorages, ledger=ledger, sharers=job.ranks_per_host)
     backend = Backend(lambda *_, **_settings: collectives, make_storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer

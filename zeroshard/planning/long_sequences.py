@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,8 +50,11 @@ class LongSequences:
                 "that divides them."
             )
 
-    def wrap(self, model: nn.Module, send: Callable[[int], None]) -> nn.Module:
-        """Return a module that takes a whole batch (`input_ids`, `labels`), runs the first rank's slice, and returns the loss.
+    @contextmanager
+    def wrapped(self, model: nn.Module, send: Callable[[int], None]) -> Iterator[nn.Module]:
+        """Yield a module that takes a whole batch (`input_ids`, `labels`), runs the first rank's slice, and returns the loss.
+
+        The model is detached at the end: its config, which names its attention, may be the caller's.
 
         Args:
             send: called with the bytes that an exchange sends to other ranks.
@@ -65,7 +68,10 @@ class LongSequences:
             patterns = [pattern for pattern in _TILED if any(fnmatchcase(name, pattern) for name in names)]
             if patterns:
                 tile(model, patterns, self.tile_tokens)
-        return _Cut(model, sequences, self.tile_tokens)
+        try:
+            yield _Cut(model, sequences, self.tile_tokens)
+        finally:
+            sequences.detach(model)
 
     def shortened(self, clock: Clock) -> AbstractContextManager[None]:
         """Return a context in which at most MOST_TILES tiles of a tensor run, and the time of all is counted.

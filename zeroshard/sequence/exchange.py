@@ -90,7 +90,7 @@ def refuse_heads(heads: int, key_heads: int, size: int) -> None:
         remedy = "Choose a number of ranks that divides the number of heads."
         if key_heads != heads:
             of_keys = f" ({key_heads} for keys and values)"
-            remedy = "Choose a number of ranks that divides both numbers, or that divides the first and is a multiple of the second."
+            remedy = "Choose a number of ranks that divides both numbers, or divides the first and is a multiple of the second."
         raise UsageError(
             f"{heads} attention heads{of_keys} cannot be cut over {size} ranks of a sequence: each rank needs an equal "
             f"number of heads. {remedy}"

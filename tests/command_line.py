@@ -21,10 +21,10 @@ class Done:
     stderr: str
 
 
-def zeroshard(*arguments: str, columns: int = 150) -> Done:
-    """Run the program with these arguments on a terminal with `columns` columns."""
+def zeroshard(*arguments: str) -> Done:
+    """Run the program with these arguments on a terminal with 150 columns."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    terminal = mock.patch.dict(os.environ, COLUMNS=str(columns))
+    terminal = mock.patch.dict(os.environ, COLUMNS="150")
     typed = mock.patch.object(sys, "argv", ["zeroshard", *arguments])
     with terminal, typed, redirect_stdout(out), redirect_stderr(err):
         try:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard import Offload, Place, Policy, Precision, Residency
 
@@ -157,6 +158,9 @@ class Side:
         """Whether a param group was added."""
         self.saved_with: dict[str, bool] = {}
         """Whether the param group existed at each save, by tag, and when the optimizer's state was kept ("kept")."""
+        self.optimizer: Any
+        """The optimizer, or all of them as one."""
+        self.kept: Any = None
 
     @property
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -263,21 +267,17 @@ class Side:
 
     def hooked(self, number: int) -> Any:
         """Train with a hook on a gradient."""
-        _, parameter = self.pick(number)
-        if not parameter.requires_grad:
-            return self.train(number)
-        handle = parameter.register_hook(lambda gradient: gradient * 0.5)
-        try:
-            return self.train(number)
-        finally:
-            handle.remove()
+        return self._train_with(number, lambda parameter: parameter.register_hook(lambda gradient: gradient * 0.5))
 
     def hooked_late(self, number: int) -> Any:
         """Train with a hook after the accumulation of a gradient."""
+        return self._train_with(number, lambda parameter: parameter.register_post_accumulate_grad_hook(_halve))
+
+    def _train_with(self, number: int, register: Callable[[nn.Parameter], RemovableHandle]) -> Any:
         _, parameter = self.pick(number)
         if not parameter.requires_grad:
             return self.train(number)
-        handle = parameter.register_post_accumulate_grad_hook(_halve)
+        handle = register(parameter)
         try:
             return self.train(number)
         finally:
@@ -341,6 +341,20 @@ class Side:
         names = ["train", "evaluate", "forward", "backward", "step", "clip", "zero_grad", "deepcopy", "offload", "save"]
         with self.whole():
             return getattr(self, names[number % len(names)])(number)
+
+    # ------------------------------------------------------------------ the optimizer
+
+    def change_lr(self, number: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5 + number / 10
+
+    def keep_optimizer(self, number: int) -> None:
+        self.kept = copy.deepcopy(self.optimizer.state_dict())
+        self.saved_with["kept"] = self.has_group
+
+    def restore_optimizer(self, number: int) -> None:
+        if self.kept is not None and self.saved_with["kept"] == self.has_group:
+            self.optimizer.load_state_dict(self.kept)
 
     # ------------------------------------------------------------------ writes
 

@@ -28,7 +28,7 @@ class Sharded(Side):
             precision=setting.precision(), overlap=setting.overlap,
             units=zeroshard.Units(min_numel=1000) if setting.one_unit else None,
         )  # fmt: skip
-        self.kept: Any = None
+        self.optimizer = self.sharded.optimizer
 
     def whole(self, modifier_rank: int | None = None) -> Any:
         return zeroshard.unsharded(self.model, modifier_rank=modifier_rank)
@@ -37,10 +37,10 @@ class Sharded(Side):
         return self.sharded.accumulate()
 
     def step(self, number: int) -> None:
-        self.sharded.optimizer.step()
+        self.optimizer.step()
 
     def zero_grad(self, number: int) -> None:
-        self.sharded.optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def step_one(self, number: int) -> None:
         self.members[number % len(self.members)].step()
@@ -75,7 +75,7 @@ class Sharded(Side):
         else:
             blocks[0], blocks[1] = kept[1], kept[0]
         uses = [
-            self.sharded.optimizer.step,
+            self.optimizer.step,
             lambda: self.sharded.save(self.folder, "changed"),
             lambda: self.sharded.export(self.folder),
         ]
@@ -101,10 +101,6 @@ class Sharded(Side):
         self.sharded.update_trainable()
         self.alias = None
 
-    def change_lr(self, number: int) -> None:
-        for group in self.sharded.optimizer.param_groups:
-            group["lr"] *= 0.5 + number / 10
-
     def write_inside_unasked(self, number: int) -> None:
         with self.whole():
             self.write(number)
@@ -116,14 +112,6 @@ class Sharded(Side):
     def load(self, number: int) -> None:
         if self.saved_with.get(f"tag{number % 2}", self.has_group) == self.has_group:
             self.sharded.load(self.folder, f"tag{number % 2}")
-
-    def keep_optimizer(self, number: int) -> None:
-        self.kept = copy.deepcopy(self.sharded.optimizer.state_dict())
-        self.saved_with["kept"] = self.has_group
-
-    def restore_optimizer(self, number: int) -> None:
-        if self.kept is not None and self.saved_with["kept"] == self.has_group:
-            self.sharded.optimizer.load_state_dict(self.kept)
 
     def offload(self, number: int) -> None:
         states = [("parameters",), ("gradients",), ("optimizer",), ("parameters", "gradients", "optimizer")][number % 4]
@@ -214,14 +202,13 @@ class Plain(Side):
                 if not p.requires_grad:
                     self.masters[fqn] = p.detach().float()
         members = self.optimizers([self.masters[fqn] for fqn, _ in self.listed])
-        self.optimizer: Any = Pair(members) if setting.two_optimizers else members[0]
+        self.optimizer = Pair(members) if setting.two_optimizers else members[0]
         self.members = members
         self.trained = {fqn for fqn, p in self.named if p.requires_grad}
         self.saved: dict[str, Any] = {}
         self.by_hand: dict[str, Tensor] = {}
         self.told: float | None = None
         """The norm that the sharded side computed."""
-        self.kept: Any = None
 
     @contextmanager
     def whole(self, modifier_rank: int | None = None) -> Any:
@@ -355,10 +342,6 @@ class Plain(Side):
                 master.copy_(p.detach())
         self.trained = {fqn for fqn, p in self.named if p.requires_grad}
 
-    def change_lr(self, number: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= 0.5 + number / 10
-
     def save(self, number: int) -> None:
         self.take_writes()
         masters = {fqn: master.detach().clone() for fqn, master in self.masters.items()}
@@ -385,14 +368,6 @@ class Plain(Side):
             if states[fqn] and fqn in self.trained:
                 self.optimizer.state[master] = copy.deepcopy(states[fqn])
         self.show(self.masters)
-
-    def keep_optimizer(self, number: int) -> None:
-        self.kept = copy.deepcopy(self.optimizer.state_dict())
-        self.saved_with["kept"] = self.has_group
-
-    def restore_optimizer(self, number: int) -> None:
-        if self.kept is not None and self.saved_with["kept"] == self.has_group:
-            self.optimizer.load_state_dict(self.kept)
 
     def offload(self, number: int) -> None:
         pass

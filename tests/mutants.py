@@ -637,9 +637,9 @@ class Copy:
             print(f"  {outcome.test} fails without the mutant too: left out from now on", flush=True)
             self._unusable.append(outcome.test)
 
-    def tail(self, count: int = 30) -> str:
+    def tail(self) -> str:
         """Return the end of the last run's log."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-count:])
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
 
     def _wait(self, pid: int, seconds: float) -> Outcome | None:
         """Wait until the process ends, without reaping it, so that its group's number is not reused."""

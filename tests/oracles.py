@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,21 +40,16 @@ def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses = []
     for step in range(workload.steps):
-        totals: list[Tensor | None] = [None] * len(parameters)
-        for other in range(world_size):
+
+        def backward(other: int) -> None:
             for microbatch in range(workload.microbatches):
-                batch = workload.make_batch(other, step * workload.microbatches + microbatch)
+                batch = workload.make_batch(other, step * workload.microbatches + microbatch)  # noqa: B023
                 loss = workload.compute_loss(model, batch)
                 (loss / workload.microbatches).backward()
                 if other == rank:
                     losses.append(loss.detach())
-            for index, parameter in enumerate(parameters):
-                if parameter.grad is not None:
-                    total = totals[index]
-                    totals[index] = parameter.grad if total is None else total + parameter.grad
-                    parameter.grad = None
-        for parameter, total in zip(parameters, totals, strict=True):
-            parameter.grad = None if total is None else total / world_size
+
+        average_gradients(parameters, world_size, backward)
         if workload.max_norm is not None:
             nn.utils.clip_grad_norm_(parameters, workload.max_norm)
         optimizer.step()
@@ -60,9 +57,23 @@ def train_reference(workload: Workload, world_size: int, rank: int = 0) -> Run:
     return Run(torch.stack(losses).float(), whole_parameters(model), buffers_of(model))
 
 
-def ranks_agree(run: Run) -> bool:
-    """Return whether every rank ended with the same parameters as rank 0, to the last bit."""
-    for value in run.parameters.values():
+def average_gradients(parameters: Sequence[nn.Parameter], world_size: int, backward: Callable[[int], object]) -> None:
+    """Set each `grad` to the mean over ranks of what `backward(rank)` adds to it, summed in the order of ranks."""
+    totals: list[Tensor | None] = [None] * len(parameters)
+    for rank in range(world_size):
+        backward(rank)
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                total = totals[index]
+                totals[index] = parameter.grad if total is None else total + parameter.grad
+                parameter.grad = None
+    for parameter, total in zip(parameters, totals, strict=True):
+        parameter.grad = None if total is None else total / world_size
+
+
+def same_on_all_ranks(values: Mapping[str, Tensor]) -> bool:
+    """Return whether every rank holds rank 0's values, to the last bit."""
+    for value in values.values():
         first = value.clone()
         dist.broadcast(first, src=0)
         if not torch.equal(first, value):

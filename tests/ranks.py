@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -37,7 +38,7 @@ from insides import GRACE_SECONDS_OF_RANKS
 from zeroshard.testing import RankError, run_ranks
 from zeroshard.testing.ranks import join_store
 
-__all__ = ["RankError", "on_ranks", "run_ranks", "run_until_all_end"]
+__all__ = ["Lines", "RankError", "on_ranks", "run_ranks", "run_until_all_end"]
 
 PATCHED = (
     types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod, int, float, str,
@@ -47,6 +48,18 @@ GRACE_SECONDS = 10.0
 """Seconds for the other ranks to fail after one rank failed. They see its closed connections, or hang."""
 PATCHABLE = ("os", "time", "socket", "select", "signal", "pathlib", "torch.accelerator")
 """Modules outside zeroshard that cases patch."""
+
+
+class Lines(logging.Handler):
+    """The lines that zeroshard logs on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("zeroshard").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:

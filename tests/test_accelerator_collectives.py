@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 import threading
 import time
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from insides import is_posted
 from models import Stack, Untied, tokens
-from ranks import on_ranks
+from ranks import Lines, on_ranks
 from simgpu import device as simgpu
 from simgpu import server
 
@@ -176,18 +175,6 @@ def groups_of_born_models(rank: int) -> None:
 def test_a_model_that_is_born_sharded_makes_no_groups() -> None:
     """Communicators are dear, and nothing says when the last such parameter is gone: they use the user's own group."""
     server.call(groups_of_born_models)
-
-
-class Lines(logging.Handler):
-    """What was said on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("zeroshard").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def test_what_a_device_waits_for_in_vain_is_told_before_its_backend_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

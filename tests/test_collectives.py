@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from insides import STAGED, is_posted, read_others, transport_of
 from models import Stack, tokens, workload
-from ranks import RankError, on_ranks, run_ranks
+from ranks import Lines, RankError, on_ranks, run_ranks
 from torch import nn
 
 import zeroshard
@@ -183,18 +183,6 @@ def test_a_mean_is_the_sum_in_rank_order() -> None:
 
 
 # ---------------------------------------------------------------------- who is missing
-
-
-class Lines(logging.Handler):
-    """What was said on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("zeroshard").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def made(stage: int, group: dist.ProcessGroup | None = None) -> zeroshard.Sharded:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from insides import units
 from models import Stack, tokens
+from oracles import average_gradients
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,15 +42,7 @@ def plain(world_size: int) -> dict[str, Tensor]:
             for p in model.parameters():
                 if not p.requires_grad:
                     optimizer.state.pop(p, None)
-        totals: dict[str, Tensor] = {}
-        for rank in range(world_size):
-            model(*tokens(rank, step)).backward()
-            for fqn, p in model.named_parameters():
-                if p.grad is not None:
-                    totals[fqn] = totals[fqn] + p.grad if fqn in totals else p.grad
-                    p.grad = None
-        for fqn, p in model.named_parameters():
-            p.grad = totals[fqn] / world_size if fqn in totals else None
+        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, step)).backward())  # noqa: B023
         optimizer.step()
         optimizer.zero_grad()
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
@@ -246,10 +239,17 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.run(self.embedding(tokens)))
 
-    def loss_of(student: Any, teacher: Any, batch: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = teacher(batch).softmax(-1)
-        return F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
+    def distilled(student: Any, teacher: Any, rank: int) -> list[Tensor]:
+        losses = []
+        for step in range(3):
+            (batch,) = tokens(rank, step)
+            with torch.no_grad():
+                target = teacher.eval()(batch).softmax(-1)
+            loss = F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
+            student.backward(loss)
+            student.step()
+            losses.append(loss.detach())
+        return losses
 
     def body(rank: int) -> list[Tensor]:
         torch.manual_seed(1)
@@ -260,12 +260,7 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
         assert memory["gradients"] == memory["optimizer"] == 0
         whole = sum(4 * p.numel() for p in teacher.module.parameters())
         assert memory["parameters"] < 1.2 * whole if stage < 3 else memory["parameters"] < 0.7 * whole
-        losses = []
-        for step in range(3):
-            loss = loss_of(student, teacher.eval(), *tokens(rank, step))
-            student.backward(loss)
-            student.step()
-            losses.append(loss.detach())
+        losses = distilled(student, teacher, rank)
         with torch.inference_mode():
             losses.append(teacher(*tokens(rank, 9)).sum())
         return losses
@@ -275,14 +270,7 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
         teacher = Logits()
         torch.manual_seed(2)
         student, *_ = zeroshard.initialize(model=Logits(), config=config(0, **ADAMW))
-        losses = []
-        for step in range(3):
-            loss = loss_of(student, teacher.eval(), *tokens(rank, step))
-            student.backward(loss)
-            student.step()
-            losses.append(loss.detach())
-        losses.append(teacher(*tokens(rank, 9)).sum().detach())
-        return losses
+        return [*distilled(student, teacher, rank), teacher(*tokens(rank, 9)).sum().detach()]
 
     for one, other in zip(on_ranks(body, 2), on_ranks(expected, 2), strict=True):
         assert all(map(torch.equal, one, other))

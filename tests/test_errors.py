@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from twin import refusal, step
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, Precision, Residency, Units, UsageError
@@ -75,9 +76,7 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
             for number in range(3):
                 if rank == 1 and number == 1:
                     model.skipped = 1
-                model(*tokens(rank, number)).backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
         except CollectiveError as error:
             return str(error)
         return "fine"
@@ -158,9 +157,7 @@ def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
             for number in range(3):
                 if rank == 0 and number == 1:
                     calls[alone]()
-                model(*tokens(rank, number)).backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
             sharded.sum_over_ranks(torch.zeros(1))
         return str(caught.value)
 
@@ -231,9 +228,7 @@ def test_a_killed_rank_is_an_error_at_once() -> None:
         for number in range(3):
             if rank == 1 and number == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            model(*tokens(rank, number)).backward()
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
+            step(model, sharded, rank, number)
 
     with pytest.raises(
         RankError, match=r"(?s)--- rank 0 failed:.*CollectiveError.*--- rank 1 failed:\nended with exit status -9"
@@ -286,12 +281,6 @@ def test_ranks_with_different_settings_are_refused(what: str) -> None:
     for message in on_ranks(body, 2):
         assert "ranks [1] differ from rank 0" in message
         assert what in message
-
-
-def refusal(call: object) -> str:
-    with pytest.raises(zeroshard.ZeroshardError) as caught:
-        call()  # type: ignore[operator]
-    return str(caught.value)
 
 
 def test_groups_that_are_none_of_this_ranks() -> None:

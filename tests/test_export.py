@@ -15,9 +15,10 @@ import pytest
 import torch
 from families import FAMILIES
 from insides import sharded_of
-from models import MODELS, tokens
+from models import MODELS
 from ranks import on_ranks
 from safetensors.torch import load_file
+from twin import step
 from typer.testing import CliRunner
 
 import zeroshard
@@ -32,9 +33,7 @@ from zeroshard.testing import run_ranks
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 
 
-def saved(
-    tmp_path: Path, make: Any = MODELS["tied"], stage: int = 3, ranks: int = 2, live: Any = None
-) -> dict[str, torch.Tensor]:
+def saved(tmp_path: Path, make: Any = MODELS["tied"], stage: int = 3, live: Any = None) -> dict[str, torch.Tensor]:
     """A checkpoint in `tmp_path / "ckpt"`, and the parameters and buffers that it holds."""
 
     def body(rank: int) -> dict[str, torch.Tensor]:
@@ -55,7 +54,7 @@ def saved(
         state_dict_keys = model.state_dict().keys()
         return whole | {fqn: b.clone() for fqn, b in model.named_buffers() if fqn in state_dict_keys}
 
-    return on_ranks(body, ranks)[0]
+    return on_ranks(body, 2)[0]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -194,9 +193,7 @@ def test_a_checkpoint_without_its_base_has_no_model(tmp_path: Path) -> None:
     model = MODELS["frozen"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     sharded = zeroshard.shard(model, torch.optim.SGD(trained), Policy.stage(0))
-    model(*tokens(0, 0)).backward()
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
+    step(model, sharded, 0, 0)
     sharded.save(tmp_path, "a", exclude_frozen=True)
     with pytest.raises(CheckpointError, match="so it has no whole model"):
         export(open_checkpoint(tmp_path / "a"), tmp_path / "out")

@@ -11,7 +11,7 @@ from oracles import train_reference
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, build, close, expect_equal, same, whole
+from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, whole
 
 import zeroshard
 from zeroshard import Policy, Units, UsageError
@@ -162,12 +162,6 @@ def test_a_bucket_is_asked_once_for_many_gradients(skips: bool) -> None:
 @EVERY_STAGE
 @pytest.mark.parametrize("microbatch", [0, 1])
 def test_what_waits_when_a_backward_aborts_is_forgotten(stage: int, microbatch: int) -> None:
-    class Boom(Exception):
-        pass
-
-    def fail(_: Tensor) -> None:
-        raise Boom
-
     def body(rank: int) -> None:
         def run(disturbed: bool) -> dict[str, Tensor]:
             model, sharded = build(stage, make_model=Many)
@@ -175,11 +169,7 @@ def test_what_waits_when_a_backward_aborts_is_forgotten(stage: int, microbatch: 
                 for number in range(microbatch):
                     with sharded.accumulate():
                         model(*batch(rank, 10 + number)).backward()
-                loss = model(*batch(rank, 20, skips=False))
-                handle = model.layer15.weight.register_hook(fail)
-                with pytest.raises(Boom):
-                    loss.backward()
-                handle.remove()
+                abort(model(*batch(rank, 20, skips=False)), model.layer15.weight)
                 with pytest.raises(UsageError, match="was aborted"):
                     sharded.optimizer.step()
                 sharded.optimizer.zero_grad()
@@ -216,19 +206,10 @@ def test_zero_grad_inside_of_a_backward_forgets_what_waits(stage: int) -> None:
 def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(stage: int) -> None:
     """No forward lies between: both graphs were there before."""
 
-    class Boom(Exception):
-        pass
-
-    def fail(_: Tensor) -> None:
-        raise Boom
-
     def body(rank: int) -> None:
         model, sharded = build(stage, make_model=Many)
         first, second = (model(*batch(rank, number, skips=False)) for number in range(2))
-        handle = model.layer15.weight.register_hook(fail)
-        with pytest.raises(Boom):
-            first.backward()
-        handle.remove()
+        abort(first, model.layer15.weight)
         with pytest.raises(UsageError, match="was aborted"):
             second.backward()
         sharded.optimizer.zero_grad()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import MODELS, Stack, tokens
+from oracles import average_gradients
 from ranks import on_ranks
 
 import zeroshard
@@ -36,15 +37,7 @@ def _plain(world_size: int, name: str = "tied"):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         optimizer.zero_grad()
-        totals: dict[str, torch.Tensor] = {}
-        for rank in range(world_size):
-            model(*tokens(rank, step)).backward()
-            for fqn, p in model.named_parameters():
-                if p.grad is not None:
-                    totals[fqn] = totals[fqn] + p.grad if fqn in totals else p.grad
-                    p.grad = None
-        for fqn, p in model.named_parameters():
-            p.grad = totals[fqn] / world_size if fqn in totals else None
+        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, step)).backward())  # noqa: B023
         if step == 0:
             optimizer.step()
     return model, optimizer

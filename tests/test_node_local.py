@@ -70,12 +70,10 @@ def saved(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how:
     return values
 
 
-def loaded(
-    root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, tag: str | None = None, **how: Any
-) -> tuple[Tensor, str]:
+def loaded(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how: Any) -> tuple[Tensor, str]:
     def body(rank: int) -> tuple[Tensor, str]:
         run = Run(rank, root, ranks_of_a_host)
-        told = run.load(tag, **how)
+        told = run.load(**how)
         return run.values, told["tag"]
 
     everyone = on_ranks(body, ranks)

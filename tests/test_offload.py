@@ -21,6 +21,7 @@ import torch
 from insides import around_requests
 from models import two_groups, workload
 from ranks import on_ranks, run_ranks
+from twin import refusal
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Sharded, ZeroshardError
@@ -134,12 +135,6 @@ def disk_files(folder: Path) -> list[int]:
             if str(entry.readlink()).startswith(f"{folder}/#"):
                 found.append(int(entry.name))
     return found
-
-
-def refusal(use: Callable[[], object]) -> str:
-    with pytest.raises(ZeroshardError) as caught:
-        use()
-    return str(caught.value)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

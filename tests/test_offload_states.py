@@ -19,9 +19,9 @@ from models import VOCABULARY, Stack, tokens, two_groups, workload
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
-from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, refusal, take_step
+from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, take_step
 from torch import Tensor, nn
-from twin import every_state, same
+from twin import every_state, refusal, same
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
@@ -183,13 +183,13 @@ def test_what_needs_memory_says_so(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what the keys do
 
 
-def reports(policy: Policy, bucket_numel: int = BUCKETS) -> dict[str, int]:
+def reports(policy: Policy) -> dict[str, int]:
     seen: dict[str, int] = {}
 
     def look(sharded: Sharded) -> None:
         seen.update(sharded.memory_report())
 
-    train(0, workload("tied", steps=2), policy, bucket_numel=bucket_numel, inspect=look)
+    train(0, workload("tied", steps=2), policy, bucket_numel=BUCKETS, inspect=look)
     return seen
 
 

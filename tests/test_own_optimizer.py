@@ -18,7 +18,7 @@ from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twin import same, same_on_all_ranks, whole
+from twin import abort, same, same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
@@ -687,23 +687,13 @@ def test_a_gradient_of_the_users_is_not_dropped_with_the_others(stage: int) -> N
 
 @STAGES
 def test_zero_grad_after_a_backward_that_aborted(stage: int) -> None:
-    class Boom(Exception):
-        pass
-
-    def fail(_: Tensor) -> None:
-        raise Boom
-
     def body(rank: int) -> None:
         results = []
         for breaks in (False, True):
             model, own, _ = sharded_of(stage)
             for number in range(2):
                 if breaks:
-                    loss = model(*tokens(rank, 9))
-                    handle = model.blocks[1].norm.weight.register_hook(fail)
-                    with pytest.raises(Boom):
-                        loss.backward()
-                    handle.remove()
+                    abort(model(*tokens(rank, 9)), model.blocks[1].norm.weight)
                     with pytest.raises(UsageError, match="was aborted"):
                         own.step()
                     own.zero_grad()
@@ -1245,9 +1235,7 @@ def test_states_that_are_no_tensors_survive_a_change_of_what_is_trained() -> Non
     model = Stack(tied=False)
     sharded = zeroshard.shard(model, Numbering(model.parameters()), 1, elementwise=True)
     for number in range(3):
-        model(*tokens(0, number)).backward()
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
+        step(model, sharded, 0, number)
         if number == 0:
             model.blocks[0].up.requires_grad_(False)
             sharded.update_trainable()

@@ -13,7 +13,7 @@ import torch
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import whole
+from twin import step, whole
 
 import zeroshard
 from zeroshard import Policy, Precision, UsageError
@@ -462,9 +462,7 @@ def test_attributes_change_no_number() -> None:
         def run(**kwargs: Any) -> dict[str, torch.Tensor]:
             model, sharded = sharded_stack(3, **kwargs)
             for number in range(3):
-                model(*tokens(rank, number)).backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
             return whole(model)
 
         plain, shown = run(), run(attributes=Shown)
@@ -526,9 +524,7 @@ def test_attributes_cost_no_compilation() -> None:
                 block.compile(backend="eager")
             sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3), **kwargs)
             for number in range(2):
-                model(*tokens(rank, number)).backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
             return counters["stats"]["unique_graphs"]
 
         assert graphs(attributes=Shown) == graphs() > 0

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from models import MODELS, Stack, tokens
+from models import MODELS, Stack
 from ranks import on_ranks
 from torch import nn
+from twin import step
 
 import zeroshard
 from zeroshard import Policy
@@ -65,9 +66,7 @@ def test_it_trains_as_one_that_was_whole(stage: int) -> None:
             assert shapes == [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
             assert not any(isinstance(p, BornSharded) for p in model.parameters())
             for number in range(3):
-                model(*tokens(rank, number)).backward()
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                step(model, sharded, rank, number)
             with zeroshard.unsharded(model):
                 return values(model)
 

@@ -20,7 +20,7 @@ from ranks import on_ranks
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import same, same_on_all_ranks, step, whole
+from twin import abort, same, same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, StorageError, UsageError
@@ -90,21 +90,9 @@ def test_a_gradient_set_after_a_backward_is_refused_by_name(stage: int) -> None:
 # ------------------------------------------------------------------ a backward that breaks off
 
 
-class Boom(Exception):
-    pass
-
-
 def broken(model: nn.Module, rank: int, number: int) -> None:
     """A backward that raises in its middle."""
-    loss = model(*tokens(rank, number))
-
-    def fail(_: Tensor) -> None:
-        raise Boom
-
-    handle = model.blocks[1].norm.weight.register_hook(fail)
-    with pytest.raises(Boom):
-        loss.backward()
-    handle.remove()
+    abort(model(*tokens(rank, number)), model.blocks[1].norm.weight)
 
 
 @pytest.mark.quick(2)

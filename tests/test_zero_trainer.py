@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from ports import free_port
+from test_refused_optimizers import ScheduleFree
 from test_trainers import Tokens, as_torchrun, gpt2
 from torch import Tensor, nn
 
@@ -416,12 +417,6 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
             ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=3)
 
     run(body, 1)
-
-
-class ScheduleFree(torch.optim.SGD):
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
 
 
 # ---------------------------------------------------------------------- loops

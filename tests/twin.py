@@ -14,15 +14,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 from insides import transport_of
 from models import OPTIMIZERS, Stack, tokens
-from oracles import ranks_agree
+from oracles import same_on_all_ranks
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire
+from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire, ZeroshardError
 from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.composed import TwoLevel
 from zeroshard.collectives.grouped import PointToPoint
@@ -31,7 +31,7 @@ from zeroshard.storage import storages
 from zeroshard.testing import Run, Workload, train, whole_parameters
 from zeroshard.testing.parity import buffers_of, same
 
-__all__ = ["ranks_agree", "same"]
+__all__ = ["same", "same_on_all_ranks"]
 
 PROMISES = {
     "Numbers": {
@@ -210,7 +210,7 @@ def run(
             overlap=setting.overlap, inspect=inspect,
         )  # fmt: skip
     assert torch.isfinite(done.losses).all(), setting
-    assert ranks_agree(done), f"ranks ended with different parameters under {setting}"
+    assert same_on_all_ranks(done.parameters), f"ranks ended with different parameters under {setting}"
     return done
 
 
@@ -282,6 +282,29 @@ def step(model: nn.Module, sharded: Sharded, rank: int, number: int) -> None:
     sharded.optimizer.zero_grad()
 
 
+class Boom(Exception):
+    """An error that a test raises inside a backward."""
+
+
+def abort(loss: Tensor, parameter: Tensor) -> None:
+    """Run a backward that raises when it computes a parameter's gradient."""
+
+    def fail(_: Tensor) -> None:
+        raise Boom
+
+    handle = parameter.register_hook(fail)
+    with pytest.raises(Boom):
+        loss.backward()
+    handle.remove()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """Return the message of the error of zeroshard that a call raises."""
+    with pytest.raises(ZeroshardError) as caught:
+        call()
+    return str(caught.value)
+
+
 whole = whole_parameters
 
 
@@ -301,16 +324,6 @@ def everything(sharded: Sharded) -> dict[str, Tensor]:
     """Return `every_state` with buffers, and with the parameters that a forward uses."""
     shown = {f"{fqn} shown": value for fqn, value in whole(sharded.model).items()}
     return every_state(sharded) | shown | buffers_of(sharded.model)
-
-
-def same_on_all_ranks(values: Mapping[str, Tensor]) -> bool:
-    """Return whether every rank holds rank 0's values, to the last bit."""
-    for value in values.values():
-        first = value.clone()
-        dist.broadcast(first, src=0)
-        if not torch.equal(first, value):
-            return False
-    return True
 
 
 def gpt_batch(rank: int, number: int) -> tuple[Tensor, Tensor]:

@@ -174,16 +174,14 @@ class TwoHosts:
             for host in (0, 1)
         ]
 
-    def start_elastic(
-        self, host: int, ranks: int, script: Path | str, *arguments: str, environment: Mapping[str, str] | None = None
-    ) -> Program:
+    def start_elastic(self, host: int, ranks: int, script: Path | str, *arguments: str) -> Program:
         """Start a script under torchrun on one host with `ranks` ranks, while the other host may come and go."""
         quick = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
         elastic = [
             "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
             "--rdzv-endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv-conf", f"{quick},is_host={int(host == 0)}",
         ]  # fmt: skip
-        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return self._start_agent(host, ranks, elastic, [str(script), *arguments], own)
 
     def _start_agent(

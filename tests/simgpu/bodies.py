@@ -85,9 +85,13 @@ class Training:
             self.backward()
             if self.max_norm is not None:
                 self.sharded.clip_grad_norm_(self.max_norm)
-            self.sharded.optimizer.step()
-            self.sharded.optimizer.zero_grad()
-            self.step_number += 1
+            self.update()
+
+    def update(self) -> None:
+        """Take an optimizer step, and clear the gradients."""
+        self.sharded.optimizer.step()
+        self.sharded.optimizer.zero_grad()
+        self.step_number += 1
 
     def end(self) -> tuple[Tensor, Tensor]:
         """End the sharding, and return the losses and all parameters, in CPU memory."""
@@ -383,9 +387,7 @@ def side_stream(rank: int) -> None:
                     training.backward()
                 torch.accelerator.current_stream().wait_stream(side)
             training.sharded.clip_grad_norm_(0.5)
-            training.sharded.optimizer.step()
-            training.sharded.optimizer.zero_grad()
-            training.step_number += 1
+            training.update()
 
     for stage in range(4):
         on_both(Policy.stage(stage), run, make=Untied)

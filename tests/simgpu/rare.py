@@ -104,9 +104,7 @@ def several_backwards(rank: int) -> None:
                 loss = training.model(training.batch(3 * training.step_number + number))
                 loss.backward()
                 training.losses.append(loss.detach())
-            training.sharded.optimizer.step()
-            training.sharded.optimizer.zero_grad()
-            training.step_number += 1
+            training.update()
 
     for stage in range(4):
         on_both(Policy.stage(stage), run)
@@ -124,9 +122,7 @@ def sums_elsewhere(rank: int) -> None:
                 training.losses.append(loss.detach())
                 if declared and number == 1:
                     training.losses.append(torch.as_tensor(training.sharded.clip_grad_norm_(None)).float().cpu())
-            training.sharded.optimizer.step()
-            training.sharded.optimizer.zero_grad()
-            training.step_number += 1
+            training.update()
 
     for stage, declared in ((2, False), (3, True)):
         with tempfile.TemporaryDirectory() as folder:
@@ -331,9 +327,7 @@ def hidden_writes(rank: int) -> None:
                 training.backward()
                 training.sharded.clip_grad_norm_(0.5)
                 write(training, 0.875, hidden=hidden)
-                training.sharded.optimizer.step()
-                training.sharded.optimizer.zero_grad()
-                training.step_number += 1
+                training.update()
             write(training, 1.125, hidden=hidden)
             value = training.sharded.states.get(WIDE)
             assert value is not None

@@ -308,6 +308,18 @@ def test_a_parameter_that_no_file_holds_is_refused(tmp_path: Path) -> None:
     _refuse(folder, tmp_path / "out", "does not list as trained")
 
 
+@pytest.mark.parametrize("state", [None, torch.zeros(3)], ids=["no tensor", "tensor"])
+@pytest.mark.parametrize("name", ["stage1", "stage3"])
+def test_extra_states_of_modules_are_left_out_with_a_warning(name: str, state: Any, tmp_path: Path) -> None:
+    folder = _copy(name, tmp_path)
+    whole = files.read_manifest(import_deepspeed(folder, tmp_path / "whole")).parameters
+    for path in sorted(folder.glob("*model_states.pt")):
+        _change(path, lambda content: content["module"].update({"layer._extra_state": state}))
+    with pytest.warns(UserWarning, match=r"leaves out what get_extra_state returned \(layer\._extra_state\)"):
+        path = import_deepspeed(folder, tmp_path / "out")
+    assert files.read_manifest(path).parameters == whole
+
+
 def _without_memory() -> list[torch.Tensor]:
     one = torch.ones(1)
     return [one.expand(1 << 40), torch.zeros(1 << 40, device="meta"), one.to_sparse()]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -58,6 +59,9 @@ class _Fragment:
         self.numel = numel
         self.start = start
 
+
+_EXTRA_STATE = "_extra_state"
+"""The end of torch's name for what a module's `get_extra_state` returns."""
 
 _STAND_INS: list[Any] = [
     (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
@@ -306,6 +310,12 @@ def _read_model(path: Path, world_size: int) -> _ModelFile:
         for name, buffer in buffers.items():
             if not isinstance(buffer, Tensor):
                 raise TypeError(f"the buffer {name} is not a tensor")
+        left_out = [name for name in content.get("module") or () if name.endswith(_EXTRA_STATE)]
+        if left_out:
+            warnings.warn(
+                f"the import leaves out what get_extra_state returned ({', '.join(left_out)}): call set_extra_state after it.",
+                stacklevel=2,
+            )
         return _ModelFile(content, shapes, parameters, buffers)
 
 
@@ -443,7 +453,11 @@ def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict
     if not trained.keys() <= model["module"].keys():
         raise ValueError(f"its module lacks {min(trained.keys() - model['module'].keys())}")
     known = {*trained, *(model.get("shared_params") or {}), *(model.get("buffer_names") or [])}
-    return {name: tensor.shape for name, tensor in model["module"].items() if name not in known}
+    return {
+        name: value.shape
+        for name, value in model["module"].items()
+        if name not in known and not name.endswith(_EXTRA_STATE)
+    }
 
 
 def _frozen_spans(models: Sequence[Path], model: _ModelFile, rank: int, stage: int, world_size: int) -> list[SavedSpan]:

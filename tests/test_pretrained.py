@@ -209,6 +209,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert torch.equal(outer["model"].head.weight, inner.head.weight)
     with pytest.raises(CheckpointError, match="neither"):
         zeroshard.load_pretrained(Stack(), tmp_path)
+    with pytest.raises(CheckpointError, match=r"nowhere does not exist\. Name a safetensors file"):
+        zeroshard.load_pretrained(Stack(), tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"pass materialise\(initialise"), torch.device("meta"):
         model = Stack()
         zeroshard.materialise(model, device="cpu")

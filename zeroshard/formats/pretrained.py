@@ -188,6 +188,10 @@ def _replace(model: nn.Module, fqns: list[str], tensor: Tensor) -> None:
 
 
 def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist. Name a safetensors file, an index, or a folder with {SINGLE} or {INDEX}."
+        )
     if path.is_dir():
         found = [path / name for name in (INDEX, SINGLE) if (path / name).is_file()]
         if not found:

@@ -214,7 +214,7 @@ class TrainingProgress:
             step=step,
             samples=samples,
             loss=None,
-            lr=math.nan,  # this and the other figures that are NaN here follow in `_read`, as the loss does
+            lr=math.nan,  # `_read` replaces the figures that are NaN here, and the loss
             loss_scale=report.loss_scale,
             grad_norm=math.nan,
             applied=report.applied,

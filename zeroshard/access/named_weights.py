@@ -123,7 +123,11 @@ def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
 
 
 def _goes_on(live: LiveModel, part: _Part, to: int | None, *, is_last: bool) -> bool:
-    """Return whether all ranks continue with the next part. Raise if some have left the loop, and others have not."""
+    """Return whether to continue with the next part: not if rank `to`, which gets the weights, has left its loop.
+
+    Raises:
+        UsageError: a rank other than `to` has left the loop before its last part.
+    """
     left = _exchange(live, part, _GOES_ON)
     if not left or is_last:
         return True
@@ -170,7 +174,11 @@ def _parts(live: LiveModel) -> list[_Part]:
 
 
 def _merged_parts(live: LiveModel) -> list[_Part]:
-    """List the tensors that the model has after PEFT's `merge_and_unload`. Raise if some parameters are not in that model."""
+    """List the tensors that the model has after PEFT's `merge_and_unload`.
+
+    Raises:
+        UsageError: some parameters are not in that model, or two layers with adapters share a weight.
+    """
     model: Any = live.model
     root: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     unit_of = _units_by_parameter(live)

@@ -230,7 +230,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
 
 
 def _undo(looks: Sequence[tuple[Unit, list[int]]], at_rest: Sequence[Unit]) -> None:
-    """Restore units that are sharded at rest to their values on entry, where they stay whole after the block."""
+    """Undo writes to units that are sharded at rest, unless their values are freed after the block anyway."""
     for unit, versions in looks:
         if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
             unit.written_since(versions)  # undoes the writes
@@ -242,7 +242,7 @@ def _leave(
     pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], kept: Mapping[Unit, Tensor],
     *, forget_writes: bool, decides: bool,
 ) -> None:  # fmt: skip
-    """Restore the states that the units had before the block, and the values of which there are copies, without other ranks."""
+    """Restore the states that the units had before the block, and the values in `kept`. This needs no other rank."""
     for unit, values in kept.items():
         unit.appearance.show_current()  # instead of tensors that the user assigned as `.data`
         unit.flat.tensor.copy_(values)

@@ -69,14 +69,19 @@ def _tell_failure_at_exit(checkpoints: weakref.ref[Checkpoints]) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one sharded model."""
+    """The checkpoints of one sharded model.
+
+    Args:
+        live: the model.
+        display: the display of the progress of a long save or load.
+    """
 
     def __init__(self, live: LiveModel, display: Display) -> None:
         self.live = live
         self.display = display
         self._pending: Future[None] | None = None
         self._is_unreported = False
-        """Whether ranks have not met yet, to raise an asynchronous save's error on all of them. It is the same on every rank."""
+        """Whether the ranks still have to exchange the outcome of an asynchronous save. It is the same on every rank."""
         self._staging: dict[str, Tensor] = {}  # memory for a copy of this rank's part, for asynchronous saves
         atexit.register(_tell_failure_at_exit, weakref.ref(self))
 
@@ -257,11 +262,14 @@ class Checkpoints:
                 )
 
     def raise_if_failed(self) -> None:
-        """Raise the error of an asynchronous save that has ended on every rank. Every rank must call it."""
+        """Raise the error of an asynchronous save that has failed, once the save has ended on every rank.
+
+        Every rank must call it. If the save is still running on some rank, the call returns without waiting for its end.
+        """
         if not self._is_unreported:
             return
         has_ended = self._pending is None or self._pending.done()
-        # The ranks' threads end at different times. If each rank raised when its own has, ranks would be in different steps.
+        # The ranks' threads end at different times. If a rank raised when its own ended, ranks would raise in different steps.
         everyone = self.live.collectives.exchange(bytes([has_ended]), "the end of an asynchronous save")
         if all(one[0] for one in everyone):
             self.wait_together()

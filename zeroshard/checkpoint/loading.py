@@ -60,7 +60,7 @@ class Reader:
         self.folder = folder
         self.manifest = manifest
         self.nbytes = 0  # read so far, in whole chunks
-        self.advance: Advance = ignore  # is called with the number of requested bytes that were read
+        self.advance: Advance = ignore  # called with the number of requested bytes that were read
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Read the elements of all requests, file by file."""
@@ -119,9 +119,10 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Make the requests to read a span of this rank's part of a parameter into `out`, 1-D. `placement` is that part's place.
+    """Make the requests that read a span of this rank's part of a parameter into the 1-D tensor `out`.
 
-    Rows of a saved range share a request, unless they are far apart.
+    `placement` is the position of that part in the whole parameter. Rows of a saved range share a request,
+    unless they are far apart.
     """
     dtype = dtype_of(state.dtype)
     requests = []
@@ -164,9 +165,9 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
 
 
 class Loader:
-    """The load of one checkpoint into a model's units: call `read`, then `apply`. Until then, nothing changes.
+    """The load of one checkpoint into a model's units: call `read`, then `apply`.
 
-    `nbytes` is the number of bytes of model states that `read` reads.
+    The constructor checks the checkpoint, and changes nothing. `nbytes` is the number of bytes of model states that `read` reads.
 
     Raises:
         CheckpointError: the checkpoint is of a different model or optimizer, or lacks elements.
@@ -205,7 +206,7 @@ class Loader:
 
     def _refuse_another_model(self, strict: bool) -> None:
         """Raise if a shape differs or, with `strict`, if the checkpoint or the model lacks a parameter or buffer."""
-        # By name and whether it is a buffer: the first name, and the shape.
+        # The first name and the shape of each tensor, by any of its names and whether it is a buffer.
         own: dict[tuple[str, bool], tuple[str, torch.Size]] = {}
         for unit in self._live.units:
             for entry in unit.named:

@@ -143,11 +143,11 @@ def broadcast(control: Collectives, data: bytes, source: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Version:
-    """A checkpoint with its files, by name, and the hosts that have them."""
+    """A checkpoint, with the sizes of its files and the hosts that have them."""
 
     tag: str
     created: float  # in seconds since 1970
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # in bytes, by file name
     hosts: list[int] = field(default_factory=list)  # those with its manifest
     holders: dict[str, list[int]] = field(default_factory=dict)  # those with each file in its full size
 

@@ -63,7 +63,10 @@ class Destination:
 
 @dataclass(frozen=True)
 class SavedSpan:
-    """A span of one model state. It counts the elements of this rank's part of the parameter; `placement` is that part's place."""
+    """A span of one model state, counted in elements of this rank's part of the parameter.
+
+    `placement` is the position of that part in the whole parameter.
+    """
 
     span: Span
     state: str
@@ -95,8 +98,8 @@ class Part:
     def staged(self, memory: dict[str, Tensor], device: torch.device) -> Part:
         """Return a copy of this part in CPU memory, which training does not change.
 
-        Data on an accelerator is copied into pinned memory, after the device's earlier work. The host does not wait. `memory` is
-        the memory of the copy, by name, which the caller keeps for the next save.
+        Data on an accelerator is copied into pinned memory, after the device's earlier work. The host does not wait. `memory` has
+        the tensors of the copy by name; the caller keeps them for the next save.
         """
         pinned = CpuStorage(Copies(CPU), pin=True)
 

@@ -185,7 +185,7 @@ def problem_of(name: str, address: str | None) -> str | None:
 def print_links(console: Console, nbytes: int) -> None:
     """Measure the links between ranks, from CPU memory over gloo, and print them on rank 0. Every rank must call it.
 
-    The links are one inside each host that has several ranks, and one between the first ranks of each pair of hosts.
+    It measures one link inside each host that has several ranks, and one between the first ranks of each pair of hosts.
 
     Raises:
         UsageError: the ranks cannot be joined.

@@ -89,7 +89,7 @@ class Collectives(ABC):
         self.measure: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """Returns a context for each wait for other ranks, by kind: "reduce", "gather", "exchange", "transfer", "broadcast"."""
         self.on_failure: list[Callable[[], None]] = []
-        """Calls that notify the ranks which wait for this one, after one of its own waits has failed."""
+        """Functions that notify the ranks waiting for this one. They are called after a wait of this rank has failed."""
 
     # ------------------------------------------------------------------ the five operations
 
@@ -273,7 +273,11 @@ class Collectives(ABC):
         self.measure = measure
 
     def control(self) -> Collectives:
-        """Return separate connections for small messages in CPU memory. Every rank must call it; an error names missing ones."""
+        """Return separate connections for small messages in CPU memory. Every rank must call it.
+
+        Raises:
+            CollectiveError: some ranks did not make the call; the message names them.
+        """
         return self
 
 
@@ -282,7 +286,7 @@ CHUNK_NUMEL = 1 << 16
 
 
 def chunks(row: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a row's elements that are processed at once: on a CPU CHUNK_NUMEL, on a device all."""
+    """Yield the ranges of a row's elements to process at once: CHUNK_NUMEL elements on a CPU, the whole row on a device."""
     step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
     for low in range(0, row.shape[-1], step):
         yield low, min(low + step, row.shape[-1])

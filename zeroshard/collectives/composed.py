@@ -80,7 +80,7 @@ class ComposedGather(Work):
     def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
         self._crossing = crossing
         self._pass_on: Callable[[], Iterable[Work]] | None = pass_on
-        """Starts to pass on the rows that have crossed; then None."""
+        """A function that starts to pass on the rows that have crossed; None once it has returned."""
         self._started = [*started]
         """The works that are passing on rows."""
 
@@ -359,7 +359,11 @@ class _Mean(Reduction):
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """Return the members of each host of `within` neighbours, which must divide the ranks. With "host", all are on one host."""
+    """Return the members of each host, if `within` neighbours count as one host. With "host", all are on one host.
+
+    Raises:
+        UsageError: `within` does not divide the number of ranks.
+    """
     if within == "host":
         return [list(range(world_size))]
     if world_size % within:

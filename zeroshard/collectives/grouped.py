@@ -82,7 +82,7 @@ class Grouped(Collectives):
     def failure(
         self, label: str, error: BaseException, peer: int | None = None, works: Sequence[Posted] = ()
     ) -> CollectiveError:
-        """Return the error to raise for a wait for `peer` that failed. `works` are the other parts of the same operation."""
+        """Return the error to raise after a wait for `peer` has failed. `works` are the other parts of the same operation."""
         for notify in self.on_failure:
             notify()
         ranks = self.members.ranks
@@ -123,7 +123,7 @@ class Transfer(Work):
 
     _collectives: Grouped
     works: Sequence[Posted] | None
-    """None until the operation is launched."""
+    """The works that the backend has started; None until the operation is launched."""
     _kind: str
     _label: str
     _land: Callable[[], None] = nothing

@@ -107,7 +107,7 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The user's own group; a UsageError if it was destroyed."""
+        """The user's own group. A group that was destroyed raises `UsageError`."""
         group = self.own_group()
         if group is None:
             raise UsageError(

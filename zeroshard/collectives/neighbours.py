@@ -58,7 +58,7 @@ class Neighbours:
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.was_read: Callable[[int, int], None] | None = None
-        """Is called with the tag of an offer and the peer that has read it."""
+        """A function that is called with the tag of an offer and the peer that has read it."""
         self._sockets = sockets
         self._timeout = timeout
         self._inbox: dict[int, dict[int, deque[bytes]]] = {peer: defaultdict(deque) for peer in sockets}

@@ -22,7 +22,7 @@ from zeroshard.collectives.base import Collectives, Reduction, Work, chunks, sum
 BITS: dict[str | None, int | None] = {None: None, "int8": 8, "int4": 4}
 """The number of bits of a code, by the name of a lossy dtype; None sends rows as they are."""
 BLOCK_NUMEL = 256
-"""The elements of a block; a divisor of CHUNK_NUMEL, so that a chunk has whole blocks."""
+"""The number of elements of a block: a divisor of CHUNK_NUMEL, so that a chunk has whole blocks."""
 
 
 @dataclass(eq=False)

@@ -22,7 +22,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class SharedFile:
-    """The memory of this process that others may read, if the system allows it. A forked process does not have it."""
+    """The memory of this process that others may read. A forked process does not have it.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
 
     def __init__(self) -> None:
         self._size = os.sysconf("SC_PHYS_PAGES") * _PAGE  # this host's memory: unused addresses cost nothing
@@ -107,7 +111,11 @@ class SharedFile:
 
 
 class Window:
-    """Another rank's file, as this process reads it. The window closes the file's descriptor."""
+    """Another rank's file, as this process reads it. The window closes the file's descriptor.
+
+    Raises:
+        OSError: the system does not allow it.
+    """
 
     def __init__(self, descriptor: int) -> None:
         try:

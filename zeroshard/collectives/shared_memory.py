@@ -125,7 +125,11 @@ class Lending:
 
 
 class SharedMemory(Grouped):
-    """A transport through shared memory, see the module's docstring. If these ranks cannot share it, NotShared is raised."""
+    """A transport through shared memory, see the module's docstring.
+
+    Raises:
+        NotShared: these ranks cannot share memory.
+    """
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__(members, device, watch)

@@ -64,7 +64,7 @@ def _lacks(begun: Sequence[int], tag: int) -> bool:
     channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
     for last in begun:
         if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:
-            # Numbers wrap around, so a tag in the half after the last one is a later one.
+            # Numbers wrap around: a tag is later than the last one if it is in the half of all numbers that follows it.
             return last != tag and (tag - last) % (1 << SEQUENCE_BITS) < 1 << SEQUENCE_BITS - 1
     return True
 

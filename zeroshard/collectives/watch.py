@@ -236,7 +236,7 @@ class Watch(Waits):
             self._wake.set()
             # The store may have ended with a rank: then the watch's thread waits in vain, and this thread stops waiting for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
-        reaches_store = question.is_heard  # before `found` is copied, which is complete if the store has answered
+        reaches_store = question.is_heard  # read before `found` is copied: it is complete if the store has answered
         return told, dict(question.found), reaches_store
 
     def close(self) -> None:

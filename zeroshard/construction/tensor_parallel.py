@@ -48,7 +48,8 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 def plan_of(model: nn.Module, size: int) -> dict[str, str]:
     """Return the styles that a model's plan gives to modules, by full name, without replicated modules.
 
-    Raise if the model has no plan, or if `size` tensor-parallel ranks cannot use its plan.
+    Raises:
+        UsageError: the model has no plan, or one that `size` tensor-parallel ranks cannot use.
     """
     kind = type(model).__name__
     if hasattr(model, "peft_config"):
@@ -112,7 +113,11 @@ def refuse_uneven(size: int, world: int) -> None:
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
-    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it."""
+    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it.
+
+    Raises:
+        UsageError: `size` does not divide the number of ranks, or differs between ranks.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
     refuse_uneven(size, world)
     sizes = _exchange(size, device_type, "the number of tensor-parallel ranks")
@@ -131,6 +136,10 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
     Returns:
         The new parameters, keyed by those that they replace.
+
+    Raises:
+        UsageError: the plan cannot be used (see `plan_of`), the model is already divided, or a parameter has no values; or, after
+            the division, the plan divides tied parameters in two ways.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -168,7 +177,10 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
 
 
 def _tied_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-    """Tie again the new parameters that replace one old parameter, and return them by the old. `before` has all old names."""
+    """Tie the new parameters as the old ones were tied. Return the new parameters, keyed by the old.
+
+    `before` has the old parameters under all of their names.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in before.items():
         now = model.get_parameter(name)
@@ -233,7 +245,10 @@ def _exchange(value: Any, device_type: str, what: str) -> list[Any]:
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with the same part of a model as this rank. Every rank of the job must call it.
 
-    `mesh` has the ranks that divide this rank's model. Raise if the meshes of the ranks do not divide the job evenly.
+    `mesh` has the ranks that divide this rank's model.
+
+    Raises:
+        UsageError: the meshes of the ranks do not divide the job evenly.
     """
     own = mesh.mesh.flatten().tolist()
     everyone = _exchange(own, mesh.device_type, "the ranks that divide each model")
@@ -253,7 +268,11 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of the model's DTensors, or None if it has none. Raise for several meshes, and unsupported placements."""
+    """Return the mesh of the model's DTensors, or None if it has none.
+
+    Raises:
+        UsageError: there are several meshes, a buffer is a DTensor, or zeroshard does not support a placement.
+    """
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
             raise UsageError(
@@ -279,7 +298,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def refuse_crossed(collectives: Collectives, others: Collectives) -> None:
-    """Raise if ranks that shard one model have different parts of its DTensors. Every rank must call it."""
+    """Raise `UsageError` if ranks that shard one model have different parts of its DTensors. Every rank must call it."""
     numbers = collectives.exchange_json(others.rank, "the dimensions of the mesh")
     if len(set(numbers)) > 1:
         raise UsageError(
@@ -297,7 +316,7 @@ def placed(parameter: Tensor) -> str:
 def refuse_beside_others(
     model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, precision: Precision, *, whole_parameters: bool
 ) -> None:
-    """Raise for settings of a model with DTensors over `mesh` that need more than each rank's own part.
+    """Raise `UsageError` for settings of a model with DTensors over `mesh` that need more than each rank's own part.
 
     Args:
         group: the data-parallel ranks.
@@ -334,7 +353,7 @@ def refuse_beside_others(
 
 
 def refuse_different_replicas(model: nn.Module, context: Context) -> None:
-    """Raise if a parameter or buffer that is whole on the ranks of the other dimension differs between them.
+    """Raise `UsageError` if a parameter or buffer that is whole on the ranks of the other dimension differs between them.
 
     Only the values of the first data-parallel ranks are compared, since only these are used. Every rank must call it.
     """

@@ -82,7 +82,7 @@ class Engine(Saving, nn.Module):
         self._last = StepReport(applied=False)
         self._was_applied = self._destroyed = False
         self._whole_adapters = ExitStack()
-        """Keeps the adapters whole that a trainer is saving, until the next use of the engine closes it."""
+        """The context in which the adapters that a trainer is saving stay whole. The next use of the engine closes it."""
         self._microbatches = Microbatches(sharded)
         self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)

@@ -33,7 +33,7 @@ class Microbatches:
         self.is_no_sync = False
         self._has_warned = False
         self._drops: int | None = 0
-        """How often `zero_grad` dropped gradients; None once `engine.step()` was called, or a warning was issued."""
+        """The number of times that `zero_grad` dropped gradients; None after `engine.step()` or the warning."""
         self.start_step()
 
     def start_step(self) -> None:
@@ -86,7 +86,7 @@ class Microbatches:
         if self._drops is None or self._sharded.backwards_ended == self._ended_before:
             return
         self._drops += 1
-        if self._drops < 3:  # a loop may drop gradients on purpose, such as those of a trial
+        if self._drops < 3:  # a loop may drop gradients on purpose, for example those of a trial
             return
         self._drops = None
         warnings.warn(

@@ -161,7 +161,7 @@ class Progress:
         """Start to measure the throughput, at this number of samples since the start of training."""
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
-        self._steps = 0  # since then, as are the seconds
+        self._steps = 0  # counted from this moment, as `_seconds` is
         self._seconds.clear()
 
     # ------------------------------------------------------------------ reports of steps

@@ -84,7 +84,7 @@ class Reductions:
     def _set_order(self, order: Sequence[Group]) -> None:
         self._order = list(order)
         self._position = {bucket: position for position, group in enumerate(order) for bucket in group}
-        """All buckets, in the order of their groups, each with the position of its group."""
+        """The position of each bucket's group, by bucket, in the order of the groups."""
         self._next = 0
 
     # ------------------------------------------------------------------ one microbatch

@@ -521,7 +521,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict with `synced_gpus` at stage 3, since compiled models do not get `NeedsOtherRanks`."""
+        """Predict with `synced_gpus` at stage 3. Compiled models need the argument: they do not get `NeedsOtherRanks`."""
         if self.sharded is not None and self.sharded.policy.parameters.sharded and hasattr(self, "_gen_kwargs"):
             self._gen_kwargs.setdefault("synced_gpus", self.args.world_size > 1)
         return super().prediction_step(*args, **kwargs)
@@ -545,7 +545,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         whole: AbstractContextManager[None] = nullcontext()
         if self.sharded is not None and self.sharded.policy.parameters.sharded:
-            # On the rank that writes, PEFT runs prompt encoders and makes state dicts.
+            # On the rank that writes, PEFT runs prompt encoders and makes state dicts: both need whole adapters.
             whole = unsharded(adapter_parameters(self.model))
         try:
             with whole:

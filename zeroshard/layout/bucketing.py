@@ -50,7 +50,7 @@ class Group:
 
     @property
     def label(self) -> str:
-        """The label of its unit, without `kind`."""
+        """The label of the group's unit, without `kind`."""
         return self.name if self.trainable else f"{self.name} (frozen)"
 
 
@@ -203,7 +203,7 @@ class _Extent(NamedTuple):
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Raise if a parameter shares elements in memory with another parameter or with a buffer.
+    """Raise `UsageError` if a parameter shares elements in memory with another parameter or with a buffer.
 
     In plain PyTorch, a write to one of the two shows in the other. With parameters in flat buffers, it would not.
     """

@@ -38,7 +38,7 @@ class ModelTree:
         return [*map(len, self._parts)] == self._lengths and all(map(is_, content, self._content))
 
     def refuse_changes(self) -> None:
-        """Raise if a parameter was added, removed or replaced, or now has a name that another parameter had.
+        """Raise `UsageError` if a parameter was added, removed or replaced, or now has a name that another parameter had.
 
         Modules without parameters may be added and removed. Modules may be wrapped in others, which gives their parameters
         new names.

@@ -14,8 +14,11 @@ from zeroshard.errors import UsageError
 def modules_matching(model: nn.Module, patterns: str | Sequence[str], what: str) -> dict[str, nn.Module]:
     """Return the modules whose full names match a pattern, by name, in the order of the patterns.
 
-    Of nested modules, only the outermost is returned: a change to it applies to those inside. If a pattern, with `*` for anything,
-    matches no module, an error names the call `what`.
+    Of nested modules, only the outermost is returned: a change to it applies to those inside. In a pattern, `*` stands for
+    anything.
+
+    Raises:
+        UsageError: a pattern matches no module. The message names the call `what`.
     """
     if isinstance(patterns, str):
         patterns = [patterns]

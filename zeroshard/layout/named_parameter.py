@@ -73,7 +73,9 @@ class NamedParameter:
 def placement_of(fqn: str, parameter: nn.Parameter) -> Placement:
     """Find the place of this rank's part of a parameter. An ordinary parameter is whole on each rank.
 
-    Raise for a DTensor with several mesh dimensions, a placement other than Shard and Replicate, or uneven chunks.
+    Raises:
+        UsageError: a DTensor has several mesh dimensions, a placement other than Shard and Replicate, or unequal chunks. (The
+            last chunk may be smaller, but not empty.)
     """
     if not is_distributed(parameter):
         return Placement.whole(parameter.shape)
@@ -110,7 +112,7 @@ def refuse_distributed(
     what: str,
     remedy: str = 'Call zeroshard.shard(model, optimizer, stage, group=mesh["dp"]), which takes DTensors.',
 ) -> None:
-    """Raise if one of the named parameters is a DTensor: the feature `what` takes only ordinary ones."""
+    """Raise `UsageError` if one of the named parameters is a DTensor: the feature `what` takes only ordinary ones."""
     for name, parameter in parameters:
         if is_distributed(parameter):
             raise UsageError(

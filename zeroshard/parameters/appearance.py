@@ -73,8 +73,11 @@ class Appearance:
         self._shown_taken: set[int] = set()
         self._in_use = False
         self._own_writes = [0] * len(self._named)
-        """For each parameter, the number of counted writes that are not the user's, without `hides`: a graph that saved a sharded
-        parameter as a position in its unit stays valid when the values are freed, but not when they are updated."""
+        """For each parameter, the number of counted writes that are not the user's, without those that `hides` counts.
+
+        The counts are separate for graphs that saved a sharded parameter as a position in its unit: such a graph stays valid when
+        the values are freed, but not when they are updated.
+        """
         self.hides = 0
 
     # ------------------------------------------------------------------ the tensors that parameters show
@@ -246,7 +249,7 @@ class Appearance:
             shown = entry.local if self._is_distributed else entry.parameter
             is_shown = shown.shape == view.shape and shown.stride() == view.stride()
             if is_shown and self._separate:
-                # Not the storage: that of a shared tensor moves to other memory (`model.share_memory()`).
+                # Compare addresses, not storages: `model.share_memory()` moves a storage to other memory.
                 is_shown = shown.data_ptr() == view.data_ptr()
             elif is_shown:
                 is_shown = is_same_memory(shown, view)

@@ -159,7 +159,7 @@ def classes_of(
             attribute = attribute_of(func)
             is_metadata = func.__name__ in METADATA or _asks_for_type(func, args, kwargs, cls)
             if not is_metadata or attribute in VALUES:
-                # A list, made before the first read: a read gives all parameters of its unit another class.
+                # Make the list before the first read: a read gives all parameters of its unit another class.
                 touched = [one for one in _flat(args, kwargs) if isinstance(one, cls)]
                 if _changes_nothing(func, args, kwargs):
                     return args[0]

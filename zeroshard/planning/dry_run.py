@@ -285,7 +285,7 @@ def _born(job: Job) -> nn.Module:
             raise
         traceback.clear_frames(error.__traceback__)  # the frames hold parts of the model
     gc.collect()
-    # On the meta device, the model can be moved. Then replace its tensors with CPU tensors without values.
+    # A model on the meta device can be moved. Build it there, then replace its tensors with CPU tensors without values.
     with outside_of_modes(), torch.device("meta"):
         model = job.factory()
     made: dict[Tensor, Tensor] = {}

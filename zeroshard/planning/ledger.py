@@ -49,7 +49,7 @@ class _Live:
 
 @dataclass
 class Peak:
-    """The peak of live bytes: in all, by category (`parts`), and the phase and the module in which it occurred."""
+    """The peak of live bytes: the total, the bytes by category (`parts`), and the phase and module in which it occurred."""
 
     nbytes: int = 0
     parts: dict[str, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Ledger(TorchDispatchMode):
         return 0 if self._segments is None else self._segments.reserved
 
     def parts(self, *, on_host: bool = False) -> dict[str, int]:
-        """Return the current live bytes in one of the memories, by category."""
+        """Return the current live bytes by category, on the device or, with `on_host`, in the host's CPU memory."""
         return {category: nbytes for category, nbytes in self._now[on_host].items() if nbytes}
 
     def forget_peaks(self) -> None:

@@ -54,7 +54,8 @@ class LongSequences:
     def wrapped(self, model: nn.Module, send: Callable[[int], None]) -> Iterator[nn.Module]:
         """Yield a module that takes a whole batch (`input_ids`, `labels`), runs the first rank's slice, and returns the loss.
 
-        The model is detached at the end: its config, which names its attention, may be the caller's.
+        The end of the context detaches the model from its sequences: its config, which names its attention, may be the caller's
+        own.
 
         Args:
             send: called with the bytes that an exchange sends to other ranks.

@@ -352,7 +352,7 @@ def settings(job: Job, micro: int) -> Iterator[list[Choice]]:
 class Found:
     """The result of a search: the fastest plan that fits, or, if none fits, the plan that lacks the least memory.
 
-    `others` are the next best choices that fit, with their plans, which may be extrapolated, the fastest first.
+    `others` has the next best choices that fit with their plans, fastest first. These plans may be extrapolated.
     """
 
     choice: Choice
@@ -493,7 +493,7 @@ class Search:
         for choice, layers in runs:
             job = self.job
             if layers is not None and self.shallow is not None:
-                # The engine takes optional buffers if memory is free. A shallow model leaves too much, so pretend there is none.
+                # The engine takes optional buffers if memory is free. A shallow model leaves too much, so pretend none is free.
                 full = job.machine.model_copy(update={"memory": 1})
                 job = replace(job, factory=self.shallow(layers), machine=full)
             work.append(partial(dry_run, job, choice.config(self.base, self.per_rank // choice.micro)))

@@ -389,7 +389,7 @@ class _Copies(Copies):
 
 
 class SimulatedHostCopies(HostCopies):
-    """A keeper whose memory the ledger counts."""
+    """A keeper of inputs in CPU memory, whose memory the ledger counts."""
 
     def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
         super().__init__(slots, copies)

@@ -34,7 +34,7 @@ from zeroshard.storage.transfers import Copies
 from zeroshard.torch_private import tree_flatten, tree_unflatten, version_of
 
 _Versions = Mapping[tuple[int, torch.Size], tuple[weakref.ref[Tensor], int]]
-"""Inputs and their versions in the forward, by address and shape."""
+"""The inputs and the versions that they had in the forward, by address and shape."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,10 @@ class Checkpointer:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """Creates the keeper of inputs in CPU memory, for dry runs; None: `HostCopies`, if the model is on an accelerator."""
+        """A function that makes the keeper of inputs in CPU memory, for dry runs.
+
+        None: `HostCopies`, if the inputs are on an accelerator.
+        """
         self._forwards = Forwards()
 
     @classmethod

@@ -75,7 +75,7 @@ class Forward:
 
     Attributes:
         to_come: by module, the number of its calls whose backward has not begun; empty if no call counts.
-        calls: the calls whose graph exists on this rank: only the hooks on a graph hold its calls.
+        calls: the calls whose graph exists on this rank. Only the hooks on the graph keep them alive.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Forward:
 
 
 class Call:
-    """A call of a module, whose graph holds this object."""
+    """A call of a module. The hooks on the call's graph keep this object alive."""
 
     def __init__(self, forward: Forward, module: nn.Module) -> None:
         forward.calls.add(self)

@@ -170,7 +170,7 @@ class SavedParameters:
         unit = self._unit_of.get(storage)
         if unit is None:
             hidden = self._placeholders.get(storage)
-            # A Python autograd function may save it without reading it.
+            # A Python autograd function may save a placeholder without reading it.
             if hidden is not None and not _saves(caller):
                 # An error from here would lose its message inside torch.jit.script, so `pop` raises it.
                 self._read_as_nan = hidden.named[int(tensor.storage_offset())].fqn

@@ -455,8 +455,8 @@ class Schedule:
         each rank.
 
         Raises:
-            UsageError: a parameter that was frozen at `shard`, and is in the optimizer, has a gradient, which no step would use;
-                or a backward was aborted.
+            UsageError: a parameter of the optimizer that was frozen at `shard` has a gradient, which no step would use; or
+                a backward was aborted.
         """
         after(self.state, Move.STEP)
         found = []

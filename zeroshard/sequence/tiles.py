@@ -82,7 +82,7 @@ class Tiles:
 class _Tiled:
     """The forward of one module that runs in tiles.
 
-    An object and no closure, since a deep copy of the model has to copy it, with the module that it runs.
+    This is an object, not a closure: a deep copy of the model must copy it together with the module that it runs.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], tokens: int) -> None:
@@ -237,7 +237,7 @@ class TileByTile(torch.autograd.Function):
             if by_x is not None:
                 of_x = made.pop(0)
                 by_x[:, where] = 0 if of_x is None else of_x
-            # In a function, so that no local variable keeps a replaced total while the next tile runs.
+            # This is a separate function, so that no local variable keeps a replaced total while the next tile runs.
             _add_tile(totals, summed, made)
         # A gradient has the dtype of its tensor. A sum in fp32 is rounded once.
         rounded = iter(

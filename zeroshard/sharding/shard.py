@@ -312,9 +312,10 @@ def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
 
 
 def _refuse_placeholders(groups: Sequence[Group], context: Context) -> None:
-    """Raise for parameters that cannot become placeholders: integers, which have no NaN, and those of a user's class.
+    """Raise `UsageError` for parameters that cannot become placeholders: integers, and parameters of a user's class.
 
-    Reads of the latter cannot be intercepted. So they may rest whole in CPU memory, but not sharded.
+    Integers have no NaN. Reads of a user's class cannot be intercepted: such parameters may rest whole in CPU memory, but not
+    sharded.
     """
     residency = context.policy.parameters
     ordinary = (nn.Parameter, context.whole_class, distributed_class())
@@ -357,7 +358,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def _refuse_modules(model: nn.Module, groups: Sequence[Group], context: Context) -> None:
-    """Raise for modules that torch would refuse after the sharding, or whose forwards would make ranks differ."""
+    """Raise `UsageError` for modules that torch would refuse after the sharding, or whose forwards would make ranks differ."""
     precision = context.precision
     trained = {id(entry.parameter) for group in groups if group.trainable for entry in group.named}
     for name, module in model.named_modules():

@@ -107,7 +107,7 @@ class OptimizerStates:
                     name: value.full_tensor() if is_distributed(value) else value
                     for name, value in state_dict["state"].get(number, {}).items()
                 }
-                # On every rank, with or without a part of the parameter.
+                # Every rank checks the shapes, with or without a part of the parameter.
                 self._refuse_other_shapes(named[parameter], state)
                 for _, view in self._step.parts_of[parameter]:
                     if state:

@@ -135,7 +135,7 @@ class Parking:
         """Reload all parked states."""
         while self._parked:  # states that fail to reload stay parked, and may be reloaded later
             one = self._parked[-1]
-            # Otherwise, `zero_grad` has dropped it in the meantime.
+            # If neither holds, `zero_grad` has dropped this gradient in the meantime.
             if not one.is_transient or self._schedule.state is not StepState.CLEAN:
                 one.memory.allocate()
                 whole = one.memory.tensor

@@ -405,8 +405,8 @@ class ShardedStep:
         return self._taken
 
     def _drop_if_all_are_none(self) -> None:
-        """Drop the gradients once the user has set every `grad` that was taken to None, as `model.zero_grad()` does."""
-        for unit in reversed(self.schedule.units):  # the last unit's are dropped last: usually one look is enough
+        """Drop the gradients if every `grad` that was taken is now None, as after the user's `model.zero_grad()`."""
+        for unit in reversed(self.schedule.units):  # the last unit's are dropped last, so one look is usually enough
             if unit.dropped_gradients() != unit.used:
                 return
         self.zero_grad()
@@ -585,8 +585,8 @@ class ShardedStep:
         if any(flag & CHANGED for flag in flags):
             self._operations().agree([bytes(flag & CHANGED for flag in message) for message in messages])
         if any(flag & DROPPED for flag in flags) and self._drop_together(messages):
-            # Some ranks used a parameter and dropped its gradient, and others did not use it, and learned of that only now: their
-            # parts of the norm still counted it. Now every rank follows, so the second exchange is the last.
+            # Some ranks used a parameter and dropped its gradient. Ranks that did not use it learned of that only now, and their
+            # parts of the norm still counted it. Now every rank has dropped it, so the second exchange is the last.
             return self._exchange(norm)
         self._used = tuple(bool(flag & USED) for flag in flags)
         self._flags_of_ranks = messages

@@ -125,7 +125,7 @@ class UsersOptimizer:
             )
         if isinstance(optimizer, NoOptimizer):
             return None  # its own step raises
-        # If the own step raised, `_depth` did not return to 0: then only new gradients show that the next call is not a nested one.
+        # If the optimizer's own step raised, `_depth` did not return to 0: only new gradients show that this call is not nested.
         if self._depth and self._stepped_at == self._schedule.gradients_taken:
             self._depth += 1
             return None

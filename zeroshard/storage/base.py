@@ -52,7 +52,7 @@ class Slot(ABC):
         self.version = 0
         """The number of writes: data that was read at an earlier number is stale."""
         self.before_write: Callable[[], None] = nothing
-        """Blocks until no other reader uses the content in `memory_in`, which is about to change."""
+        """A function that blocks until no other reader uses the content in `memory_in`, which is about to change."""
 
     @property
     def nbytes(self) -> int:
@@ -291,7 +291,10 @@ class AcceleratorStorage(MemoryStorage):
         return 0 if self._pages is None else self._pages.freed_nbytes
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether an accelerator had `nbytes` more, and FREE_SHARE, free at this process's peak: for optional scratch."""
+        """Return whether `nbytes` more, and FREE_SHARE of an accelerator's memory, were free at this process's peak.
+
+        Callers ask before they take optional scratch. On a CPU, the result is False.
+        """
         if self.device.type == "cpu":
             return False
         free, total = torch.accelerator.get_memory_info(self.device)

@@ -127,7 +127,7 @@ class ResizedBuffer(FlatBuffer):
 
 @final
 class PagedBuffer(FlatBuffer):
-    """A buffer in CPU memory that passes its pages on to the next buffer. A unit's begins with zeros, any other without memory."""
+    """A buffer in CPU memory that passes its pages on to the next buffer. A unit's begins with zeros, others without memory."""
 
     def __init__(self, label: str, dtype: torch.dtype, memory: Range) -> None:
         super().__init__(label, memory.tensor(dtype))

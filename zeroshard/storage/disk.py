@@ -44,7 +44,7 @@ class Requests(Transfer):
         self._futures = futures
 
     def wait(self, device: torch.device) -> None:
-        """Block until all are over, for any device: the CPU reads and writes files. Raise the StorageError of one that failed."""
+        """Block until all are over, for any device: the CPU reads and writes files. Raise the `StorageError` of a failed one."""
         wait_for_all(self._futures)  # after an error too: the others still use the caller's memory
         try:
             for future in self._futures:
@@ -222,7 +222,7 @@ class DiskStorage(Storage):
         """The buffers for data that comes from an accelerator, goes there, or is read ahead. They hold whole blocks of the file,
         so that the parts of a larger slot begin at the start of a block."""
         self.ahead: dict[DiskSlot, tuple[Tensor, Transfer]] = {}
-        """By slot, the buffer for content that is read ahead, and the read that fills it."""
+        """The buffer for content that is read ahead, and the read that fills it, by slot."""
 
     def take_buffer(self) -> Tensor:
         """Take a staging buffer. If none is left, drop the content that was read ahead first."""

@@ -1,6 +1,6 @@
 """Owns torch's private names: every name that zeroshard uses and torch may change without notice.
 
-torch has no public names for what they do, unless a docstring says more.
+torch has no public equivalents of these names, except where a docstring names one.
 
 Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
 are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
@@ -116,7 +116,7 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     return same and one.storage_offset() * one.itemsize == other.storage_offset() * other.itemsize
 
 
-# Operations on many tensors in one launch, which torch documents.
+# Operations on many tensors in one launch. torch documents them.
 foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_")
 foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
 foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_")

@@ -317,7 +317,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for target, parameter, part in pieces:
                 if not has_gradient[id(parameter)]:
                     continue
-                # A transfer is a call of all ranks. For those that neither send nor receive, any tensor does.
+                # A transfer is a call of all ranks. Those that neither send nor receive may pass any tensor.
                 gradient: Tensor | None = parameter
                 if collectives.rank in (source, target):
                     gradient = parameter.grad

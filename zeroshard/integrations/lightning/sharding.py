@@ -73,7 +73,7 @@ class Facts:
 
 
 class ShardingStrategy:
-    """The part that both strategies share: their arguments, their names, and the sharding of a model; see `ZeroStrategy`."""
+    """The base of both strategies: their arguments, their names, and the sharding of a model; see `ZeroStrategy`."""
 
     _precision_argument = ""
 

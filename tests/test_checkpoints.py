@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import random
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from insides import late_saves
 from models import MODELS, Stack, floats, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from twin import everything, same
 import zeroshard
 from zeroshard import CheckpointError, Policy, Precision, UsageError
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -691,16 +690,7 @@ def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
         for _ in range(2):
             engine.backward(engine(*tokens(rank, 0)))
             engine.step()
-        write_behind = Checkpoints._write_behind
-
-        def late(*args: Any) -> None:
-            try:
-                write_behind(*args)
-            finally:
-                time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Checkpoints, "_write_behind", late)
+        with late_saves(0.5 * rank):  # rank 1's save ends some steps later than rank 0's
             engine.save_checkpoint(blocked, asynchronous=True)
             with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
                 for _ in range(2000):

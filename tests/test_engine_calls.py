@@ -271,7 +271,9 @@ def test_a_loop_that_never_steps_is_warned_once() -> None:
             engine.zero_grad()
 
     def body(rank: int) -> None:
-        with pytest.warns(UserWarning, match=r"engine\.step\(\) has never been called: nothing is trained") as caught:
+        with pytest.warns(
+            UserWarning, match=r"engine\.step\(\) has not been called so far: nothing has been trained"
+        ) as caught:
             never_steps(make(2, 1), rank)
         assert len(caught) == 1
         with warnings.catch_warnings():

@@ -408,6 +408,29 @@ def test_the_log_of_an_engine(how: str, divides: bool, tmp_path: Path) -> None:
     assert all(one["sent"] for one in steps)
 
 
+def test_a_log_goes_on_after_another_progress_has_ended(tmp_path: Path) -> None:
+    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+
+    def step() -> None:
+        for number in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*tokens(0, number)))
+            engine.step()
+
+    shown = zeroshard.progress(engine, steps=3)
+    logged = zeroshard.progress(engine, steps=3, log=tmp_path)
+    with logged:
+        with shown:
+            step()
+        step()
+    shown.__enter__()
+    with logged:
+        step()
+        shown.__exit__(None, None, None)
+        step()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "step" in line]) == 4
+
+
 def test_counters_of_bytes_may_be_cleared_by_others() -> None:
     sent = Sent({"a": 2})
     assert sent.take({"a": 5}) == {"a": 3}

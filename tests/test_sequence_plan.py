@@ -64,6 +64,16 @@ def test_a_plan_leaves_the_callers_config_as_it_was() -> None:
     ]
     assert plans[0].peak_nbytes == plans[2].peak_nbytes > plans[1].peak_nbytes
 
+    def refused() -> nn.Module:
+        model = LlamaForCausalLM(config)
+        model.model.layers[0].mlp.norm = nn.BatchNorm1d(4)
+        return model
+
+    attention = config._attn_implementation
+    with pytest.raises(UsageError, match="BatchNorm"):
+        zeroshard.plan(refused, CONFIG, world_size=2, batch=batch, machine="h100", sequence_parallel=2, tile_tokens=8)
+    assert config._attn_implementation == attention
+
 
 def test_memory_falls_with_ranks_and_tiles() -> None:
     whole, cut, tiled = planned(), planned(sequence_parallel=2), planned(tile_tokens=8)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from types import ModuleType
 
 from zeroshard.errors import UsageError
 from zeroshard.integrations.shim_path import is_ours, put_on_path, real_deepspeed
@@ -26,19 +26,21 @@ def _refuse_late() -> None:
         )
     if real is not None:
         return
-    # Libraries that were imported without deepspeed have defined their classes accordingly.
-    accelerate = sys.modules.get("accelerate.utils")
-    transformers: Any = sys.modules.get("transformers.integrations.deepspeed")
-    decided = {
-        "accelerate": accelerate is not None and not hasattr(accelerate, "DeepSpeedEngineWrapper"),
-        "transformers": transformers is not None and transformers.HfDeepSpeedConfig.__bases__ == (object,),
-    }
-    for name, has_decided in decided.items():
-        if has_decided:
+    for name in ("accelerate", "transformers"):
+        if _has_decided(name):
             raise UsageError(
                 f"import zeroshard.as_deepspeed comes too late: {name} is loaded already, and found no deepspeed. Make it "
                 "the script's first import, or start the script with `zeroshard run`."
             )
+
+
+def _has_decided(name: str) -> bool:
+    """Return whether a library was imported without deepspeed, and defined its classes accordingly."""
+    if name == "accelerate":
+        utils = sys.modules.get("accelerate.utils")
+        return utils is not None and not hasattr(utils, "DeepSpeedEngineWrapper")
+    integration: ModuleType | None = sys.modules.get("transformers.integrations.deepspeed")
+    return integration is not None and integration.HfDeepSpeedConfig.__bases__ == (object,)
 
 
 def _announce() -> None:

@@ -58,12 +58,13 @@ class Launch:
     port: int
 
 
-def read_launch(env: Mapping[str, str] | None = None) -> Launch | None:
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Read the launcher's environment (default: this process's own). Return None if it names at most one rank.
 
     Raises:
         UsageError: the variables are incomplete, invalid or contradictory, or this process is a Slurm batch script.
     """
+    env = environment
     if env is None:
         env = os.environ
     if "WORLD_SIZE" in env:
@@ -86,8 +87,8 @@ class _Variables(NamedTuple):
     rank: str
     size: str
     local_rank: str
-    local_size: str = ""
-    """The number of ranks on this machine, if the launcher sets it."""
+    local_size: str | None = None
+    """The variable with the number of ranks on this machine, if the launcher sets one."""
 
 
 _TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -136,7 +137,7 @@ def _launch(env: Mapping[str, str], variables: _Variables) -> Launch | None:
     if local in env:
         local_rank = _number(env, local, 0)
     address = env.get("MASTER_ADDR") or None
-    if address is None and env.get(local_size) == env[size]:  # one machine
+    if address is None and local_size is not None and env.get(local_size) == env[size]:  # one machine
         address = "127.0.0.1"
     return Launch(launcher, own, world_size, local_rank, address, _port(env))
 

@@ -251,7 +251,6 @@ class Policy:
                 "parameters are to be stored on disk, whole on each host (within): every host would write the same. Store "
                 "them in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
             )
-
         if self.wire.gradients is not None and self.within is None:
             raise PolicyError(
                 "gradients are to be quantised between hosts (in a config, zero_optimization.zero_quantized_gradients), "

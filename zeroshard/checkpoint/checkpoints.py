@@ -205,10 +205,10 @@ class Checkpoints:
                     self._refuse_later_steps(steps)
             to = Destination(path, tag, self._hosts_of(node_local), save_latest, keep_last)
             if asynchronous:
+                self._is_unreported = True
                 thread = ThreadPoolExecutor(1, "zeroshard checkpoint")
                 self._pending = thread.submit(self._write_behind, outline, part, to)
                 thread.shutdown(wait=False)
-                self._is_unreported = True
             else:
                 part.arrived()
                 with self.display.task(f'saving "{tag}"', part.nbytes) as row:
@@ -322,31 +322,36 @@ class Checkpoints:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
             self.live.schedule.refuse_parked("a load")
             self.live.step.sub_groups.abandon()
-            folder = Path(folder)
-            hosts = self._hosts_of(node_local)
-            holdings = None
-            if not node_local:
-                candidates = self._candidates(folder, tag, fall_back)
-            else:
-                holdings = Holdings(self.control, hosts, folder)
-                candidates = holdings.tags(tag, fall_back=fall_back)
-            problems = {}
-            for candidate in candidates:
-                may_be_whole = True
-                while may_be_whole:
-                    if holdings is not None:
-                        holdings.bring(candidate)
-                    try:
-                        loaded = self._load_one(folder / candidate, candidate, strict, optimizer_states, random)
-                        self.live.schedule.is_stepping = False  # all states are of one step again
-                        return loaded
-                    except CheckpointError as error:
-                        problems[candidate] = str(error)
-                        if fall_back and self.control.rank == 0:
-                            log = logging.getLogger("zeroshard")
-                            log.warning("a load passes over %s: %s", folder / candidate, error)
-                    may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
-            raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
+            wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
+            loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
+            self.live.schedule.is_stepping = False  # all states are of one step again
+            return loaded
+
+    def _load_any(
+        self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
+    ) -> Loaded:
+        """Load the first complete candidate. If there is none, raise the errors of all candidates."""
+        hosts = self._hosts_of(node_local)
+        holdings = None
+        if not node_local:
+            candidates = self._candidates(folder, tag, fall_back)
+        else:
+            holdings = Holdings(self.control, hosts, folder)
+            candidates = holdings.tags(tag, fall_back=fall_back)
+        problems = {}
+        for candidate in candidates:
+            may_be_whole = True
+            while may_be_whole:
+                if holdings is not None:
+                    holdings.bring(candidate)
+                try:
+                    return self._load_one(folder / candidate, candidate, **wanted)
+                except CheckpointError as error:
+                    problems[candidate] = str(error)
+                    if fall_back and self.control.rank == 0:
+                        logging.getLogger("zeroshard").warning("a load passes over %s: %s", folder / candidate, error)
+                may_be_whole = holdings is not None and holdings.leave_out_damaged(candidate)
+        raise CheckpointError("\n".join(problems.values()) or f"{folder} holds no whole checkpoint.")
 
     def _candidates(self, folder: Path, tag: str | None, fall_back: bool) -> list[str]:
         """List the tags to try, as rank 0 sees them."""
@@ -368,7 +373,7 @@ class Checkpoints:
             raise CheckpointError(problem)
         return tags
 
-    def _load_one(self, path: Path, tag: str, strict: bool, optimizer_states: bool, random: bool) -> Loaded:
+    def _load_one(self, path: Path, tag: str, **wanted: bool) -> Loaded:
         """Load one checkpoint. If it is replaced while it is read, read it again."""
         failed: tuple[list[str], CheckpointError] | None = None  # files that could not be read, and why
         for _ in range(_ATTEMPTS):
@@ -381,13 +386,13 @@ class Checkpoints:
             if failed is not None and failed[0] == names:  # nobody replaced the files: they are damaged
                 raise failed[1]
             try:
-                return self._read(path, tag, manifest, strict, optimizer_states, random)
+                return self._read(path, tag, manifest, **wanted)
             except CheckpointError as error:
                 failed = (names, error)
         raise CheckpointError(f"another program kept replacing {path} while it was read. Load another tag.")
 
     def _read(
-        self, path: Path, tag: str, manifest: Manifest, strict: bool, optimizer_states: bool, random: bool
+        self, path: Path, tag: str, manifest: Manifest, *, strict: bool, optimizer_states: bool, random: bool
     ) -> Loaded:
         reader = Reader(path, manifest)
         optimizer_states = optimizer_states and self.live.inner is not None

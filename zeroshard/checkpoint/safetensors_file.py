@@ -87,7 +87,8 @@ class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
             raise self._broken(f"its header would be {length} bytes long, and the file has {size}")
         try:
             header: Any = json.loads(os.pread(self._fd, length, 8))
-            header.pop("__metadata__", {}).items()  # raises unless it is a dict
+            if not isinstance(header.pop("__metadata__", {}), dict):
+                raise TypeError("its __metadata__ is not a dict")
             entries: dict[str, Entry] = {}
             for name, described in header.items():
                 start, stop = described["data_offsets"]

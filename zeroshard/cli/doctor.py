@@ -39,15 +39,7 @@ def doctor(
     if net and profile is not None:
         raise UsageError("--net measures links only, so --profile would get no figures. Pass one of them.")
     if net:
-        from zeroshard.cli.measure import print_links
-        from zeroshard.launch import read_launch
-
-        if read_launch() is None:
-            raise UsageError(
-                "doctor --net measures the links between ranks, but no launcher started any. Run torchrun --nnodes 2 "
-                "--nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
-            )
-        print_links(console, size)
+        _print_links(console, size)
         return
     _print_machine(console)
     from zeroshard.cli.measure import measure, measured_machine
@@ -108,3 +100,31 @@ def _print_machine(console: Console) -> None:
         console.print(f"ranks of this host: communicate over gloo, which is slower: {why_not}")
     else:
         console.print("ranks of this host: share memory if they compute on the CPU")
+
+
+def _print_links(console: Console, size: int) -> None:
+    from rich.table import Table
+
+    from zeroshard.cli.measure import measure_links, own_name, problem_of
+    from zeroshard.launch import read_launch
+
+    if read_launch() is None:
+        raise UsageError(
+            "doctor --net measures the links between ranks, but no launcher started any. Run torchrun --nnodes 2 "
+            "--nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d -m zeroshard doctor --net, on each host."
+        )
+    problem = problem_of(*own_name())
+    if problem is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        console.print(problem)  # now, since the other ranks may never reach this host
+    rank, hosts, links = measure_links(size)
+    if rank != 0:
+        return
+    for host in hosts:
+        ranks = ", ".join(str(one) for one in host.ranks)
+        console.print(f"{host.name} ({host.address or 'its name has no address'}): ranks {ranks}")
+    table = Table("link", "ranks", "latency, us", "GB/s")
+    for link in links:
+        where = "across hosts" if link.is_across else "inside a host"
+        ranks = f"{link.ranks[0]}, {link.ranks[1]}"
+        table.add_row(where, ranks, f"{link.latency * 1e6:.0f}", f"{link.bandwidth / 1e9:.3f}")
+    console.print(table)

@@ -8,14 +8,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import combinations
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from zeroshard.collectives.choose import create_collectives
@@ -111,8 +108,9 @@ def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, A
         made = known_machine(device_name(accelerator)).model_dump(exclude={"name"})
         made |= {"device": _processor(accelerator), "host": _processor(CPU)}
         made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
-        made["copies"]["bandwidth"] = min(speeds["to_accelerator"], speeds["from_accelerator"])
     made["host_memory"] = memory
+    if accelerator is not None:
+        made["copies"]["bandwidth"] = min(speeds["to_accelerator"], speeds["from_accelerator"])
     made |= {name: speeds[name] for name in ("disk_write", "disk_read") if name in speeds}
     return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
 
@@ -172,6 +170,25 @@ def _link() -> dict[str, float]:
 # ---------------------------------------------------------------------- links between ranks
 
 
+@dataclass(frozen=True)
+class Link:
+    """A link between two ranks: its latency in one direction, in seconds, and its bandwidth in bytes per second."""
+
+    ranks: tuple[int, int]
+    is_across: bool
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine: its name, the address to which the name resolves there (None if it does not), and its ranks."""
+
+    name: str
+    address: str | None
+    ranks: tuple[int, ...]
+
+
 def problem_of(name: str, address: str | None) -> str | None:
     """Return the reason why other hosts may not reach a host by its name, and the remedy; None if there is no reason."""
     remedy = "set the network interface (GLOO_SOCKET_IFNAME=eth0), and torchrun's own address (--local-addr)"
@@ -182,50 +199,48 @@ def problem_of(name: str, address: str | None) -> str | None:
     return None
 
 
-def print_links(console: Console, nbytes: int) -> None:
-    """Measure the links between ranks, from CPU memory over gloo, and print them on rank 0. Every rank must call it.
+def own_name() -> tuple[str, str | None]:
+    """Return this host's name, and the address to which this host resolves the name (None if it cannot)."""
+    name = socket.gethostname()
+    try:
+        return name, socket.gethostbyname(name)
+    except OSError:
+        return name, None
 
-    It measures one link inside each host that has several ranks, and one between the first ranks of each pair of hosts.
+
+def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
+    """Measure the links between ranks, from CPU memory over gloo. Every rank of the launcher must call it.
+
+    Returns:
+        This process's rank, the hosts, and the links: one inside each host that has several ranks, and one between the
+        first ranks of each pair of hosts.
 
     Raises:
         UsageError: the ranks cannot be joined.
         CollectiveError: not every rank made the call.
     """
-    name = socket.gethostname()
-    address = None
-    with suppress(OSError):
-        address = socket.gethostbyname(name)
-    problem = problem_of(name, address)
-    if problem is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        console.print(problem)  # now, since the other ranks may never reach this host
     join_ranks(CPU, backend="gloo")
     collectives = create_collectives(None, CPU, what="doctor --net")
-    everyone: list[Any] = collectives.exchange_json([host_id(), name, address], "the names of hosts")
-    hosts: dict[str, list[int]] = {}
+    everyone: list[Any] = collectives.exchange_json([host_id(), *own_name()], "the names of hosts")
+    ranks: dict[str, list[int]] = {}
     for rank, (number, _, _) in enumerate(everyone):
-        hosts.setdefault(number, []).append(rank)
-    pairs = [(ranks[0], ranks[1], "inside a host") for ranks in hosts.values() if len(ranks) > 1]
-    firsts = [ranks[0] for ranks in hosts.values()]
-    pairs += [(one, other, "across hosts") for one, other in combinations(firsts, 2)]
+        ranks.setdefault(number, []).append(rank)
+    hosts = [Host(everyone[own[0]][1], everyone[own[0]][2], tuple(own)) for own in ranks.values()]
+    pairs = [(host.ranks[0], host.ranks[1], False) for host in hosts if len(host.ranks) > 1]
+    pairs += [(one.ranks[0], other.ranks[0], True) for n, one in enumerate(hosts) for other in hosts[n + 1 :]]
 
     def there_and_back(memory: Tensor, one: int, other: int) -> None:
         collectives.transfer(memory, one, other, "doctor --net").wait()
         collectives.transfer(memory, other, one, "doctor --net").wait()
 
-    table = Table("link", "ranks", "latency, us", "GB/s")
-    for one, other, where in pairs:
+    links = []
+    for one, other, is_across in pairs:
         mine = []
         for size in (1, nbytes):
             memory = torch.zeros(size, dtype=torch.uint8)
             mine.append(_seconds(lambda memory=memory, one=one, other=other: there_and_back(memory, one, other)))  # type: ignore[misc]
-        # Use the times that the link's first rank measured. A round trip takes two transfers.
+        # Use the times that the link's first rank measured.
         latency, whole = (seconds / 2 for seconds in collectives.exchange_json(mine, "the time of a link")[one])
-        bandwidth = nbytes / max(whole - latency, 1e-9)
-        table.add_row(where, f"{one}, {other}", f"{latency * 1e6:.0f}", f"{bandwidth / 1e9:.3f}")
+        links.append(Link((one, other), is_across, latency, nbytes / max(whole - latency, 1e-9)))
     collectives.close()
-    if collectives.rank == 0:
-        for ranks in hosts.values():
-            _, name, address = everyone[ranks[0]]
-            listed = ", ".join(map(str, ranks))
-            console.print(f"{name} ({address or 'its name has no address'}): ranks {listed}")
-        console.print(table)
+    return collectives.rank, hosts, links

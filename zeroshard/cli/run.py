@@ -151,13 +151,14 @@ def _check_arguments(arguments: Sequence[str], *, has_accelerator: bool) -> None
     pairs = list(_pairs(arguments))
     configs = [value for name, value in pairs if name in _CONFIG_OPTIONS and value and value.endswith(".json")]
     for config in configs:
-        if not Path(config).is_file():
+        path = Path(config)
+        if not path.is_file():
             raise UsageError(f"there is no config at {config}. Check the path.")
         try:
-            json.loads(Path(config).read_text(encoding="utf-8"))
+            json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             _say(
-                f"{config} is not strict JSON. zeroshard reads comments and trailing commas, but transformers and accelerate "
+                f"{path} is not strict JSON. zeroshard reads comments and trailing commas, but transformers and accelerate "
                 "do not."
             )
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:

@@ -90,9 +90,9 @@ class Microbatches:
             return
         self._drops = None
         warnings.warn(
-            "engine.zero_grad() has dropped the gradients of three backwards, and engine.step() has never been called: nothing is "
-            "trained. Call engine.step() after each backward. In a Trainer's training_step, call self.accelerator.backward(loss), "
-            "which also steps, instead of loss.backward().",
+            "engine.zero_grad() has dropped the gradients of three backwards, and engine.step() has not been called so far: "
+            "nothing has been trained. Call engine.step() after each backward. In a Trainer's training_step, call "
+            "self.accelerator.backward(loss), which also steps, instead of loss.backward().",
             stacklevel=3,
         )
 

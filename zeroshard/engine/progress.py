@@ -132,6 +132,8 @@ class Progress:
         self.losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # bytes sent until now belong to no step
         self._watchers: list[Watcher] = []
+        self._logs = 0
+        """The number of open `heard_by` blocks that write a file."""
         self._tokens: int | None = None  # per sample
         self.start_at(0)
 
@@ -176,9 +178,8 @@ class Progress:
         if folder is not None and self._rank == 0:
             monitor = JsonLinesMonitor(folder, about(self._sharded) | self._config)
             self._monitors.append(monitor)
-        was_monitored = self._is_monitored
         tokens_before = self._tokens
-        self._is_monitored |= folder is not None
+        self._logs += folder is not None
         self._watchers.append(watcher)
         if tokens is not None:
             self._tokens = tokens
@@ -187,7 +188,7 @@ class Progress:
         finally:
             self._watchers.remove(watcher)
             self._tokens = tokens_before
-            self._is_monitored = was_monitored
+            self._logs -= folder is not None
             if monitor is not None:
                 monitor.close()
                 if monitor in self._monitors:
@@ -202,7 +203,7 @@ class Progress:
             watcher(report, step, samples, lr, losses)
         # Every rank gets the same answer: below, either all ranks exchange their losses, or none does.
         prints = self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
-        if not (self._is_monitored or prints):
+        if not (self._is_monitored or self._logs or prints):
             return
         mine = torch.full((1,), math.nan, dtype=torch.float64)  # after the user's own backward, the loss is unknown
         if losses:

@@ -201,16 +201,7 @@ class DistributedState(Stateful):
         for held in self._live.states.held():
             for name, before in held.beside.items():
                 value = optim.get(held.named.fqn, {}).get(name, before)
-                fits = type(value) is type(before) or (
-                    isinstance(value, int | float) and isinstance(before, int | float)
-                )
-                if fits and isinstance(value, Tensor):
-                    fits = value.shape == before.shape
-                if not fits:  # the optimizer's next step would fail
-                    raise CheckpointError(
-                        f"optim.{held.named.fqn}.{name} is {_kind_of(value)} in the checkpoint, and {_kind_of(before)} in the "
-                        "optimizer: the checkpoint is damaged, or from another optimizer. Load another one."
-                    )
+                _refuse_another_type(f"optim.{held.named.fqn}.{name}", before, value)
         for held in self._live.states.held():
             for name, value in optim.get(held.named.fqn, {}).items():
                 if not isinstance(value, Parts) and held.view is not None:
@@ -272,3 +263,16 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a value of type {type(value).__name__}"
+
+
+def _refuse_another_type(key: str, before: Any, value: Any) -> None:
+    """Raise CheckpointError if a value that was read cannot replace `before`: the optimizer's next step would fail."""
+    numbers = (int, float)
+    fits = type(value) is type(before) or (isinstance(value, numbers) and isinstance(before, numbers))
+    if fits and isinstance(value, Tensor):
+        fits = value.shape == before.shape
+    if not fits:
+        raise CheckpointError(
+            f"{key} is {_kind_of(value)} in the checkpoint, and {_kind_of(before)} in the optimizer: the checkpoint is "
+            "damaged, or from another optimizer. Load another one."
+        )

@@ -67,6 +67,10 @@ class SequenceGroups:
         """Return all ranks, since gradients are averaged over the ranks of a sequence too."""
         return dist.group.WORLD
 
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1, since each rank has the whole model."""
+        return 1
+
 
 class SequenceAttention:
     """The attention that exchanges heads for positions. Call only `register_with_transformers`, and make no instances."""

@@ -179,11 +179,12 @@ class Display:
 
             # If stdout is a file, its output cannot disturb the line.
             both = sys.stdout is not None and sys.stdout.isatty()
-            self._live = Live(
+            live = Live(
                 self, console=_console(), auto_refresh=self._animated, transient=True, redirect_stdout=both,
                 vertical_overflow="visible",
             )  # fmt: skip
-            self._live.start()
+            live.start()
+            self._live = live
         self._live.refresh()
 
     @contextmanager

@@ -135,7 +135,7 @@ class FileMonitor(ABC):
         self._open: dict[str, IO[str]] = {}
         self._failed = False
         try:
-            self._try()
+            self._probe()
         except OSError as error:
             raise UsageError(
                 f"the log {self.path} cannot be written: {error.strerror or error}. Name a folder that this process can write to."
@@ -160,8 +160,8 @@ class FileMonitor(ABC):
         self._open.clear()
 
     @abstractmethod
-    def _try(self) -> None:
-        """Raise OSError if the monitor cannot write."""
+    def _probe(self) -> None:
+        """Raise OSError if no file can be written at `path`. It is called before attributes of subclasses exist."""
 
     @abstractmethod
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None: ...
@@ -178,7 +178,7 @@ class JsonLinesMonitor(FileMonitor):
         super().__init__(folder / STEPS)
         self._about = dict(about)
 
-    def _try(self) -> None:
+    def _probe(self) -> None:
         _append_to(self.path).close()
 
     def _write(self, figures: StepFigures, events: Mapping[str, float]) -> None:
@@ -197,7 +197,7 @@ class CsvMonitor(FileMonitor):
     def __init__(self, block: MonitorBlock) -> None:
         super().__init__(Path(block.output_path) / block.job_name)
 
-    def _try(self) -> None:
+    def _probe(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=self.path).close()
 

@@ -168,7 +168,9 @@ class _Mode(FakeTensorMode):  # type: ignore[misc]
         return self
 
 
-def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, outer: ExitStack) -> Figures:
+def _run(
+    job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, until_end: ExitStack
+) -> Figures:
     model = _build(job, ledger)
     model_nbytes = sum(parameter.nbytes for parameter in model.parameters())
     config = load_config(raw, job.data_ranks, model, auto)
@@ -191,7 +193,7 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
     if job.sequences != LongSequences():
-        model = outer.enter_context(job.sequences.wrapped(model, partial(send_parts, "all_to_all")))
+        model = until_end.enter_context(job.sequences.wrapped(model, partial(send_parts, "all_to_all")))
     make_storages = partial(SimulatedStorages, ledger=ledger, sharers=job.ranks_per_host)
     backend = Backend(lambda *_, **_settings: collectives, make_storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
@@ -206,7 +208,7 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     if not job.machine.computes_on_cpu and config.policy.optimizer.place is Place.ACCELERATOR:
         take_foreach(engine)
     _name_states(engine, ledger)
-    start = ledger.peaks[False]
+    start = ledger.peak
     ledger.forget_peaks()
     states = dict[str, int]()
     engine.optimizer.register_step_pre_hook(lambda *_: states.update(ledger.parts()))
@@ -226,8 +228,8 @@ def _run(job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: 
     cost = _cost(spent, config.batch.accumulation - run_config.batch.accumulation)
     return Figures(
         config=config,
-        peak=ledger.peaks[False],
-        host_peak=ledger.peaks[True],
+        peak=ledger.peak,
+        host_peak=ledger.host_peak,
         peak_together=ledger.peak_together,
         peaks=dict(ledger.peak_by_phase),
         start=start,
@@ -351,17 +353,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | Simu
                 output = engine(*batch)
             else:
                 output = engine(batch)
-            if job.loss is not None:
-                loss = job.loss(output)
-            else:
-                loss = getattr(output, "loss", output)
-            if isinstance(loss, tuple | list) and loss:
-                loss = loss[0]
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise UsageError(
-                    f"the model returned {type(output).__name__}, which has no loss: return a scalar, or an object with "
-                    "`loss`, or pass loss=FUNCTION, which takes what the model returns."
-                )
+            loss = _loss(job, output)
             del output
             ledger.enter("backward", TEMPORARIES)
             engine.backward(loss)
@@ -384,6 +376,21 @@ def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | Simu
     ledger.enter("between steps", TEMPORARIES)
     _name_states(engine, ledger)
     return spent
+
+
+def _loss(job: Job, output: Any) -> Tensor:
+    if job.loss is not None:
+        found = job.loss(output)
+    else:
+        found = getattr(output, "loss", output)
+    if isinstance(found, tuple | list) and found:
+        found = found[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise UsageError(
+            f"the model returned {type(output).__name__}, which has no loss: return a scalar, or an object with "
+            "`loss`, or pass loss=FUNCTION, which takes what the model returns."
+        )
+    return found
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Ledger(TorchDispatchMode):
     Attributes:
         phase, module: the current phase and module of the model, which a peak records.
         born: the category of new memory outside `purpose`.
-        peaks: the peaks by `on_host`: False is the device's memory, True is the host's CPU memory.
+        peak, host_peak: the peaks on the device, and in the host's CPU memory.
         peak_by_phase: the device's peak in bytes, by phase.
         peak_together: the peak of the sum of both memories.
         timeline: the live bytes after each operation, if `draws` is set.
@@ -91,12 +91,21 @@ class Ledger(TorchDispatchMode):
         self.module = ""
         self.born = TEMPORARIES
         self._live: dict[int, _Live] = {}
+        # By `on_host`: False is the device's memory, True is the host's CPU memory.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-        self.peaks = {False: Peak(), True: Peak()}
+        self._peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
         self.timeline: list[Moment] = []
         self._purpose: list[tuple[str, bool]] = []
+
+    @property
+    def peak(self) -> Peak:
+        return self._peaks[False]
+
+    @property
+    def host_peak(self) -> Peak:
+        return self._peaks[True]
 
     @property
     def reserved(self) -> int:
@@ -109,7 +118,7 @@ class Ledger(TorchDispatchMode):
 
     def forget_peaks(self) -> None:
         """Drop the peaks so far, and start new ones at the current live bytes."""
-        self.peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
+        self._peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
         self.peak_together = sum(now.total() for now in self._now.values())
 
@@ -178,8 +187,8 @@ class Ledger(TorchDispatchMode):
         self._now[on_host][live.category] += live.nbytes - before
         total = self._now[on_host].total()
         self.peak_together = max(self.peak_together, total + self._now[not on_host].total())
-        if total > self.peaks[on_host].nbytes:
-            self.peaks[on_host] = Peak(total, self.parts(on_host=on_host), self.phase, self.module)
+        if total > self._peaks[on_host].nbytes:
+            self._peaks[on_host] = Peak(total, self.parts(on_host=on_host), self.phase, self.module)
         if not on_host and total > self.peak_by_phase[self.phase]:
             self.peak_by_phase[self.phase] = total
 

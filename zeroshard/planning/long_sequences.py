@@ -64,12 +64,12 @@ class LongSequences:
             UsageError: the model's sequences cannot be cut, or its modules cannot run in tiles.
         """
         sequences = Sequences(_Simulated(self.ranks, send)).attach(model)
-        if self.tile_tokens:
-            names = [name for name, _ in model.named_modules()]
-            patterns = [pattern for pattern in _TILED if any(fnmatchcase(name, pattern) for name in names)]
-            if patterns:
-                tile(model, patterns, self.tile_tokens)
         try:
+            if self.tile_tokens:
+                names = [name for name, _ in model.named_modules()]
+                patterns = [pattern for pattern in _TILED if any(fnmatchcase(name, pattern) for name in names)]
+                if patterns:
+                    tile(model, patterns, self.tile_tokens)
             yield _Cut(model, sequences, self.tile_tokens)
         finally:
             sequences.detach(model)

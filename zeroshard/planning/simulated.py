@@ -328,7 +328,7 @@ class _Device(AcceleratorStorage):
         self._memory = machine.memory - machine.unseen.context - machine.unseen.collectives - machine.unseen.workspaces
 
     def has_room(self, nbytes: int) -> bool:
-        return nbytes + self._memory * FREE_SHARE <= self._memory - self._ledger.peaks[False].nbytes
+        return nbytes + self._memory * FREE_SHARE <= self._memory - self._ledger.peak.nbytes
 
     def room(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)

@@ -22,6 +22,17 @@ from zeroshard.sharding.shard import DEFAULT_BUCKET_NUMEL, shard
 from zeroshard.sharding.sharded import Sharded
 
 
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return the default optimizer of workloads, fused AdamW."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def output(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+    """Return the module's output for a batch, the default loss of workloads."""
+    loss: Tensor = model(*batch)
+    return loss
+
+
 @dataclass(frozen=True)
 class Workload:
     """The description of a training run.
@@ -29,7 +40,7 @@ class Workload:
     Attributes:
         make_model: builds the module. Every rank calls it under the same seed.
         make_batch: returns the module's positional arguments for a rank and a microbatch, counted over all steps.
-        make_optimizer: makes an optimizer for parameters or param groups; default: fused AdamW.
+        make_optimizer: makes an optimizer for parameters or param groups.
         compute_loss: returns the scalar loss of the model for such a batch; default: the module's output.
         param_groups: returns the parameters or groups for the optimizer; default: the model's parameters.
         steps: the number of optimizer steps.
@@ -40,10 +51,8 @@ class Workload:
 
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[int, int], tuple[Any, ...]]
-    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = lambda parameters: torch.optim.AdamW(
-        parameters, lr=1e-3, fused=True
-    )
-    compute_loss: Callable[[nn.Module, tuple[Any, ...]], Tensor] = lambda model, batch: model(*batch)
+    make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = adamw
+    compute_loss: Callable[[nn.Module, tuple[Any, ...]], Tensor] = output
     param_groups: Callable[[nn.Module], Iterable[Any]] = lambda model: model.parameters()
     steps: int = 5
     microbatches: int = 1
@@ -181,11 +190,11 @@ def train(
         times.append(time.perf_counter() - start)
         if inspect is not None:
             inspect(sharded)
-    run = Run(
-        losses=torch.stack(losses).float(), norms=norms, memory=memory, formula=sharded.memory_formula(),
-        sent=sharded.comm_report(),  # before the gathers of the next lines
-        times=times, parameters=whole_parameters(model), buffers=buffers_of(model),
-        states=states_held(sharded),
-    )  # fmt: skip
+    sent = sharded.comm_report()
+    formula = sharded.memory_formula()
+    whole = whole_parameters(model)
+    buffers = buffers_of(model)
+    states = states_held(sharded)
+    run = Run(torch.stack(losses).float(), whole, buffers, norms, memory, formula, sent, times, states)
     sharded.remove()
     return run

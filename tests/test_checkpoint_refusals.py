@@ -370,8 +370,9 @@ def test_ranks_of_which_one_has_closed_its_connections_save_again(tmp_path: Path
 
 def test_after_a_step_without_an_optimizer_the_model_still_evaluates() -> None:
     model, made = sharded(None, 3)
-    with pytest.raises(ZeroshardError, match="for evaluation only"):
-        made.optimizer.step()
+    for arguments in ({}, {"closure": None}, {"scale": 2.0}):
+        with pytest.raises(ZeroshardError, match="for evaluation only"):
+            made.optimizer.step(**arguments)
     with torch.no_grad():
         model(*tokens(0, 0))
     assert made.consolidated_state_dict()

@@ -796,6 +796,40 @@ def test_add_param_group_frees_parameters(stage: int) -> None:
 
 
 @STAGES
+def test_a_group_of_frozen_parameters_may_be_added(stage: int) -> None:
+    """They are trained from the moment they are unfrozen, as in plain PyTorch."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model, plain = Stack(), Stack()
+        plain.load_state_dict(model.state_dict())
+        optimizers = []
+        for one in (model, plain):
+            one.blocks[1].requires_grad_(False)
+            optimizers.append(torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=0.1))
+        own, torchs = optimizers
+        sharded = zeroshard.shard(model, own, stage)
+        for number in range(4):
+            if number == 1:
+                for one, optimizer in ((model, own), (plain, torchs)):
+                    optimizer.add_param_group({"params": list(one.blocks[1].parameters()), "lr": 0.01})
+            if number == 2:
+                own.load_state_dict(own.state_dict())
+                for one in (model, plain):
+                    one.blocks[1].requires_grad_(True)
+                sharded.update_trainable()
+            for one, optimizer in ((model, own), (plain, torchs)):
+                one(*tokens(0, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = dict(plain.named_parameters())
+        for name, value in whole(model).items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-5)
+
+    on_ranks(body, 2)
+
+
+@STAGES
 def test_a_group_that_cannot_be_added_is_refused(stage: int) -> None:
     def body(rank: int) -> None:
         model, own, _ = sharded_of(stage)

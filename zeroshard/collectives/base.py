@@ -1,7 +1,8 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. The other methods have
-defaults that are correct for all transports, except `discard` and `scatter_rows`. No caller depends on the kind of transport.
+A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
+has a default that is correct for all transports, except `discard` (for memory that the system lends) and `scatter_rows` (for
+parts of other transports), which have none. No caller depends on the kind of transport.
 """
 
 from __future__ import annotations

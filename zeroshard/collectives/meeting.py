@@ -84,12 +84,13 @@ def meet(members: Members) -> Met:
                 _hand_over(sockets, file.descriptor, windows)
             except (OSError, ValueError) as error:
                 why = f"rank {members.own} could not connect to the other ranks here ({_reason(error)})"
-                problem = isinstance(error, _Forsaken), why
+                # A rank's own reason sorts before those of the ranks that it left waiting.
+                problem = (isinstance(error, _Forsaken), why)
         undo.callback(_close_all, [*sockets.values(), *windows.values()])
         if problem:
             undo.close()  # ranks that wait for this one then fail too
         problems = [one for one in _agree(store, members, "met", problem) if one]
-        if problems:  # a rank's own reason sorts before those of the ranks that it left waiting
+        if problems:
             raise NotShared(min(problems)[1], [])
         undo.pop_all()
     file.hand_over()

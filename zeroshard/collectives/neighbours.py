@@ -87,7 +87,12 @@ class Neighbours:
         self._peer_of[descriptor] = peer
 
     def send(self, peer: int, tag: int, data: bytes = b"") -> None:
-        """Send bytes under a tag: at most LIMIT, including the tag. Raise as `receive` does."""
+        """Send bytes under a tag: at most LIMIT, including the tag.
+
+        Raises:
+            Lost: the peer no longer takes part, or a process of this host has ended.
+            RuntimeError: the timeout has passed.
+        """
         self._put(peer, tag, data)
         self._sent[peer] += 1
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.config.document import listing
 from zeroshard.config.load import Config, load_config, refuse_without_batch_size, tensor_parallel_ranks
+from zeroshard.construction.meshes import mesh_of
 from zeroshard.construction.tensor_parallel import (
     data_parallel_group,
     divide,
-    mesh_of,
     refuse_uneven,
     replace_parameters,
     tensor_mesh,

@@ -29,6 +29,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from zeroshard.errors import UsageError
 from zeroshard.gradients.gradient_bucket import GradientBucket, Holds
@@ -69,6 +70,7 @@ class Reductions:
         self._overlap = overlap
         self._in_turn = in_turn
         self._in_flight: deque[Group] = deque()
+        self._in_flight_numel = 0
         self.is_last_microbatch = True
         self.set_units(units)
 
@@ -84,7 +86,7 @@ class Reductions:
     def _set_order(self, order: Sequence[Group]) -> None:
         self._order = list(order)
         self._position = {bucket: position for position, group in enumerate(order) for bucket in group}
-        """The position of each bucket's group, by bucket, in the order of the groups."""
+        """The position of each bucket's group, by bucket."""
         self._next = 0
 
     # ------------------------------------------------------------------ one microbatch
@@ -125,15 +127,18 @@ class Reductions:
         """Start to reduce the rest of this microbatch's gradients in the fixed order, after all have arrived."""
         for group in self._order[self._next :]:
             self._reduce(group)
-        for bucket in self._position:
+        for bucket in self._buckets():
             if bucket.microbatch.whole is not None:  # a second gradient, after the bucket's turn
                 self._reduce((bucket,))
         self._next = 0
 
+    def _buckets(self) -> Iterable[GradientBucket]:
+        return chain.from_iterable(self._order)
+
     def _look_for_room(self) -> None:
         """Decide how much of the accelerator's memory this step uses for speed. See [Note: room]."""
-        offloaded = sum(bucket.offloaded_nbytes for bucket in self._position)
-        numel = sum(bucket.layout.numel for bucket in self._position)
+        offloaded = sum(bucket.offloaded_nbytes for bucket in self._buckets())
+        numel = sum(bucket.layout.numel for bucket in self._buckets())
         if not offloaded:
             self._keeps_sums = False
             return
@@ -165,15 +170,16 @@ class Reductions:
         if not started:
             return
         self._in_flight.append(started)
+        self._in_flight_numel += _numel(started)
         # If nothing may be in flight, this waits for the last group, too. Otherwise one group may exceed the limit.
-        while _numel(self._in_flight) > self._limit and (len(self._in_flight) > 1 or not self._limit):
+        while self._in_flight_numel > self._limit and (len(self._in_flight) > 1 or not self._limit):
             self._land()
 
     def _land(self) -> None:
         group = self._in_flight[0]
         for bucket in group:
             bucket.finish_reduction()  # which may fail if gradients rest on disk, and is then tried again
-        self._in_flight.popleft()
+        self._in_flight_numel -= _numel(self._in_flight.popleft())
         with self._collectives.together():
             for bucket in group:
                 bucket.start_gather()
@@ -195,14 +201,14 @@ class Reductions:
     def finish(self) -> None:
         """Block until every gradient that this rank's update uses is the mean over ranks. Every rank must call it."""
         self.land()
-        unreduced = [bucket.label for bucket in self._position if bucket.holds is Holds.LOCAL_SUM]
+        unreduced = [bucket.label for bucket in self._buckets() if bucket.holds is Holds.LOCAL_SUM]
         if unreduced:
             raise UsageError(
                 "a step or a gradient norm was asked for, but the last backward was not declared the last microbatch: "
                 f"the gradients of {len(unreduced)} buckets (one is {unreduced[0]}) were summed on this rank and never "
                 "reduced. Run the last backward of a step outside of `accumulate()`."
             )
-        for bucket in self._position:
+        for bucket in self._buckets():
             bucket.write_sum()  # if no microbatch was declared the last
             bucket.wait_gather()
         if self._completed is None:
@@ -217,12 +223,13 @@ class Reductions:
 
     def forget(self) -> None:
         """Drop this step's gradients and errors, at `zero_grad()` or after a backward that was aborted."""
-        for bucket in self._position:
+        for bucket in self._buckets():
             bucket.forget()
         self._keeps_sums = None
         self._in_flight.clear()
+        self._in_flight_numel = 0
         self._next = 0
 
 
-def _numel(groups: Iterable[Group]) -> int:
-    return sum(bucket.layout.numel for group in groups for bucket in group)
+def _numel(group: Group) -> int:
+    return sum(bucket.layout.numel for bucket in group)

@@ -247,14 +247,15 @@ class Appearance:
         """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
         for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
-            is_shown = shown.shape == view.shape and shown.stride() == view.stride()
-            if is_shown and self._separate:
-                # Compare addresses, not storages: `model.share_memory()` moves a storage to other memory.
-                is_shown = shown.data_ptr() == view.data_ptr()
-            elif is_shown:
-                is_shown = is_same_memory(shown, view)
-            if view.numel() and not is_shown:
+            if view.numel() and not self._is_shown(shown, view):
                 yield index, entry, view
+
+    def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
+        if shown.shape != view.shape or shown.stride() != view.stride():
+            return False
+        if self._separate:  # compare addresses: `model.share_memory()` moves a storage to other memory
+            return shown.data_ptr() == view.data_ptr()
+        return is_same_memory(shown, view)
 
     def refuse_unfrozen(self, optimized: set[int]) -> None:
         """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced.

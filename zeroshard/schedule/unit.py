@@ -12,6 +12,10 @@ depend on the unit's state (see appearance.py and classes.py in parameters/):
                 before a read. This needs no other rank
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
+`UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
+flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made or loaded), it makes no move to rest. While
+`is_held` (a graph that outlives its backward may read the unit), it is not resharded.
+
 The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
 weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
 values of each element's owner count.
@@ -20,10 +24,6 @@ values of each element's owner count.
     a version counter          `Appearance.collect_written`, at no cost
     another tensor as `.data`  `Appearance.adopt_new_data`, by its address, shape and strides
     none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only if the user may have read `.data`
-
-`UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
-flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made or loaded), it makes no move to rest. While
-`is_held` (a graph that outlives its backward may read the unit), it is not resharded.
 """
 
 from __future__ import annotations
@@ -468,6 +468,7 @@ class Unit:
         return bool(new)
 
     def _outdate_cpu_copy(self) -> None:
+        """Record that the values in CPU memory, if there are any, are no longer current."""
         if self._cpu is not None:
             self._cpu.is_current = False
 

@@ -32,7 +32,7 @@ from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import group_of
 from zeroshard.construction.born import BornSharded, is_shown
-from zeroshard.construction.tensor_parallel import (
+from zeroshard.construction.meshes import (
     mesh_of,
     placed,
     refuse_beside_others,
@@ -149,7 +149,7 @@ def shard_on(
     _refuse_wrong_types(model, optimizer)
     _refuse_unready(model)
     group = group_of(group)
-    policy = _policy_of(policy)
+    policy = policy_of(policy)
     precision = precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
@@ -209,6 +209,7 @@ def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer, context: Context, units: Units | None, *, overlap: bool
 ) -> Sharded:
     collectives = context.collectives
+    storages = context.storages
     policy = context.policy
     optimized = {id(p) for g in optimizer.param_groups for p in g["params"]}
     groups: list[Group] = []
@@ -221,9 +222,12 @@ def _shard(
     if refusal is not None:
         raise refusal
     refuse_different_replicas(model, context)
-    _refuse_modules(model, groups, context)
+    _refuse_norms_of_two_dtypes(model, context.precision)
+    if context.everyone.world_size > 1:
+        _refuse_max_norm(model, {id(entry.parameter) for group in groups if group.trainable for entry in group.named})
     _take_buffers(model, collectives, context.precision)
-    _refuse_placeholders(groups, context)
+    _refuse_integers(groups, policy)
+    _refuse_classes(groups, context)
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     if isinstance(optimizer, Several):
         optimizer.connect()  # not before: a refused `shard` leaves the user's optimizers unchanged
@@ -236,13 +240,18 @@ def _shard(
     register(schedule.units, hooks, step)
     display = Display(speaks=not dist.is_initialized() or dist.get_rank() == 0)
     checkpoints = Checkpoints(LiveModel(model, schedule, step, context), display)
-    parking = Parking(schedule, step, context.storages, context.pool)
+    parking = Parking(schedule, step, storages, context.pool)
     freezing = Freezing(schedule, hooks, context, step)
     return Sharded(model, optimizer, policy, checkpoints, display, schedule, hooks, context, parking, freezing, step)
 
 
-def _policy_of(policy: Policy | int | None) -> Policy:
-    """Return the policy itself, or the preset for the number of a ZeRO stage; None means stage 2."""
+def policy_of(policy: Policy | int | None) -> Policy:
+    """Return the policy itself, or the preset for the number of a ZeRO stage; None means stage 2.
+
+    Raises:
+        UsageError: the argument has a wrong type.
+        PolicyError: there is no such stage.
+    """
     if policy is None:
         return Policy.stage(2)
     if isinstance(policy, Policy):
@@ -311,25 +320,27 @@ def _has_copies(optimizer: torch.optim.Optimizer, precision: Precision) -> bool:
     return any(dtype.master != dtype.param for dtype in dtypes)
 
 
-def _refuse_placeholders(groups: Sequence[Group], context: Context) -> None:
-    """Raise `UsageError` for parameters that cannot become placeholders: integers, and parameters of a user's class.
-
-    Integers have no NaN. Reads of a user's class cannot be intercepted: such parameters may rest whole in CPU memory, but not
-    sharded.
-    """
-    residency = context.policy.parameters
-    ordinary = (nn.Parameter, context.whole_class, distributed_class())
-    leaving = [group for group in groups if not group.persistent]
-    for group in leaving:
-        if not group.dtype.is_floating_point and (residency.sharded or residency.place is not Place.ACCELERATOR):
+def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
+    """Raise for integer parameters that would become placeholders: these hold NaN, which integers cannot represent."""
+    if not policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
+        return
+    for group in groups:
+        if not group.dtype.is_floating_point and not group.persistent:
             raise UsageError(
                 f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place. Register "
                 "it as a buffer, or use Policy.stage(2) or below."
             )
-    for group in leaving:
+
+
+def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
+    """Raise if a parameter of a user's class would become a placeholder: only zeroshard's classes intercept reads."""
+    ordinary = (nn.Parameter, context.whole_class, distributed_class())
+    if not context.policy.parameters.sharded:
+        return
+    for group in groups:
         for entry in group.named:
             kind = type(entry.parameter)
-            if residency.sharded and kind not in ordinary and not issubclass(kind, BornSharded):
+            if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
                 raise UsageError(
                     f"parameter {entry.fqn} is of the class {kind.__name__}, and zeroshard shards only ordinary "
                     "parameters. Use nn.Parameter, or Policy.stage(2) or below."
@@ -354,31 +365,32 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
             buffer.data = buffer.data.to(precision.buffer_dtype)
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def _refuse_modules(model: nn.Module, groups: Sequence[Group], context: Context) -> None:
-    """Raise `UsageError` for modules that torch would refuse after the sharding, or whose forwards would make ranks differ."""
-    precision = context.precision
-    trained = {id(entry.parameter) for group in groups if group.trainable for entry in group.named}
+def _refuse_max_norm(model: nn.Module, trained: set[int]) -> None:
+    """Raise for trained embeddings with `max_norm`: each rank's forward would rescale only the rows of its own batch."""
     for name, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) and module.weight is not None and module.running_mean is not None:
-            weight = precision.resolve(module.weight.dtype).param
-            statistics = module.running_mean.dtype
-            if (precision.buffer_dtype or statistics) != weight:
-                raise UsageError(
-                    f"{name or 'the model'} is a {type(module).__name__}, for which torch requires weights ({weight}) and "
-                    f"running statistics ({statistics}) of one dtype. Train in fp32 under autocast, or convert the "
-                    "statistics with Precision(buffer_dtype=...) (in a config, data_types.buffer_dtype)."
-                )
-        is_rescaled = (
-            isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and id(module.weight) in trained
-        )
-        if is_rescaled and context.everyone.world_size > 1:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm and id(module.weight) in trained:
             raise UsageError(
                 f"{name or 'the model'} has max_norm={module.max_norm}: a forward would rescale only the rows of its own rank's "
                 "batch, so ranks would differ. Pass max_norm=None, and rescale all rows between steps, inside "
                 "zeroshard.unsharded(embedding, modifier_rank=0): embedding.weight.renorm_(2, 0, max_norm)."
+            )
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def _refuse_norms_of_two_dtypes(model: nn.Module, precision: Precision) -> None:
+    """Raise for a BatchNorm whose weights and running statistics would have two dtypes, which torch refuses."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _BATCH_NORMS) or module.weight is None:
+            continue
+        statistics = module.running_mean
+        weight = precision.resolve(module.weight.dtype).param
+        if statistics is not None and (precision.buffer_dtype or statistics.dtype) != weight:
+            raise UsageError(
+                f"{name or 'the model'} is a {type(module).__name__}, for which torch requires weights ({weight}) and "
+                f"running statistics ({statistics.dtype}) of one dtype. Train in fp32 under autocast, or convert the "
+                "statistics with Precision(buffer_dtype=...) (in a config, data_types.buffer_dtype)."
             )
 
 

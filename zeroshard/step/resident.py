@@ -92,6 +92,7 @@ class Resident:
             view.value.data = placeholder(view.value) if master is None else view.part_of(master)
 
     def unpark(self) -> None:
+        """Attach the optimizer's tensors to their memory again."""
         self.look_at(self.shard.master.memory_in(self.shard.step))
 
     def enter(self) -> None:
@@ -131,6 +132,15 @@ def placeholder(tensor: Tensor) -> Tensor:
 R = TypeVar("R", bound=Resident)
 
 
+def numel_of(resident: Resident) -> int:
+    """Return the number of elements of a resident's shard."""
+    return resident.shard.numel
+
+
+def _cast_numel(resident: Resident) -> int:
+    return resident.shard.numel if resident.gradient_parts is None else 0
+
+
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
     """Split residents into groups, in their order. With an offload ratio, some residents step on the accelerator, in other groups.
 
@@ -168,10 +178,9 @@ class SubGroups:
                 copied.append(resident)  # a step copies updated values to where the parameters rest
             else:
                 here.append(resident)
-        self._in_place = packed(here, (lambda one: one.shard.numel * (one.gradient_parts is None), LENT_NUMEL))
+        self._in_place = packed(here, (_cast_numel, LENT_NUMEL))
         # A part is copied while the next is updated.
-        most = min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)
-        self._in_place += packed(copied, (lambda one: one.shard.numel, most))
+        self._in_place += packed(copied, (numel_of, min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)))
 
     @property
     def nbytes(self) -> int:
@@ -186,6 +195,7 @@ class SubGroups:
                 on_left(residents)
 
     def _in_memory(self, residents: Sequence[Resident]) -> Iterator[Sequence[Resident]]:
+        """Yield a group once, in memory, and start to write its changes back."""
         for resident in residents:
             resident.enter()
         yield residents

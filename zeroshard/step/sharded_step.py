@@ -361,6 +361,13 @@ class ShardedStep:
                 if gradient is not None:
                     parameter.grad = gradient
 
+    def _drop_if_all_are_none(self) -> None:
+        """Drop the gradients if every `grad` that was taken is now None, as after the user's `model.zero_grad()`."""
+        for unit in reversed(self.schedule.units):  # the last unit's are dropped last, so one look is usually enough
+            if unit.dropped_gradients() != unit.used:
+                return
+        self.zero_grad()
+
     # ------------------------------------------------------------------ the norm
 
     @property
@@ -403,13 +410,6 @@ class ShardedStep:
                 self.schedule, self._context, self._mean_gradients, self._flags, self.residents
             )
         return self._taken
-
-    def _drop_if_all_are_none(self) -> None:
-        """Drop the gradients if every `grad` that was taken is now None, as after the user's `model.zero_grad()`."""
-        for unit in reversed(self.schedule.units):  # the last unit's are dropped last, so one look is usually enough
-            if unit.dropped_gradients() != unit.used:
-                return
-        self.zero_grad()
 
     def _before_later_gradients(self) -> None:
         """Apply factors to the mean before another microbatch is added, so that they do not multiply its gradients."""

@@ -25,6 +25,7 @@ from zeroshard.step.resident import (
     Resident,
     ShardView,
     SubGroups,
+    numel_of,
     packed,
     placeholder,
     runs_along,
@@ -307,8 +308,7 @@ class SubGroupsInFrames(SubGroups):
         numel = sum(resident.shard.numel for resident in self._travelling)
         typical = math.ceil(sum(needs.values()) / numel * self._most)
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
-        by_nbytes = (needs.__getitem__, self._frame_nbytes)
-        self._in_frames = packed(self._travelling, by_nbytes, (lambda one: one.shard.numel, self._most))
+        self._in_frames = packed(self._travelling, (needs.__getitem__, self._frame_nbytes), (numel_of, self._most))
         steps = dict.fromkeys(resident.shard.step for resident in self._travelling)
         # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind

@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class UsersOptimizer:
                 "gone. Make a new optimizer from model.parameters()."
             )
         if isinstance(optimizer, NoOptimizer):
-            return None  # its own step raises
+            optimizer.refuse()
         # If the optimizer's own step raised, `_depth` did not return to 0: only new gradients show that this call is not nested.
         if self._depth and self._stepped_at == self._schedule.gradients_taken:
             self._depth += 1
@@ -475,6 +475,10 @@ class NoOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": []}], {"lr": 0.0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Raise, since there is nothing to update."""
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
         """Raise, since there is nothing to update."""
         raise UsageError(
             "this model was sharded without an optimizer, for evaluation only. Pass shard() an optimizer to train."

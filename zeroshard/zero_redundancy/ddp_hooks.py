@@ -99,16 +99,8 @@ class _StepInBackward:
                 buffer.copy_(value)  # the gradients are views of the buffer
             self._gradients |= gradients
             with torch.no_grad():
-                ready = []
-                for bucket in self._zero.buckets:
-                    members = [member for member in bucket.members if member.requires_grad]
-                    is_ready = self._interleaved and all(id(member) in self._gradients for member in members)
-                    if bucket.number not in self._stepped and (is_ready or is_last):
-                        ready.append(bucket)
-                        self._stepped.add(bucket.number)
-                if ready:
-                    _, wait = self._zero.step_buckets(ready, lambda one: self._gradients.get(id(one)))
-                    self._waits.append(wait)
+                if self._interleaved or is_last:
+                    self._step(is_last)
                 if is_last:
                     self._end()
             done.set_result(buffer)
@@ -125,3 +117,14 @@ class _StepInBackward:
         self._stepped.clear()
         for wait in waits:
             wait()
+
+    def _step(self, is_last: bool) -> None:
+        ready = [
+            bucket
+            for bucket in self._zero.buckets
+            if bucket.number not in self._stepped
+            and (is_last or all(id(p) in self._gradients for p in bucket.members if p.requires_grad))
+        ]
+        self._stepped |= {bucket.number for bucket in ready}
+        if ready:
+            self._waits.append(self._zero.step_buckets(ready, lambda parameter: self._gradients.get(id(parameter))))

@@ -31,13 +31,12 @@ from zeroshard.optim.states import (
 )
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.torch_private import load_with_hooks
-from zeroshard.zero_redundancy.optimizer_state import consolidate, indices_of, load
+from zeroshard.zero_redundancy.optimizer_state import consolidate, load
 from zeroshard.zero_redundancy.parameter_bucket import (
     CACHE_NUMEL,
     Home,
     OwnView,
     ParameterBucket,
-    ScratchBucket,
     in_storage_order,
     lay_out_parameters,
 )
@@ -107,7 +106,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """Strides at the last step, by the parameter's `id`."""
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._untraced_step = _untraced_step()
-        self._optim = optimizer_class(self._lay_out(self.param_groups), **defaults)
+        own = self._own_views(self._all_parameters)
+        self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
         self.defaults = dict(self._optim.defaults)
         _copy_options(self._optim.param_groups, self.param_groups)
 
@@ -127,10 +127,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _views(self) -> list[OwnView]:
         return [view for bucket in self.buckets for view in bucket.views]
 
-    def _lay_out(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Divide the groups' parameters into new buckets. Return the groups with this rank's views as their parameters."""
+    def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """Lay these parameters out. Return this rank's views of each, by the parameter's id."""
         added, homes = lay_out_parameters(
-            [parameter for group in groups for parameter in group["params"]], len(self.buckets), self.rank, self.world_size,
+            parameters, len(self.buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, piece_numel=self._piece_numel,
         )  # fmt: skip
         self.buckets += added
@@ -139,6 +139,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for bucket in added:
             for view in bucket.views:
                 own.setdefault(id(view.parameter), []).append(view.value)
+        return own
+
+    @staticmethod
+    def _local_groups(groups: Sequence[dict[str, Any]], own: dict[int, list[Tensor]]) -> list[dict[str, Any]]:
         return [{**group, "params": [view for p in group["params"] for view in own.get(id(p), [])]} for group in groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -155,7 +159,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
         if self._optim is not None:
             group = self.param_groups[-1]
-            self._optim.add_param_group(self._lay_out([group])[0])
+            self._optim.add_param_group(self._local_groups([group], self._own_views(group["params"]))[0])
             # The other groups' options may have changed since the last step.
             _copy_options(self._optim.param_groups[-1:], [group])
             self._consolidated = None
@@ -200,18 +204,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         if closure is not None:  # an optimizer that does not call it uses the current gradients
             kwargs["closure"] = reduced
-        loss, wait = self.step_buckets(self.buckets, _GRADIENT, **kwargs)
-        wait()
+        loss = self._local_step(self.buckets, _GRADIENT, **kwargs)
+        self.start_gather(self.buckets)()
         return loss
 
     def step_buckets(
-        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
-    ) -> tuple[Any, Callable[[], None]]:
-        """Update this rank's shards of some buckets, and start to gather the trained parameters.
+        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
+    ) -> Callable[[], None]:
+        """Update this rank's shards of some buckets, and start to gather them. Return a function that waits for the gathers."""
+        self._local_step(buckets, gradient_of)
+        return self.start_gather(buckets)
 
-        Returns:
-            The loss of the local optimizer's step, and a function that waits for the gathers.
-        """
+    def _local_step(
+        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
+    ) -> Any:
         _copy_options(self.param_groups, self.optim.param_groups)
         self._follow_parameters()
         self._lend(buckets, gradient_of)
@@ -219,26 +225,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._lend(self.buckets, lambda _: None)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
-        in_place: list[Callable[[], None]] = []
-        in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
-        if self.world_size == 1:
-            buckets = ()
-        for bucket in buckets:
-            if not any(member.requires_grad or member.grad is not None for member in bucket.members):
-                continue
-            finish = bucket.start_gather(self._collectives, self._pool)
-            if isinstance(bucket, ScratchBucket):
-                in_scratch.append(finish)
-                if len(in_scratch) > _IN_FLIGHT:
-                    in_scratch.popleft()()
-            else:
-                in_place.append(finish)
-
-        def wait() -> None:
-            for finish in [*in_scratch, *in_place]:
-                finish()
-
-        return loss, wait
+        return loss
 
     def _follow_parameters(self) -> None:
         """Move parameters back into the flat buffers, or point views at them: trainers and `module.to` replace storages."""
@@ -254,12 +241,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             home.move_in()
         for view in self._views:
             view.follow()
+        self._refuse_other_strides()
+
+    def _refuse_other_strides(self) -> None:
+        """Raise if a parameter's memory format changed while there are states, which are in the order of the storage."""
+        for view in self._views:
             parameter = view.parameter
             strides = parameter.stride()
             before = self._strides.get(id(parameter), strides)
-            # The states are in the order of the old storage. The stride of a dimension of size 1 has no meaning.
-            sizes = zip(parameter.shape, strides, before, strict=True)
-            differs = any(size > 1 and now != then for size, now, then in sizes)
+            # The stride of a dimension of size 1 has no meaning.
+            differs = strides != before and any(
+                size > 1 and now != then for size, now, then in zip(parameter.shape, strides, before, strict=True)
+            )
             if differs and self.optim.state and not view.is_whole:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} changed its strides from {before} to {strides} between two "
@@ -272,6 +265,29 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         for bucket in buckets:
             for view in bucket.views:
                 view.lend(gradient_of(view.parameter))
+
+    def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
+        """Start to gather the trained parameters of buckets, and return a function that waits for them."""
+        in_place: list[Callable[[], None]] = []
+        in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
+        if self.world_size == 1:
+            buckets = ()
+        for bucket in buckets:
+            if not bucket.is_trainable and all(member.grad is None for member in bucket.members):
+                continue
+            finish = bucket.start_gather(self._collectives, self._pool)
+            if not bucket.needs_scratch:
+                in_place.append(finish)
+                continue
+            in_scratch.append(finish)
+            if len(in_scratch) > _IN_FLIGHT:
+                in_scratch.popleft()()
+
+        def wait() -> None:
+            for finish in [*in_scratch, *in_place]:
+                finish()
+
+        return wait
 
     # ------------------------------------------------------------------ uneven inputs
 
@@ -317,7 +333,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for target, parameter, part in pieces:
                 if not has_gradient[id(parameter)]:
                     continue
-                # A transfer is a call of all ranks. Those that neither send nor receive may pass any tensor.
                 gradient: Tensor | None = parameter
                 if collectives.rank in (source, target):
                     gradient = parameter.grad
@@ -346,12 +361,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index into its list `pieces`
         of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
         """
-        refuse_whole_states("Call consolidate_state_dict(), and save optimizer.state_dict() on the rank that has it.")
+        refuse_whole_states(_SAVE_WHOLE)
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
             state_dict["state"] = self._consolidated
         else:
-            indices = indices_of(self._all_parameters)
+            indices = self._indices()
             state = self.optim.state
             views = self._views
             state_dict["state"] = {number: state[v.value] for number, v in enumerate(views) if state.get(v.value)}
@@ -369,7 +384,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             UsageError: there is no rank `to`, or a state is neither a tensor, a number nor a string.
         """
         refuse_no_rank(f"consolidate_state_dict(to={to})", to, self.world_size)
-        self._consolidated = consolidate(self.optim, self._views, self._all_parameters, self._collectives, to)
+        self._consolidated = consolidate(
+            self.optim, self._views, self._indices(), self._all_parameters, self._collectives, to
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
@@ -387,9 +404,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         load_with_hooks(self, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        load(self.optim, self._views, self.param_groups, state_dict)
+        load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
+
+    def _indices(self) -> dict[int, int]:
+        """Return the parameters' numbers in a plain optimizer's state dict, by id."""
+        return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
 
 
 @functools.cache
@@ -399,6 +420,9 @@ def _untraced_step() -> Callable[..., Any]:
         ZeroRedundancyOptimizer._step_and_gather, reason="zeroshard communicates"
     )
     return step
+
+
+_SAVE_WHOLE = "Call consolidate_state_dict(), and save optimizer.state_dict() on the rank that has it."
 
 
 class _StepAlong(JoinHook):

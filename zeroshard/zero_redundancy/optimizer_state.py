@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,30 +20,32 @@ State = dict[str, Any]
 
 
 class _Transfer(NamedTuple):
-    """A transfer of one tensor to the rank that consolidates."""
+    """A transfer of one tensor to the rank that consolidates.
 
-    own: Tensor | None  # the tensor, on the rank that has it
-    target: Tensor | None  # the memory for it, on the rank that consolidates
+    Attributes:
+        own: the tensor, on the rank that has it; elsewhere None.
+        target: the memory for the tensor, on the rank that consolidates; elsewhere None.
+        source: the rank that has the tensor.
+        device: the device of its parameter.
+    """
+
+    own: Tensor | None
+    target: Tensor | None
     source: int
-    device: torch.device  # of the parameter
-
-
-def indices_of(parameters: Sequence[Tensor]) -> dict[int, int]:
-    """Return the parameters' numbers in an optimizer's state dict, by `id`."""
-    return {id(parameter): index for index, parameter in enumerate(parameters)}
+    device: torch.device
 
 
 # ---------------------------------------------------------------------- all shards -> one rank
 
 
 def consolidate(
-    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], parameters: Sequence[Tensor], collectives: Collectives, to: int
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
+    collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
     """Return the whole state by parameter index, in CPU memory on rank `to`, and None on others. Every rank must call it.
 
     All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
     """
-    indices = indices_of(parameters)
     held = [view for view in views if optimizer.state.get(view.value)]
     described = [
         [indices[id(view.parameter)], view.start, view.stop, _describe(optimizer.state[view.value], view)]
@@ -53,19 +55,21 @@ def consolidate(
     pieces = list[_Transfer]()
     for source, entries in enumerate(collectives.exchange_json(described, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
-            state = whole.setdefault(index, {})
             own: State = {}
             if source == collectives.rank:
                 own = optimizer.state[held[number].value]
             for name, (kind, dtype, content) in description.items():
                 if kind == "value":
-                    state[name] = content
-                    if dtype is not None:
-                        state[name] = torch.tensor(content, dtype=getattr(torch, dtype))
+                    if collectives.rank == to:
+                        if dtype is not None:
+                            content = torch.tensor(content, dtype=getattr(torch, dtype))  # noqa: PLW2901
+                        whole.setdefault(index, {})[name] = content
                     continue
                 target: Tensor | None = None
                 if collectives.rank == to:
-                    target = _home(state, name, kind, dtype, content, parameters[index], start, stop)
+                    target = _home(
+                        whole.setdefault(index, {}), name, kind, dtype, content, parameters[index], start, stop
+                    )
                 pieces.append(_Transfer(own.get(name), target, source, parameters[index].device))
     for first in range(0, len(pieces), _AT_ONCE):
         _send(pieces[first : first + _AT_ONCE], to, collectives)
@@ -101,7 +105,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 
 
 def _home(
-    state: State, name: str, kind: str, dtype: str, shape: list[int], parameter: Tensor, start: int, stop: int
+    state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
     """Return the part of the whole state that a piece fills, 1-D. The first call for a state allocates the whole."""
     if kind == "along":
@@ -109,8 +113,9 @@ def _home(
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
         return in_storage_order(state[name])[start:stop]
     if name not in state:
-        state[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-    return in_storage_order(state[name])
+        state[name] = torch.empty(shape or [], dtype=getattr(torch, dtype))
+    whole: Tensor = state[name]
+    return whole.view(-1)
 
 
 def _send(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
@@ -141,7 +146,8 @@ def _send(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> Non
 
 
 def load(
-    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int],
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Load the local optimizer's part of a whole or sharded state dict, and the options of its param groups."""
     saved = state_dict["param_groups"]
@@ -151,21 +157,14 @@ def load(
             f"optimizer has groups of {[len(group['params']) for group in groups]}. Build it with the saved groups."
         )
     names = [name for group in saved for name in group["params"]]  # the keys of parameters in the saved state, by index
-    shards = state_dict.get("zeroshard")
-    pieces: dict[int, list[tuple[Span, State]]] = {}  # by index
-    if shards is not None:
-        for number, (index, start, stop) in enumerate(shards["pieces"]):
-            pieces.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
-    indices = indices_of([parameter for group in groups for parameter in group["params"]])
+    if "zeroshard" in state_dict:
+        find = _find_in_shards(state_dict)
+    else:
+        find = _find_in_whole(state_dict, names)
     state = {}
-    numbers = indices_of([value for group in optimizer.param_groups for value in group["params"]])
+    numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for view in views:
-        index = indices[id(view.parameter)]
-        if shards is not None:
-            found = _joined(pieces.get(index, []), view, shards)
-        else:
-            whole = state_dict["state"].get(names[index]) or {}
-            found = {name: _part(value, name, view) for name, value in whole.items()}
+        found = find(indices[id(view.parameter)], view)
         if found:
             state[numbers[id(view.value)]] = found
     local = [
@@ -175,13 +174,28 @@ def load(
     optimizer.load_state_dict({"state": state, "param_groups": local})
 
 
+Find = Callable[[int, OwnView], State | None]
+
+
+def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
+    def find(index: int, view: OwnView) -> State | None:
+        whole = state_dict["state"].get(names[index])
+        if not whole:
+            return None
+        return {name: _part(value, name, view) for name, value in whole.items()}
+
+    return find
+
+
 def _part(value: Any, name: str, view: OwnView) -> Any:
     """Copy a view's part of one entry of a parameter's whole state."""
     if not isinstance(value, Tensor):
         return value
-    if name != "step" and value.shape == view.parameter.shape:
+    if name == "step" or view.is_whole:
+        return value.clone()
+    if value.shape == view.parameter.shape:
         return view.part(value).clone()
-    if name == "step" or view.is_whole or value.ndim == 0:
+    if value.ndim == 0:
         return value.clone()
     raise _not_divisible(name, value, view)
 
@@ -194,32 +208,40 @@ def _not_divisible(name: str, value: Tensor, view: OwnView) -> UsageError:
     )
 
 
-def _joined(saved: Sequence[tuple[Span, State]], view: OwnView, shards: Mapping[str, Any]) -> State:
-    """Copy a view's state from one rank's saved pieces. The view may span several of them."""
-    needed: list[tuple[slice, int, State]] = []
-    found_numel = 0
-    for span, state in sorted(saved, key=lambda one: one[0].start):
-        common = span.intersect(view.start, view.stop)
-        if common is not None:
-            needed.append((common.within(span.start), span.numel, state))
-            found_numel += common.numel
-    if found_numel != view.stop - view.start:
-        raise UsageError(
-            f"the loaded state dict holds the shards of rank {shards['rank']} of {shards['world_size']}, and this "
-            "rank needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
-        )
-    found: State = {}
-    _, numel, first = needed[0]
-    for name, value in first.items():
-        is_divided = isinstance(value, Tensor) and value.ndim and name != "step"
-        if is_divided and value.numel() == numel:  # from an elementwise or a whole-parameter optimizer
-            found[name] = torch.cat([state[name].reshape(-1)[part] for part, _, state in needed])
-            if view.is_whole:
-                found[name] = found[name].view(view.parameter.shape)
-        elif is_divided and not view.is_whole:
-            raise _not_divisible(name, value, view)
-        elif isinstance(value, Tensor):
-            found[name] = value.clone()
-        else:
-            found[name] = value
-    return found
+def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
+    described = state_dict["zeroshard"]
+    saved: dict[int, list[tuple[Span, State]]] = {}
+    for number, (index, start, stop) in enumerate(described["pieces"]):
+        saved.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
+
+    def find(index: int, view: OwnView) -> State | None:
+        # The pieces may differ from the saved ones: take parts of several saved spans, in order.
+        needed: list[tuple[slice, int, State]] = []
+        found_numel = 0
+        for span, state in sorted(saved.get(index, []), key=lambda one: one[0].start):
+            common = span.intersect(view.start, view.stop)
+            if common is not None:
+                needed.append((common.within(span.start), span.numel, state))
+                found_numel += common.numel
+        if found_numel != view.stop - view.start:
+            raise UsageError(
+                f"the loaded state dict holds the shards of rank {described['rank']} of {described['world_size']}, and this "
+                "rank needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
+            )
+        found: State = {}
+        _, numel, first = needed[0]
+        for name, value in first.items():
+            is_divided = isinstance(value, Tensor) and value.ndim and name != "step"
+            if is_divided and value.numel() == numel:  # from an elementwise or a whole-parameter optimizer
+                found[name] = torch.cat([state[name].reshape(-1)[part] for part, _, state in needed])
+                if view.is_whole:
+                    found[name] = found[name].view(view.parameter.shape)
+            elif is_divided and not view.is_whole:
+                raise _not_divisible(name, value, view)
+            elif isinstance(value, Tensor):
+                found[name] = value.clone()
+            else:
+                found[name] = value
+        return found
+
+    return find

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -99,17 +99,28 @@ class Home:
 
 @dataclass(frozen=True)
 class ParameterBucket(ABC):
-    """A set of parameters, or ranges of them, that are gathered together."""
+    """A set of parameters, or ranges of them, that are gathered together.
+
+    Attributes:
+        parameters: the parameters that the layout's pieces index.
+        views: the parts that this rank updates.
+    """
 
     number: int
     layout: BucketLayout
-    parameters: Sequence[Tensor]  # those that the layout's pieces index, and possibly others
-    views: Sequence[OwnView]  # the parts that this rank updates
+    parameters: Sequence[Tensor]
+    views: Sequence[OwnView]
+    needs_scratch: ClassVar[bool] = False
 
     @property
     def members(self) -> list[Tensor]:
         """The parameters that have elements in this bucket."""
         return [self.parameters[index] for index in dict.fromkeys(piece.index for piece in self.layout.pieces)]
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any member requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.members)
 
     @abstractmethod
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
@@ -129,11 +140,12 @@ class ParameterBucket(ABC):
 @final
 @dataclass(frozen=True)
 class InPlaceBucket(ParameterBucket):
-    """A bucket in one range of storage: of the flat `buffer`, or, if there is none, of one large parameter. Nothing is copied."""
+    """A bucket in one range of storage: of the flat `buffer`, or, if there is none, of one large parameter."""
 
     buffer: Tensor | None
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Start one all-gather, without a copy."""
         if self.buffer is not None:
             together = self.buffer[self.layout.start : self.layout.stop]
         else:
@@ -147,9 +159,12 @@ class InPlaceBucket(ParameterBucket):
 @final
 @dataclass(frozen=True)
 class ScratchBucket(ParameterBucket):
-    """A bucket of parameters with separate storages, which are gathered through scratch."""
+    """A bucket of parameters with separate storages."""
+
+    needs_scratch: ClassVar[bool] = True
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Start one all-gather, through scratch."""
         own = collectives.rank
         count = self.layout.world_size
         scratch = pool.acquire(self.layout.numel, self.parameters[0].dtype)
@@ -171,9 +186,10 @@ class ScratchBucket(ParameterBucket):
 @final
 @dataclass(frozen=True)
 class OwnedBucket(ParameterBucket):
-    """A bucket of whole parameters, each on one rank. Ranks may hold very different sizes, so nothing is padded."""
+    """A bucket of whole parameters, each on one rank; ranks may hold very different sizes."""
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
+        """Send each parameter from its owner directly into the others' storages, without padding."""
         ranks = range(self.layout.world_size)
         with collectives.together():
             pending = [
@@ -198,7 +214,9 @@ def lay_out_parameters(
     """Divide parameters into buckets. Parameters of one dtype on one device share buckets.
 
     Args:
+        parameters: dense parameters.
         first_number: the number of the first bucket.
+        rank, world_size: this rank, and the number of ranks.
         whole: whether to leave parameters undivided.
         flat: whether to make the parameters views of one flat buffer for each dtype and device.
         piece_numel: the maximum number of elements of one view; None for no limit.
@@ -226,12 +244,7 @@ def lay_out_parameters(
         for layout in unit.buckets:
             views: list[OwnView] = []
             for piece in layout.shard_pieces(rank):
-                parameter = members[piece.index]
-                end = piece.parameter_start + piece.numel
-                most = piece_numel or piece.numel
-                for start in range(piece.parameter_start, end, most):
-                    stop = min(start + most, end)
-                    views.append(OwnView(parameter, start, stop, _range(parameter, start, stop, whole), whole))
+                views += _own_views(members[piece.index], piece, piece_numel or max(piece.numel, 1), whole)
             number = first_number + len(buckets)
             if whole:
                 buckets.append(OwnedBucket(number, layout, members, views))
@@ -251,6 +264,14 @@ def _alike(parameters: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device
             parameter.data = parameter.data.contiguous()
         alike[parameter.dtype, parameter.device].append(parameter)
     return alike
+
+
+def _own_views(parameter: Tensor, piece: Piece, most: int, whole: bool) -> Iterator[OwnView]:
+    """Yield views of a piece, of at most `most` elements each."""
+    stop = piece.parameter_start + piece.numel
+    for start in range(piece.parameter_start, stop, most):
+        end = min(start + most, stop)
+        yield OwnView(parameter, start, end, _range(parameter, start, end, whole), whole)
 
 
 def _range(parameter: Tensor, start: int, stop: int, whole: bool) -> Tensor:

@@ -27,7 +27,8 @@ from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
 from zeroshard.config.load import read
-from zeroshard.construction.tensor_parallel import divide, mesh_of, tensor_mesh
+from zeroshard.construction.meshes import mesh_of
+from zeroshard.construction.tensor_parallel import divide, tensor_mesh
 from zeroshard.integrations.accelerate import count_samples_once, refuse_tensor_parallel, watch_loaders
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))

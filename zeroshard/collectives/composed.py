@@ -75,7 +75,7 @@ class Composed(Grouped):
 
 
 class ComposedGather(Work):
-    """An all-gather whose rows cross hosts first, and are passed on inside the host when it is waited for."""
+    """An all-gather that first sends rows between hosts. Its `wait` then passes the rows on inside each host."""
 
     def __init__(self, crossing: Work, pass_on: Callable[[], Iterable[Work]], started: Iterable[Work] = ()) -> None:
         self._crossing = crossing

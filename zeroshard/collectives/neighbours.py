@@ -237,7 +237,7 @@ class Neighbours:
                     self._inbox[peer][tag].append(data)
 
     def tell_failure(self) -> None:
-        """Notify peers that a wait of this rank failed, so that they need not wait for it until the timeout."""
+        """Notify peers that a wait of this rank failed, so that they stop waiting for this rank before the timeout."""
         for peer, one in self._sockets.items():
             if peer not in self._dead:
                 with suppress(OSError):

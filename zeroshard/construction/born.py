@@ -100,7 +100,7 @@ class Births:
             ) from error
 
     def close(self) -> None:
-        """Divide open parameters again if no view of them exists any longer."""
+        """Divide each open (whole) parameter again, unless it is shown or a view of it exists."""
         self.open = [shard for shard in self.open if not shard.closed()]
 
 

@@ -28,7 +28,7 @@ _GATHERED = (
 def tell_backend() -> None:
     """Set the backend of the joined ranks in accelerate's state, if it has none. Do nothing without accelerate.
 
-    All instances share one state, which the first instance fills when it joins the ranks.
+    All instances of `PartialState` share one state, which the first instance fills when it joins the ranks.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     if state is None or not dist.is_initialized():

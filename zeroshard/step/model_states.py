@@ -151,8 +151,8 @@ class ModelStates:
 
     A parameter's states are "parameters" (master weights; if it is frozen, its values), "gradients", and the optimizer's own, such
     as "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`.
-    Get this object again for each use; this raises UsageError while states are parked. The methods raise UsageError for unknown
-    parameters.
+    Read `sharded.states` again for each use. While states are parked, this read raises UsageError. The methods raise UsageError
+    for unknown parameters.
     """
 
     def __init__(self, units: Sequence[Unit], step: ShardedStep, collectives: Collectives) -> None:
@@ -200,7 +200,7 @@ class ModelStates:
         first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
 
         Raises:
-            UsageError: there are no gradients, and their memory is freed.
+            UsageError: `state` is "gradients", there are none, and the memory for them is freed.
         """
         found = []
         for held in self._parts(fqn):

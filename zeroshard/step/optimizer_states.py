@@ -189,7 +189,7 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
 
     Args:
         find: returns the states of a parameter of the model, by its `id`; None if the optimizer lists no such parameter.
-        renew: makes the first states of the parameters that have none, if their optimizer begins with some.
+        renew: makes the initial states of parameters that have no states, for optimizers that make states before the first step.
     """
 
     def __init__(

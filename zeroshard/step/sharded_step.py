@@ -119,7 +119,7 @@ class ShardedStep:
 
     @contextmanager
     def driven(self) -> Iterator[None]:
-        """Make `step` run only the update inside the block, since the driver calls it."""
+        """Inside the block, make `step` run only the update: the caller is the driver, which does the rest."""
         self._is_driven = True
         self.steps_begun += 1
         try:

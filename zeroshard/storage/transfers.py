@@ -58,7 +58,7 @@ class _Lane:
             self._kept.append((copy, on_device))
 
     def end(self, copy: _Copy) -> None:
-        """Drop the memory of `copy`, and of earlier copies, once the computing stream or the host has waited for `copy`."""
+        """Drop the memory of `copy`, and of earlier copies, after the computing stream or the host has waited for `copy`."""
         with self._lock:
             if any(copy is kept for kept, _ in self._kept):
                 while self._kept.popleft()[0] is not copy:

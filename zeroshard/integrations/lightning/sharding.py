@@ -33,7 +33,13 @@ _HONOURED = {
 
 
 def _packages() -> tuple[str, str]:
-    """Return the packages that the script has imported, or, if it has imported both or none, the installed ones."""
+    """Return the names of the Trainer's and Fabric's packages: lightning's, unless the script imported only pytorch_lightning's.
+
+    If only one of the two is installed, return its packages.
+
+    Raises:
+        UsageError: neither is installed.
+    """
     imported = {name for name in ("lightning", "pytorch_lightning") if name in sys.modules}
     if find_spec("lightning") is not None and imported != {"pytorch_lightning"}:
         return ("lightning.pytorch", "lightning.fabric")

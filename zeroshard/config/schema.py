@@ -117,7 +117,7 @@ class DataTypesBlock(Block):
     """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32 if a step has several "
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32 if a step may have several "
         "microbatches, or if no key (`bf16`, `fp16`, `param_dtype`) sets the parameters' dtype. In all other cases: "
         "`communication_data_type` or, if that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None

@@ -46,8 +46,8 @@ def pages() -> dict[str, str]:
         "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
         "- It is *not supported*: switching it on raises an error.\n\n"
         'The value "auto" means the default, unless the table names another value. If the table says that you must supply the '
-        'value, pass it to `initialize`, for example as `auto={"lr": 3e-3}`. The same holds for an argument of an optimizer '
-        'or a scheduler that is "auto" and in no table. A block cannot be "auto". '
+        'value, pass it to `initialize`, for example as `auto={"lr": 3e-3}`. Also pass each argument of an '
+        'optimizer or scheduler that is "auto" and in no table. A block cannot be "auto". '
         "The [glossary](../glossary.md) defines unit, shard, bucket and "
         "other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"

@@ -92,7 +92,7 @@ class FP16Block(Block):
     auto_cast: Annotated[bool, works("cast the model's floating-point inputs to fp16.")] = False
     loss_scale: Annotated[NonNegative, works("a fixed loss scale. 0 selects a dynamic scale.")] = 0
     initial_scale_power: Annotated[Annotated[Count, Field(le=127)], works("the dynamic scale starts at 2 to this power.")] = 16
-    loss_scale_window: Annotated[Positive, works("the number of steps without overflow after which a dynamic scale doubles.")] = 1000
+    loss_scale_window: Annotated[Positive, works("the number of consecutive steps without overflow after which the scale doubles.")] = 1000
     hysteresis: Annotated[Positive, works(
         "each overflow halves a dynamic scale, except the first `hysteresis` - 1 overflows.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
@@ -117,7 +117,7 @@ class DataTypesBlock(Block):
     """`data_types`: the dtypes of gradients, parameters and buffers."""
 
     grad_accum_dtype: Annotated[DType | None, works(
-        "the dtype in which gradients are stored and summed over microbatches. Default: fp32 if a step has several "
+        "the dtype in which gradients are stored and summed over microbatches. Default: fp32 if a step may have several "
         "microbatches, or if no key (`bf16`, `fp16`, `param_dtype`) sets the parameters' dtype. In all other cases: "
         "`communication_data_type` or, if that is not set, the parameters' dtype.")] = None
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
@@ -146,7 +146,7 @@ class CsvMonitorBlock(MonitorBlock):
 
 
 class JsonMonitorBlock(MonitorBlock):
-    """`json_monitor`: a file that rank 0 writes: first a JSON line that describes the run, then one line per step.
+    """`json_monitor`: a file that rank 0 writes: a JSON line about the run, then one per step.
 
     [Watching a run](../watching_a_run.md#a-log-of-every-step) lists the keys of a line.
     """
@@ -221,12 +221,13 @@ class CheckpointBlock(Block):
     """`checkpoint`: writing and reading of checkpoints. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
-        "what a save does if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
+        "a save's reaction if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
         "`Ignore`: rank 0's tag, without a warning.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
-        "the folder of checkpoints is local to each host: on a local disk, or in memory (/dev/shm). The next host keeps a copy, so that "
-        "nothing is lost if one host fails. During a load, each host gets the files that it lacks from the others.")] = False
+        "the folder of checkpoints is local to each host: on a local disk, or in memory (/dev/shm). Each host's "
+        "files are copied to the next host, so losing one host loses nothing. During a load, each host gets the files that it "
+        "lacks from the others.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("files are safetensors, and nothing is pickled.")] = True
     writer: Annotated[Any, no_meaning("files are written directly from the states' memory.")] = None
@@ -321,8 +322,9 @@ class Schema(BaseModel):
         "the interval in steps at which rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory. "
         "null: a line at every step with `wall_clock_breakdown` or `memory_breakdown`; otherwise none.")] = None
     wall_clock_breakdown: Annotated[bool, works(
-        "log the milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers.")] = False
-    memory_breakdown: Annotated[bool, works("add rank 0's memory of each model state to the line that `steps_per_print` prints, and to the monitors.")] = False
+        "log rank 0's milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers, in the line "
+        "of `steps_per_print` and the monitors.")] = False
+    memory_breakdown: Annotated[bool, works("log rank 0's memory of each model state, in the line of `steps_per_print` and the monitors.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
     csv_monitor: Annotated[CsvMonitorBlock, works("one CSV file per metric.")] = CsvMonitorBlock()

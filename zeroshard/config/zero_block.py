@@ -110,7 +110,7 @@ class ZeroBlock(Block):
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "prefetch units until these have at least this many elements in all. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
-        "parameters with fewer elements than this are not sharded. Default: all are sharded.")] = 0
+        "parameters with fewer elements than this are not sharded, but their gradients and optimizer states are.")] = 0
     stage3_model_persistence_threshold: Annotated[Count, works(
         "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded. The smallest parameters count first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
@@ -145,7 +145,7 @@ class ZeroBlock(Block):
         "second copy of the parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
         "as `zero_hpz_partition_size`, under MiCS's name, except that 1 leaves parameters unsharded. Optimizer states are "
-        "sharded over all ranks, while DeepSpeed's MiCS shards them over `mics_shard_size` ranks only. -1 or 0: parameters "
+        "sharded over all ranks, while DeepSpeed's MiCS shards them over `mics_shard_size` ranks. -1 or 0: parameters "
         "are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(
         "parameters are gathered only among `mics_shard_size` ranks.")] = False

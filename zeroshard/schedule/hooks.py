@@ -539,8 +539,8 @@ class OneThread:
             if is_another and any(thread.ident == running for thread in threading.enumerate()):
                 raise UsageError(
                     "a forward began while one of another thread runs, or was aborted there. Under this policy parameters have "
-                    "memory only while a forward uses them: run the model on one thread at a time, or keep parameters unsharded on the "
-                    "accelerator (Policy.stage(2))."
+                    "memory only while a forward uses them: run the model on one thread at a time, or keep parameters "
+                    "unsharded on the accelerator (Policy.stage(2))."
                 )
             if is_outermost or self._thread != threading.get_ident():
                 self._thread = threading.get_ident()

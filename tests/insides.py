@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from torch.distributed.distributed_c10d import Store
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest, node_local
-from zeroshard.checkpoint.checkpoints import Checkpoints
 from zeroshard.cli import checkpoints, doctor, plan, run
 from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
@@ -217,21 +215,6 @@ def addresses(slots: Slots) -> dict[Any, int]:
 
 
 # ---------------------------------------------------------------------- checkpoints and other formats
-
-
-@contextmanager
-def late_saves(seconds: float) -> Iterator[None]:
-    """Make asynchronous saves that begin in the block end `seconds` after their files are written, or have failed."""
-    write_behind = Checkpoints._write_behind
-
-    def late(*args: Any) -> None:
-        try:
-            write_behind(*args)
-        finally:
-            time.sleep(seconds)
-
-    with mock.patch.object(Checkpoints, "_write_behind", late):
-        yield
 
 
 print_checkpoint = checkpoints._print

@@ -112,9 +112,11 @@ class Progress:
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # with a breakdown and no interval, each step prints a line
         blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
-        self._is_monitored = any(block.enabled for block in blocks)
+        is_monitored = any(block.enabled for block in blocks)
+        self._logs = int(is_monitored)
+        """The number of logs of all steps: the config's monitors, as one, and the open `heard_by` blocks that write a file."""
         self._monitors: list[Monitor] = []
-        if self._is_monitored:
+        if is_monitored:
             problem = None
             if self._rank == 0:
                 try:
@@ -132,8 +134,6 @@ class Progress:
         self.losses: list[Tensor] = []
         self._sent = Sent(sharded.comm_report(clear=False))  # bytes sent until now belong to no step
         self._watchers: list[Watcher] = []
-        self._logs = 0
-        """The number of open `heard_by` blocks that write a file."""
         self._tokens: int | None = None  # per sample
         self.start_at(0)
 
@@ -203,7 +203,7 @@ class Progress:
             watcher(report, step, samples, lr, losses)
         # Every rank gets the same answer: below, either all ranks exchange their losses, or none does.
         prints = self._every is not None and math.isfinite(self._every) and step % max(1, round(self._every)) == 0
-        if not (self._is_monitored or self._logs or prints):
+        if not (self._logs or prints):
             return
         mine = torch.full((1,), math.nan, dtype=torch.float64)  # after the user's own backward, the loss is unknown
         if losses:

@@ -71,8 +71,6 @@ class Freezing:
                         entry.parameter.grad = None
                 if (unit.trainable and untrained) or (not unit.trainable and trained):
                     self._split(unit, trained, untrained)
-            if param_group is not None:
-                self._step.lay_out()  # also if all of its parameters are frozen
             self._hooks.remove()
             self._hooks.attach()
             register(self._schedule.units, self._hooks, self._step)

@@ -598,9 +598,10 @@ class ShardedStep:
         return norm_of(self._context.everyone.by_shard(by_rank))
 
     def list_group(self, param_group: dict[str, Any]) -> None:
-        """Register another param group of the user's parameters. `lay_out` later adds the views of these parameters to it."""
+        """Register another param group of the user's parameters. Those that are frozen get views when they are trained."""
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
+        self.lay_out()
 
 
 def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

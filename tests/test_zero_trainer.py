@@ -388,6 +388,14 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
                 {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}},
                 "optimizer.params.lr = 3.0, and learning_rate=0.01",
             ),
+            (
+                {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+                "optimizer.params.betas = [0.9, 0.95], and adam_beta1=0.9, adam_beta2=0.999 in",
+            ),
+            (
+                {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}},
+                "scheduler.params.warmup_max_lr = 0.1, and learning_rate=0.01",
+            ),
         ):
             with pytest.raises(ConfigError, match="contradict") as caught:
                 make({**FULL, **change})

@@ -133,6 +133,15 @@ def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
     }
 
 
+_SAME = {
+    "optimizer": {
+        "lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",), "weight_decay": ("weight_decay",),
+    },
+    "scheduler": {"warmup_max_lr": ("learning_rate",)},
+}  # fmt: skip
+"""The TrainingArguments that mean the same as a parameter in a block of the config, as in transformers' own check."""
+
+
 def _refuse_contradictions(config: Config, args: Any) -> None:
     """Raise if the config and TrainingArguments contradict each other."""
     schema = config.schema
@@ -149,26 +158,24 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         raise ConfigError(
             "ZeroTrainer saves to a folder that all ranks can read: leave checkpoint.use_node_local_storage out, or use an engine."
         )
-    said: list[tuple[str, Any, str]] = []  # a key, its value, and the name of the argument that means the same
+    said: list[tuple[str, Any, tuple[str, ...]]] = []  # a key, its value, and the arguments that mean the same
     if config.names_batch_size:
-        said.append(("train_micro_batch_size_per_gpu", config.batch.micro, "per_device_train_batch_size"))
+        said.append(("train_micro_batch_size_per_gpu", config.batch.micro, ("per_device_train_batch_size",)))
     if config.names_accumulation:
-        said.append(("gradient_accumulation_steps", config.batch.accumulation, "gradient_accumulation_steps"))
+        said.append(("gradient_accumulation_steps", config.batch.accumulation, ("gradient_accumulation_steps",)))
     if "gradient_clipping" in schema.model_fields_set:
-        said.append(("gradient_clipping", schema.gradient_clipping, "max_grad_norm"))
+        said.append(("gradient_clipping", schema.gradient_clipping, ("max_grad_norm",)))
     for name in ("fp16", "bf16"):
         block = getattr(schema, name)
         if "enabled" in block.model_fields_set:
-            said.append((f"{name}.enabled", block.enabled, name))
-    if schema.optimizer is not None:
-        params = schema.optimizer.params
-        for key, name in (("lr", "learning_rate"), ("eps", "adam_epsilon"), ("weight_decay", "weight_decay")):
-            if key in params:
-                said.append((f"optimizer.params.{key}", params[key], name))
+            said.append((f"{name}.enabled", block.enabled, (name,)))
+    for kind, block in (("optimizer", schema.optimizer), ("scheduler", schema.scheduler)):
+        params = {} if block is None else block.params
+        said += [(f"{kind}.params.{key}", params[key], names) for key, names in _SAME[kind].items() if key in params]
     different = [
-        f"  {key} = {there!r}, and {name}={getattr(args, name)!r} in TrainingArguments"
-        for key, there, name in said
-        if there != getattr(args, name)
+        f"  {key} = {there!r}, and {', '.join(f'{name}={getattr(args, name)!r}' for name in names)} in TrainingArguments"
+        for key, there, names in said
+        if (list(there) if isinstance(there, list | tuple) else [there]) != [getattr(args, name) for name in names]
     ]
     if different:
         raise ConfigError(

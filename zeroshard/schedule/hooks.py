@@ -265,7 +265,7 @@ class Hooks:
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._one_thread.is_another and not in_backward():  # this forward was refused
             return
-        self._saved.pop(module)
+        self._saved.pop(module, output)
         if in_backward() and not torch.is_grad_enabled():
             return
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
@@ -329,7 +329,7 @@ class Hooks:
             self._push(module, missing)
 
     def _post_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._saved.pop(module)
+        self._saved.pop(module, output)
         units = self._parts[module].close()
         if in_backward():
             return  # the backward still needs units that a recomputation gathers

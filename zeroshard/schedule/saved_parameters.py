@@ -8,13 +8,11 @@ or go to the hooks of the user or of activation checkpointing.
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,15 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit
 from zeroshard.torch_private import (
-    FUNCTION_APPLY,
     disabled_torch_function,
     distributed_by,
     distribution_of,
     is_distributed,
-    is_of_compiler,
     local_of,
     saved_tensors_hooks_in_force,
     storage_id,
+    tree_leaves,
     version_of,
     wrapper_tensor,
 )
@@ -51,7 +48,7 @@ class _View:
     stride: tuple[int, ...]
     offset: int
     is_itself: bool
-    """Whether the view is the whole parameter, in its shape, saved by a Python autograd function, which may check its class."""
+    """Whether the view is the whole parameter, in its shape. A Python autograd function may read its attributes."""
     trained: bool
 
 
@@ -75,8 +72,8 @@ class SavedParameters:
         """The callers of `push` whose hooks are still active, with these hooks."""
         self._base = 0
         """The number of callers, counted from the first, whose hooks `pop` does not remove."""
-        self._read_as_nan: str | None = None
-        """The fqn of a parameter with which torch computed while its values were elsewhere."""
+        self._saved_as_nan: str | None = None
+        """The fqn of a parameter that was saved while its values were elsewhere, since the last `pop`."""
 
     def push(self, caller: object, *, unseen: bool) -> None:
         """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
@@ -99,26 +96,31 @@ class SavedParameters:
     def _is_own(self, unpack: Callable[[Any], Any]) -> bool:
         return getattr(unpack, "__wrapped__", unpack) == self._unpack
 
-    def pop(self, caller: object) -> None:
+    def pop(self, caller: object, output: Any = None) -> None:
         """End the caller's `push`, if there was one, and each `push` of a call inside it that raised.
 
+        Args:
+            output: what the call returned, with tensors in any nesting.
+
         Raises:
-            UsageError: torch computed with a parameter while its values were elsewhere.
+            UsageError: torch computed the output with a parameter while its values were elsewhere.
         """
         while any(one is caller for one, _ in self._entered[self._base :]):
             if self._pop_last() is caller:
-                return
-
-    def _pop_last(self) -> object:
-        caller, hooks = self._entered.pop()
-        hooks.__exit__()
-        if self._read_as_nan is not None:
-            fqn = self._read_as_nan
-            self._read_as_nan = None
+                break
+        fqn, self._saved_as_nan = self._saved_as_nan, None
+        if fqn is None:
+            return
+        # A Python autograd function may save a parameter without reading it; then the output is not NaN.
+        if any(isinstance(one, Tensor) and one.isnan().any() for one in tree_leaves(output)):
             raise UsageError(
                 f"{fqn} is sharded at rest, and was read past torch's overrides (by torch.jit.script?): the result is NaN. Read it "
                 "inside `with zeroshard.unsharded(module):`, or call zeroshard.borrow(module, parameter) once, before training."
             )
+
+    def _pop_last(self) -> object:
+        caller, hooks = self._entered.pop()
+        hooks.__exit__()
         return caller
 
     @contextmanager
@@ -144,11 +146,11 @@ class SavedParameters:
     def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
         """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside of these."""
         if self._has_distributed and is_distributed(tensor):
-            local = self._view_of(local_of(tensor), None)
+            local = self._view_of(local_of(tensor))
             if local is not None:
                 return partial(self._distributed, local, distribution_of(tensor))
         else:
-            view = self._view_of(tensor, sys._getframe(1))
+            view = self._view_of(tensor)
             if view is not None:
                 return view
         if others is not None:
@@ -156,13 +158,8 @@ class SavedParameters:
         # Detached: an operation's own output would keep itself alive.
         return (tensor if tensor.grad_fn is None else tensor.detach()), version_of(tensor)
 
-    def _view_of(self, tensor: Tensor, caller: FrameType | None) -> _View | None:
-        """Return the part of a unit that a tensor views; None if it views none.
-
-        Args:
-            caller: the frame that runs while the tensor is saved, possibly of a Python autograd function; None for the local
-                tensor of a DTensor.
-        """
+    def _view_of(self, tensor: Tensor) -> _View | None:
+        """Return the part of a unit that a tensor views; None if it views none."""
         try:
             storage = storage_id(tensor)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one of torch.func
@@ -170,10 +167,8 @@ class SavedParameters:
         unit = self._unit_of.get(storage)
         if unit is None:
             hidden = self._placeholders.get(storage)
-            # A Python autograd function may save a placeholder without reading it.
-            if hidden is not None and not _saves(caller):
-                # An error from here would lose its message inside torch.jit.script, so `pop` raises it.
-                self._read_as_nan = hidden.named[int(tensor.storage_offset())].fqn
+            if hidden is not None:  # an error from here would lose its message inside torch.jit.script, so `pop` raises it
+                self._saved_as_nan = hidden.named[int(tensor.storage_offset())].fqn
             return None
         offset = int(tensor.storage_offset())
         place = offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize
@@ -186,7 +181,7 @@ class SavedParameters:
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
         version = version_of(like) - unit.appearance.hides
         shown = (tensor.dtype, size, stride)
-        is_itself = _saves(caller) and (like.dtype, like.size(), like.stride()) == shown
+        is_itself = (like.dtype, like.size(), like.stride()) == shown
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _distributed(self, local: _View, distribution: Any) -> Tensor:
@@ -255,14 +250,6 @@ class _Copy(Tensor):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.parameter, name)
-
-
-def _saves(caller: FrameType | None) -> bool:
-    """Return whether the caller of a hook is a Python autograd function, possibly behind a `torch.compiler.disable` wrapper."""
-    if caller is None:
-        return False
-    between = caller.f_back if is_of_compiler(caller.f_code) else None
-    return (between or caller).f_code is FUNCTION_APPLY
 
 
 def _check(then: int, now: int, what: str) -> None:

@@ -362,13 +362,6 @@ def refuses_saved_tensors_hooks() -> bool:
     return _refusal() is not None
 
 
-FUNCTION_APPLY: CodeType = _find("torch.autograd.Function.apply.__func__").__code__
-"""The code object that is on a hook's stack while an autograd function of Python saves its tensors.
-
-A hook cannot detect this in another way.
-"""
-
-
 def has_tensor_hooks(parameter: Any) -> bool:
     """Return whether a parameter has hooks of `register_hook`."""
     return bool(parameter._backward_hooks)

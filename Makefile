@@ -7,6 +7,7 @@ CONFIG ?= examples/zero2.json
 MUTANTS ?=
 PARTS ?=
 OLDEST_TORCH = torch==2.11.0
+NEWEST_TORCH = torch==2.14.1
 # The oldest releases of trainers that pyproject.toml names; the contract tests run on them too.
 OLDER = transformers==5.20.2 accelerate==1.13.0
 BIN = .venv/bin
@@ -27,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # The tests start many processes: each module is compiled once, not once in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-all test-oldest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
+.PHONY: train test test-rest test-all test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
@@ -45,9 +46,9 @@ test-rest: .venv/ready .venv/simgpu
 test-all: .venv/ready .venv/simgpu
 	status=0; $(PYTEST) || status=1; $(PYTEST) --rest || status=1; exit $$status
 
-# The quick set on the oldest torch, transformers and accelerate that pyproject.toml names. Takes 6 GB: that torch brings CUDA.
-test-oldest: .venv/oldest/ready
-	PATH="$(CURDIR)/.venv/oldest/bin:$$PATH" .venv/oldest/bin/python -m pytest -q -n $(JOBS) --dist worksteal
+# The quick set on the oldest releases that pyproject.toml names, or on the newest torch. Each takes 6 GB: these torches bring CUDA.
+test-oldest test-newest: test-%: .venv/%/ready
+	PATH="$(CURDIR)/.venv/$*/bin:$$PATH" .venv/$*/bin/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # Measures which lines of zeroshard/ the quick set runs, in ranks, too. PARTS: some of the tests only.
 coverage: .venv/ready .venv/simgpu
@@ -122,10 +123,12 @@ lint: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -c "from simgpu import build; build.why_not() or build.build()"
 	touch $@
 
-.venv/oldest/ready: pyproject.toml
-	$(PYTHON) -m venv .venv/oldest
-	.venv/oldest/bin/pip install -qq --disable-pip-version-check $(OLDEST_TORCH)
-	.venv/oldest/bin/pip install -qq --disable-pip-version-check --editable ".[dev]" $(OLDEST_TORCH) $(OLDER)
+.venv/oldest/ready: RELEASES = $(OLDEST_TORCH) $(OLDER)
+.venv/newest/ready: RELEASES = $(NEWEST_TORCH)
+.venv/oldest/ready .venv/newest/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -qq --disable-pip-version-check $(firstword $(RELEASES))
+	$(@D)/bin/pip install -qq --disable-pip-version-check --editable ".[dev]" $(RELEASES)
 	touch $@
 
 # The site reads zeroshard's source and imports nothing of it: the extra `docs` alone, without torch and what zeroshard needs.

@@ -64,3 +64,61 @@ def test_a_saved_parameter_has_its_attributes(frozen: bool) -> None:
             assert torch.equal(value, found[1][name]), name
 
     run_ranks(body, 2)
+
+
+class Late(torch.autograd.Function):
+    """Reads a parameter only in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return inputs + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return gradient + weight.sum(), torch.ones_like(weight)
+
+
+class Borrower(nn.Module):
+    """Saves a parameter of another block, whose values are elsewhere while this block runs."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.lenders = [lender]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = Late.apply(self.own(inputs), self.lenders[0].weight)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Borrowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([first, nn.Linear(6, 6), Borrower(first)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs.square().mean()
+
+
+def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward() -> None:
+    def body(rank: int) -> None:
+        found = []
+        for stage in (0, 3):
+            model = Borrowing()
+            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
+            for step in range(3):
+                torch.manual_seed(2 * step + rank)
+                model(torch.randn(4, 6)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            found.append(model.state_dict())
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), name
+
+    run_ranks(body, 2)

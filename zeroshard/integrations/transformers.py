@@ -134,12 +134,13 @@ def _auto_values(args: Any, total_steps: int) -> dict[str, Any]:
 
 
 _SAME = {
-    "optimizer": {
-        "lr": ("learning_rate",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",), "weight_decay": ("weight_decay",),
-    },
-    "scheduler": {"warmup_max_lr": ("learning_rate",)},
-}  # fmt: skip
-"""The TrainingArguments that mean the same as a parameter in a block of the config, as in transformers' own check."""
+    ("optimizer", "lr"): ("learning_rate",),
+    ("optimizer", "betas"): ("adam_beta1", "adam_beta2"),
+    ("optimizer", "eps"): ("adam_epsilon",),
+    ("optimizer", "weight_decay"): ("weight_decay",),
+    ("scheduler", "warmup_max_lr"): ("learning_rate",),
+}
+"""The TrainingArguments that mean the same as a key in `params` of a block of the config."""
 
 
 def _refuse_contradictions(config: Config, args: Any) -> None:
@@ -169,9 +170,10 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
         block = getattr(schema, name)
         if "enabled" in block.model_fields_set:
             said.append((f"{name}.enabled", block.enabled, (name,)))
-    for kind, block in (("optimizer", schema.optimizer), ("scheduler", schema.scheduler)):
-        params = {} if block is None else block.params
-        said += [(f"{kind}.params.{key}", params[key], names) for key, names in _SAME[kind].items() if key in params]
+    for (kind, key), names in _SAME.items():
+        block = getattr(schema, kind)
+        if block is not None and key in block.params:
+            said.append((f"{kind}.params.{key}", block.params[key], names))
     different = [
         f"  {key} = {there!r}, and {', '.join(f'{name}={getattr(args, name)!r}' for name in names)} in TrainingArguments"
         for key, there, names in said

@@ -35,6 +35,7 @@ class Appearance:
             must then keep its memory as long as parameters show it.
 
     Attributes:
+        views: the views of the values, whose memory may be freed.
         placeholders: the data of parameters without values, one NaN for each; None for integers, whose values never leave.
         hides: the number of times that the values were freed. Version counters count these, too.
     """
@@ -52,11 +53,11 @@ class Appearance:
         self._separate = separate
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
-        self._views = list(views)
+        self.views = list(views)
         self._ordinary: type[nn.Parameter] = nn.Parameter
         if self._is_distributed:
             # A DTensor holds a detached view, whose version counter counts the user's writes, but no all-gathers into the buffer.
-            self._views = [view.data for view in views]
+            self.views = [view.data for view in views]
             kind = distributed_class()
             assert kind is not None
             self._ordinary = kind
@@ -92,7 +93,7 @@ class Appearance:
     def show_current(self) -> None:
         """Show the values, as `show_views` does, whatever was written to the placeholders."""
         self._become(self.whole_class)
-        for entry, view in zip(self._named, self._views, strict=True):
+        for entry, view in zip(self._named, self.views, strict=True):
             self._show(entry, view)
         self._versions = self.versions()
 
@@ -245,7 +246,7 @@ class Appearance:
 
     def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
         """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
-        for index, (entry, view) in enumerate(zip(self._named, self._views, strict=True)):
+        for index, (entry, view) in enumerate(zip(self._named, self.views, strict=True)):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not self._is_shown(shown, view):
                 yield index, entry, view

@@ -27,6 +27,7 @@ from zeroshard.torch_private import (
     distribution_of,
     is_distributed,
     local_of,
+    past_torch_function,
     saved_tensors_hooks_in_force,
     storage_id,
     tree_leaves,
@@ -113,7 +114,7 @@ class SavedParameters:
             return
         # A Python autograd function may save a parameter without reading it; then the output is not NaN.
         if any(isinstance(one, Tensor) and one.isnan().any() for one in tree_leaves(output)):
-            raise UsageError(
+            raise UsageError(  # an error in `_pack` would lose its message inside torch.jit.script
                 f"{fqn} is sharded at rest, and was read past torch's overrides (by torch.jit.script?): the result is NaN. Read it "
                 "inside `with zeroshard.unsharded(module):`, or call zeroshard.borrow(module, parameter) once, before training."
             )
@@ -150,7 +151,8 @@ class SavedParameters:
             if local is not None:
                 return partial(self._distributed, local, distribution_of(tensor))
         else:
-            view = self._view_of(tensor)
+            with past_torch_function():  # a parameter whose values are elsewhere may be saved without being read
+                view = self._view_of(tensor)
             if view is not None:
                 return view
         if others is not None:
@@ -166,10 +168,15 @@ class SavedParameters:
             return None
         unit = self._unit_of.get(storage)
         if unit is None:
-            hidden = self._placeholders.get(storage)
-            if hidden is not None:  # an error from here would lose its message inside torch.jit.script, so `pop` raises it
-                self._saved_as_nan = hidden.named[int(tensor.storage_offset())].fqn
-            return None
+            unit = self._placeholders.get(storage)
+            if unit is None:
+                return None
+            # Its values are elsewhere, and the backward reads them from the unit.
+            index = int(tensor.storage_offset())
+            self._saved_as_nan = unit.named[index].fqn
+            if tensor.shape != unit.named[index].shape:
+                return None
+            tensor = unit.appearance.views[index]
         offset = int(tensor.storage_offset())
         place = offset * tensor.dtype.itemsize // unit.flat.tensor.dtype.itemsize
         starts = unit.layout.starts
@@ -180,8 +187,8 @@ class SavedParameters:
         like: Any = unit.named[index].parameter
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
         version = version_of(like) - unit.appearance.hides
-        shown = (tensor.dtype, size, stride)
-        is_itself = (like.dtype, like.size(), like.stride()) == shown
+        itself = unit.appearance.views[index]
+        is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
         return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
 
     def _distributed(self, local: _View, distribution: Any) -> Tensor:

@@ -88,7 +88,8 @@ def transfers_together(rank: int) -> None:
             collectives.transfer(value, source, target, "a transfer")
             for value, (source, target) in zip(values, pairs, strict=True)
         ]
-    assert simgpu.collectives.total() == 4, simgpu.collectives
+    # torch 2.14 starts a batch of sends and receives in one launch; earlier releases start each by itself.
+    assert simgpu.collectives == {"coalesced": 1} or simgpu.collectives.total() == 4, simgpu.collectives
     for one in pending:
         one.wait()
     for value, (source, target) in zip(values, pairs, strict=True):

@@ -91,7 +91,7 @@ def test_a_torch_without_a_name_is_refused(name: str, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=re.escape(name.removesuffix(".__func__"))) as raised:
         import_anew()
     assert f"torch {torch.__version__}" in str(raised.value)
-    assert "torch 2.11 and 2.13" in str(raised.value)
+    assert "torch 2.11, 2.13, 2.14" in str(raised.value)
 
 
 def test_names_of_the_plan_are_looked_up_at_their_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

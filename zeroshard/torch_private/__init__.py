@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 """Names of torch that other modules import from here."""
 
-SEEN_TO_WORK = ("2.11", "2.13")
+SEEN_TO_WORK = ("2.11", "2.13", "2.14")
 """Releases of torch on which all tests passed."""
 
 
@@ -61,7 +61,7 @@ def unfit(name: str, how: str) -> UsageError:
     newest = SEEN_TO_WORK[-1]
     return UsageError(
         f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. zeroshard works with torch "
-        f'{" and ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
+        f'{", ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
     )
 
 

@@ -46,7 +46,7 @@ def progress(
     tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
     log: str | os.PathLike[str] | None = None,
 ) -> TrainingProgress:  # fmt: skip
-    """Show the progress of the loop in a `with` block on rank 0's terminal, and log its steps. Every rank must call it.
+    """Show the progress of the loop in a `with` block on rank 0's terminal and log its steps. Every rank must call it.
 
     The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
     time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No

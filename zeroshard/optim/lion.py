@@ -43,7 +43,14 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: a function that recomputes the loss and the gradients before the update.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

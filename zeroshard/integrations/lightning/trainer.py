@@ -140,7 +140,7 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
             self._lightning_module = module
 
     def _give_back(self, sharded: Sharded) -> bool:
-        """End the sharding, and return whether the parameters are whole."""
+        """End the sharding and return whether the parameters are whole."""
         if self._checkpointer is not None:
             self._checkpointer.remove()
             self._checkpointer = None

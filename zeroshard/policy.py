@@ -330,12 +330,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """A rule for the parameters that are unsharded together. By default, each block in a list of blocks is one unit.
+    """The rule that decides which parameters are unsharded together. By default, each block in a list of blocks is one unit.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with everything inside. They are given
-            by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare
-            a module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
+        leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with all their submodules. They are
+            given by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn.
+            Declare a module that runs some children on some ranks only, such as a mixture of experts: all ranks then
+            gather the whole module.
         min_numel: a block with fewer elements than this belongs to the unit that contains it. None means 0 for models
             of up to 128 blocks, and 10,000 for models with more.
         persistent_numel: parameters with fewer elements than this are not sharded. Their gradients and optimizer states

@@ -120,7 +120,7 @@ class Checkpoints:
             del self.control
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Raise an exception of any rank in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
+        """Raise any rank's exception in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts:
@@ -242,7 +242,7 @@ class Checkpoints:
             raise
 
     def wait_together(self, tag: str | None = None) -> None:
-        """Wait as `wait` does and raise an error of any rank on every rank. Every rank must call it, with the same tag or None.
+        """Wait as `wait` does and raise any rank's error on every rank. Every rank must call it, with the same tag or None.
 
         The ranks meet over the connections of training, which detect a rank that is still training. If some rank has closed
         its connections for saves, all ranks close theirs.
@@ -286,7 +286,9 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Load a checkpoint of any world size and policy. Every rank must call it, and reads only its own part.
+        """Load a checkpoint that was saved at any world size and under any policy. Every rank must call it.
+
+        Each rank reads only its own part.
 
         Args:
             folder: the folder of all checkpoints.

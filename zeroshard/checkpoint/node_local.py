@@ -211,7 +211,7 @@ class Holdings:
                 )
 
     def bring(self, tag: str) -> None:
-        """Send each host its missing files of a checkpoint. Every rank must call it, and raises an error of any rank."""
+        """Send each host its missing files of a checkpoint. Every rank must call it, and raises any rank's error."""
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)

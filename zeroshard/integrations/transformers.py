@@ -187,7 +187,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise an error that names the feature if TrainingArguments enable one that ZeroTrainer does not support."""
+    """Raise an error if TrainingArguments enable a feature that ZeroTrainer does not support. The error names the feature."""
     clashes = {
         "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
         "fsdp": (args.fsdp, "zero=3 shards parameters, too"),

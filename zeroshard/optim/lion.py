@@ -15,6 +15,8 @@ from zeroshard.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, f
 class Lion(torch.optim.Optimizer):
     """The Lion optimizer, which uses the sign of the momentum (Chen et al., arXiv:2302.06675, algorithm 2).
 
+    For a parameter p with momentum m and gradient g:
+
         c = b1 * m + (1 - b1) * g
         p = p - lr * (sign(c) + weight_decay * p)
         m = b2 * m + (1 - b2) * g

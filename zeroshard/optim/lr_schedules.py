@@ -183,7 +183,7 @@ class WarmupCosineLR(_WarmsUp):
     """A schedule of each group's own lr: a warm-up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
 
     With m = warmup_min_ratio, c = cos_min_ratio, T = total_num_steps, and N and gamma as in `WarmupLR`: the lr is
-    multiplied by m + (1 - m) * gamma for 0 <= i < N, and then by c + (1 - c) * (1 + cos(pi * p)) / 2, with
+    multiplied by m + (1 - m) * gamma for 0 <= i < N, and afterwards by c + (1 - c) * (1 + cos(pi * p)) / 2, with
     p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the factor is 0.
     """
 

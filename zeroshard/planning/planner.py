@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def machine(self) -> Machine:
-        """The machine that the times are for."""
+        """The machine for which the times are estimated."""
         return self.job.machine
 
     @property

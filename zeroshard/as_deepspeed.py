@@ -35,7 +35,7 @@ def _refuse_late() -> None:
 
 
 def _has_decided(name: str) -> bool:
-    """Return whether a library was imported without deepspeed, and defined its classes accordingly."""
+    """Return whether a library was imported without deepspeed and defined its classes accordingly."""
     if name == "accelerate":
         utils = sys.modules.get("accelerate.utils")
         return utils is not None and not hasattr(utils, "DeepSpeedEngineWrapper")

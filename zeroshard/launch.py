@@ -1,4 +1,4 @@
-"""Owns the calls by which this process joins the other ranks of its launcher, and leaves them at exit.
+"""Owns the calls by which this process joins the other ranks of its launcher and leaves them at exit.
 
 The calls look for launchers in this order:
 
@@ -37,7 +37,7 @@ _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own default."""
 _LAST_PORT = 65535
-_DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() accept more than that, and differ from each other
+_DIGITS = re.compile(r"[0-9]{1,18}")  # int() and isdigit() accept more than that and differ from each other
 _ADDRESS = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 _MARK = "ZEROSHARD_RUN_MARK"
 """The environment variable with a file's path. `zeroshard run` warns if no process creates that file."""
@@ -320,7 +320,7 @@ def _meeting_point(launch: Launch) -> str:
             "set MASTER_ADDR to the machine of rank 0 (and MASTER_PORT to a free port there), or start with torchrun."
         )
     if launch.launcher == "torchrun":
-        return "env://"  # torchrun itself listens on the port, and sets the variables that torch reads
+        return "env://"  # torchrun itself listens on the port and sets the variables that torch reads
     address = launch.address
     if ":" in address and not address.startswith("["):  # IPv6
         address = f"[{address}]"

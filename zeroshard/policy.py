@@ -1,6 +1,6 @@
 """Owns `Policy`: for each model state, whether it is sharded, and its place.
 
-A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5), see `Policy.stage`.
+A ZeRO stage is a preset of `Policy` (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5); see `Policy.stage`.
 docs/design.md lists the policies whose results are bit-identical ("What is promised").
 """
 
@@ -62,7 +62,8 @@ class Offload:
     """The settings for transfers of a model state whose place is cpu or disk.
 
     Attributes:
-        path: for the disk: an existing folder for the file. The file has no name, so it leaves nothing behind.
+        path: for the disk: an existing folder for the file. zeroshard unlinks the file at once, so nothing is left
+            behind.
         pin_memory: whether CPU memory that an accelerator reads and writes is pinned.
         buffer_count, buffer_numel: for the disk: states in transfer or in use take at most `buffer_count` buffers of
             `buffer_numel` elements of CPU memory. For the optimizer, elements of master weights, gradients and states
@@ -157,8 +158,8 @@ class Policy:
             a sharded optimizer.
         reshard_after_forward: for sharded parameters: whether a unit is resharded after its forward (less memory, one
             more all-gather) or kept for the backward.
-        prefetch_numel: for sharded parameters: units are gathered ahead of their use until they have this many elements.
-            0 disables prefetching; None prefetches one unit.
+        prefetch_numel: for sharded parameters: units are gathered ahead of their use until the prefetched ones have
+            this many elements. 0 disables prefetching; None prefetches one unit.
         max_live_numel: for sharded parameters: the number of unsharded elements beyond which no unit is prefetched or
             kept. The units in use (the root, and the block that is running) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
@@ -171,7 +172,7 @@ class Policy:
         wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
             results.
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
-            whether to store only the master weights, and round them in each all-gather. 16-bit parameters then take two
+            whether to store only the master weights and round them in each all-gather. 16-bit parameters then take two
             bytes less each, and results are bit-identical. It has no effect with `per_host` parameters.
 
     Raises:
@@ -260,7 +261,7 @@ class Policy:
 
     @property
     def keeps_masters_only(self) -> bool:
-        """Whether only the master weights of trained parameters are stored, see `rests_as_masters`."""
+        """Whether only the master weights of trained parameters are stored; see `rests_as_masters`."""
         places = (self.parameters.place, self.optimizer.place)
         is_possible = self.parameters.sharded and not self.parameters.per_host
         return self.rests_as_masters and is_possible and places == (Place.ACCELERATOR, Place.ACCELERATOR)
@@ -303,7 +304,7 @@ class Policy:
         Args:
             optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`
                 or its name.
-            parameters: the place of the shards of parameters (stage 3), or of whole parameters between steps (stages 1
+            parameters: the place of parameters' shards (stage 3), or of whole parameters between steps (stages 1
                 and 2).
             offload: the settings for the transfers of these states; default: `Offload()`.
             path: the folder for states on disk. It replaces `offload.path`.
@@ -329,12 +330,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """A rule for the parameters that are unsharded together. By default, each block in a list of blocks is one unit.
+    """The rule that decides which parameters are unsharded together. By default, each block in a list of blocks is one unit.
 
     Attributes:
-        leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with everything inside. They are given
-            by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn. Declare
-            a module that runs some children on some ranks only, such as a mixture of experts: all ranks then gather it.
+        leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with all their submodules. They are
+            given by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn.
+            Declare a module that runs some children on some ranks only, such as a mixture of experts: all ranks then
+            gather the whole module.
         min_numel: a block with fewer elements than this belongs to the unit that contains it. None means 0 for models
             of up to 128 blocks, and 10,000 for models with more.
         persistent_numel: parameters with fewer elements than this are not sharded. Their gradients and optimizer states
@@ -400,7 +402,7 @@ class Precision:
         """Return the concrete dtypes for a parameter whose own dtype is `own_dtype`.
 
         Args:
-            sum_dtype: a function that returns the dtype in which a transport sends gradients, see `reduce_dtype`.
+            sum_dtype: a function that returns the dtype in which a transport sends gradients; see `reduce_dtype`.
         """
         # Integers and 8-bit floats keep their dtype: zeroshard never computes in 8 bits.
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:

@@ -46,7 +46,7 @@ def progress(
     tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
     log: str | os.PathLike[str] | None = None,
 ) -> TrainingProgress:  # fmt: skip
-    """Show the progress of the loop in a `with` block on rank 0's terminal, and log its steps. Every rank must call it.
+    """Show the progress of the loop in a `with` block on rank 0's terminal and log its steps. Every rank must call it.
 
     The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
     time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No
@@ -54,8 +54,8 @@ def progress(
     but an engine's log has the mean over ranks.
 
     Args:
-        trained: an engine, which reports its own steps, or the result of `shard`. In the second case, call `step` after
-            each step.
+        trained: an engine, which reports its own steps, or the result of `shard`, for which you call `step` after each
+            step.
         steps: the number of steps in all, including those before `begin`, to compute the time left.
         begin: the number of steps before this run, if it continues another one. An engine has its own count.
         samples: the number of samples in one step, over all ranks. An engine has its own count.
@@ -145,7 +145,7 @@ class TrainingProgress:
                 self._read()
 
     def stop(self) -> None:
-        """Wait for the last figures, show them, and keep the line.
+        """Wait for the last figures, show them, and leave the line on the terminal.
 
         The `with` block calls this method at its end, unless an exception ends the block.
         """

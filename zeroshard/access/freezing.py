@@ -33,7 +33,7 @@ class Freezing:
             optimizer.add_param_group = self.update  # type: ignore[method-assign, assignment]
 
     def update(self, param_group: dict[str, Any] | None) -> None:
-        """Update the states of parameters whose `requires_grad` has changed, see `Sharded.update_trainable`."""
+        """Update the states of parameters whose `requires_grad` has changed; see `Sharded.update_trainable`."""
         with self._context.collectives.operation("update_trainable"):
             self._schedule.refuse_parked("update_trainable()")
             self._schedule.refuse_pinned("update_trainable()")

@@ -1,7 +1,8 @@
 """Owns `named_weights`: the complete weights of an export, one unit at a time and without files.
 
 If parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so
-that a rank that left its loop early is found before the next all-gather. Otherwise no rank waits for another.
+that a rank that left its loop early is found before the next all-gather. If parameters are unsharded at rest, no rank
+waits for another.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Part:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values. Merged weights and the last value are copies; the others are the model's own memory.
 
-        When the unit is resharded, the caller's loop variable still refers to the last value, and would keep its memory
+        When the unit is resharded, the caller's loop variable still refers to the last value and would keep its memory
         allocated. So the smallest value comes last, as a copy.
         """
         for name, module in self.adapted:
@@ -61,7 +62,7 @@ class _Part:
 
 
 def named_weights(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over the weights of a model, see `Sharded.named_weights`. Raise for wrong arguments at once."""
+    """Return an iterator over the weights of a model; see `Sharded.named_weights`. Raise for wrong arguments at once."""
     refuse_distributed(live.model.named_parameters(), "named_weights()")
     if to is not None:
         refuse_no_rank(f"named_weights(to={to})", to, live.collectives.world_size)
@@ -93,7 +94,7 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
                             "than earlier ones. Call it after the loop."
                         )
         except CollectiveError:
-            raise  # other ranks raise it too, or have ended
+            raise  # other ranks raise it too or have ended
         except BaseException:  # the consumer's error, or the end of its loop
             if is_together:
                 _exchange(live, part, _LEFT)
@@ -103,11 +104,11 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 
 
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
-    """Unshard a part's units until the stack ends. Undo writes to sharded parameters, and refuse writes to others."""
+    """Unshard a part's units until the stack ends. Undo writes to sharded parameters and refuse writes to others."""
     tensors = [tensor for _, tensor in part.plain]
     for _, module in part.adapted:
         tensors += module.parameters()
-    # An outer `unsharded` already holds the pinned units, and checks for writes when it ends.
+    # An outer `unsharded` already holds the pinned units and checks for writes when it ends.
     wanted = [tensor for tensor in tensors if id(tensor) in unit_of and not unit_of[id(tensor)].is_pinned]
     for are_sharded in (True, False):
         chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
@@ -116,7 +117,7 @@ def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> N
 
 
 def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:
-    """Exchange one byte with the other ranks, and return the ranks that left their loops."""
+    """Exchange one byte with the other ranks and return the ranks that left their loops."""
     with live.collectives.operation("named_weights()"):
         everyone = live.collectives.exchange(status, f"the end of {part.label}")
     return [rank for rank, other in enumerate(everyone) if other == _LEFT]
@@ -235,7 +236,7 @@ def _base_parameters(layer: nn.Module) -> Sequence[nn.Parameter]:
 
 
 def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Let PEFT merge a copy of one of its layers, and yield the weights. The layer's parameters must be whole."""
+    """Let PEFT merge a copy of one of its layers and yield the weights. The layer's parameters must be whole."""
     bases = {id(parameter) for parameter in _base_parameters(layer)}
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():

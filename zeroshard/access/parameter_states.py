@@ -28,7 +28,8 @@ class ParameterStates:
 
     Attributes:
         fqn: the parameter's first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
-        number: its number in the order in which parameters were sharded (under `sharded_init`: made), the same on every rank.
+        number: its number in the order in which parameters were sharded or, under `sharded_init`, made. It is the same
+            on every rank.
         is_trained: whether a step updates it.
         is_sharded: whether this rank stores only its part at rest.
     """
@@ -80,7 +81,7 @@ class ParameterStates:
         self._states.set(self.fqn, state, value)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of the flattened state, see `ModelStates.local`. It runs no collective."""
+        """Return this rank's ranges of the flattened state; see `ModelStates.local`. It runs no collective."""
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
@@ -135,7 +136,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
     """Find the model states of a parameter of a sharded model, or of one made under `sharded_init`.
 
     Raises:
-        UsageError: the tensor is neither of these.
+        UsageError: the tensor is neither.
     """
     home = home_of(parameter)
     if home is not None:

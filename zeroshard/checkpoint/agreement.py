@@ -15,7 +15,7 @@ _MOST = 8
 
 @contextmanager
 def together(control: Collectives, what: str, failed: str = "") -> Iterator[None]:
-    """Run the block on every rank, and wait for all of them. Every rank must enter it.
+    """Run the block on every rank and wait for all of them. Every rank must enter it.
 
     `what` names the wait in logs, and `failed` begins the error's message.
 

@@ -120,7 +120,7 @@ class Checkpoints:
             del self.control
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Raise an exception of any rank in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
+        """Raise any rank's exception in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts:
@@ -158,8 +158,8 @@ class Checkpoints:
             save_latest: whether `load` without a tag loads this checkpoint.
             exclude_frozen: whether to leave out frozen parameters.
             asynchronous: whether to copy the states to CPU memory and write them while training continues. The next
-                save, load or export, `checkpoints.wait()` and `remove` wait for this save, and raise its error. If none of them is
-                called, the program prints the error when it ends, and exits with status 1.
+                save, load or export, `checkpoints.wait()` and `remove` wait for this save and raise its error. If none of them is
+                called, the program prints the error when it ends and exits with status 1.
             keep_last: the number of newest checkpoints to keep, at least 1; older ones are removed, except the one in
                 `latest`. None keeps all.
             within_step: whether to allow a save between a backward and its step. Gradients are not saved: after a load,
@@ -172,8 +172,8 @@ class Checkpoints:
                 not write, or the last asynchronous save failed. The message names the cause. Earlier checkpoints do not change.
             UsageError: a backward is waiting for its step, an `optimizer.step()` is running or was aborted, `values` is not a
                 dict, `keep_last` is less than 1, `asynchronous` is set and model states are on disk, `tag` or `node_local`
-                differs between ranks, `node_local` is set for a model with DTensors, or the states do not contain a change that
-                was made to the model.
+                differs between ranks, `node_local` is set for a model with DTensors, or a change to the model did not
+                reach its states.
         """
         if keep_last is not None and (
             isinstance(keep_last, bool) or not isinstance(keep_last, Integral) or keep_last < 1
@@ -229,7 +229,7 @@ class Checkpoints:
             write_checkpoint(outline, part, to, self.control)
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is complete, and raise its error once."""
+        """Wait until an asynchronous save is complete and raise its error once."""
         pending = self._pending
         if pending is None:
             return
@@ -242,7 +242,7 @@ class Checkpoints:
             raise
 
     def wait_together(self, tag: str | None = None) -> None:
-        """Wait as `wait` does, and raise an error of any rank on every rank. Every rank must call it, with the same tag or None.
+        """Wait as `wait` does and raise any rank's error on every rank. Every rank must call it, with the same tag or None.
 
         The ranks meet over the connections of training, which detect a rank that is still training. If some rank has closed
         its connections for saves, all ranks close theirs.
@@ -275,7 +275,7 @@ class Checkpoints:
             self.wait_together()
 
     def close(self) -> None:
-        """Wait for an asynchronous save, and close the connections."""
+        """Wait for an asynchronous save and close the connections."""
         try:
             self.wait()
         finally:
@@ -286,7 +286,9 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
     ) -> Loaded:  # fmt: skip
-        """Load a checkpoint of any world size and policy. Every rank must call it, and reads only its own part.
+        """Load a checkpoint that was saved at any world size and under any policy. Every rank must call it.
+
+        Each rank reads only its own part.
 
         Args:
             folder: the folder of all checkpoints.
@@ -306,8 +308,8 @@ class Checkpoints:
                 it; the message names the file and the cause. Some parameters may have been overwritten: load another
                 checkpoint, or restart.
             UsageError: a backward is waiting for its step, model states are parked, `tag` or `node_local` differs between ranks,
-                `node_local` is set for a model with DTensors, a model that trains is loaded in `torch.inference_mode()`, or the
-                states do not contain a change that was made to the model.
+                `node_local` is set for a model with DTensors, a model that trains is loaded in
+                `torch.inference_mode()`, or a change to the model did not reach its states.
         """
         if torch.is_inference_mode_enabled() and self.live.inner is not None:
             raise UsageError(

@@ -1,7 +1,7 @@
 """Owns the view of a model for checkpoints and exports: its parts, and the files that describe it to other programs.
 
-Those files are the config, the generation config and the adapters' configs. Models of transformers and PEFT are
-recognised by their attributes; these libraries are not imported for other models.
+Those files are the config, the generation config and the adapters' configs. Transformers and PEFT models are recognised
+by their attributes; these libraries are not imported for other models.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Description(BaseModel):
         """Make a description from a manifest.
 
         Raises:
-            CheckpointError: `found` is not a description, or names a file or folder that no export writes.
+            CheckpointError: `found` is not a description or names a file or folder that no export writes.
         """
         try:
             return cls.model_validate(found)

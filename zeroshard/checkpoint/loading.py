@@ -95,7 +95,7 @@ class Reader:
         return tensor
 
     def values(self, packed: Any) -> Any:
-        """Unpack packed values, and read their tensors from the files."""
+        """Unpack packed values and read their tensors from the files."""
         requests = []
 
         def make(name: str) -> Tensor:
@@ -145,7 +145,7 @@ def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tens
 
 
 def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord, Common]]:
-    """Return the elements of `runs` in each saved range. Raise if the ranges lack some of them, or hold some twice."""
+    """Return the elements of `runs` in each saved range. Raise if the ranges lack some of them or hold some twice."""
     found = []
     for part in state.ranges:
         if part.start < runs.stop and runs.start < part.stop:
@@ -167,7 +167,7 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
 class Loader:
     """The load of one checkpoint into a model's units: call `read`, then `apply`.
 
-    The constructor checks the checkpoint, and changes nothing. `nbytes` is the number of bytes of model states that `read` reads.
+    The constructor checks the checkpoint and changes nothing. `nbytes` is the number of bytes of model states that `read` reads.
 
     Raises:
         CheckpointError: the checkpoint is of a different model or optimizer, or lacks elements.
@@ -388,7 +388,7 @@ def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join at most five names, and add the number of the others."""
+    """Join at most five names and add the number of the others."""
     text = ", ".join(names[:5]) or "nothing"
     if len(names) > 5:
         text += f" and {len(names) - 5} more"

@@ -1,7 +1,7 @@
 """Owns checkpoints in folders that hosts do not share: copies on the next host, and the transfer of missing files before a load.
 
 The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on the rank's host and on the next one. The
-manifest is on all hosts. So losing one host loses no file.
+manifest is on all hosts, so losing one host loses no file.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Holdings:
                 )
 
     def bring(self, tag: str) -> None:
-        """Send each host its missing files of a checkpoint. Every rank must call it, and raises an error of any rank."""
+        """Send each host its missing files of a checkpoint. Every rank must call it, and raises any rank's error."""
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)
@@ -243,7 +243,7 @@ class Holdings:
                 files.replace_file(folder / files.MANIFEST, data, f"host{own}")
 
     def leave_out_damaged(self, tag: str) -> bool:
-        """Verify a checkpoint's files on every host, and count the damaged ones as missing. Every rank must call it.
+        """Verify a checkpoint's files on every host and count the damaged ones as missing. Every rank must call it.
 
         Returns:
             Whether some files were damaged and other hosts have intact copies, which `bring` can send.

@@ -1,12 +1,12 @@
 """Owns safetensors files: reads of ranges, and, for checkpoints, writes with checksums, and reads that verify them.
 
-The safetensors library writes whole tensors, and reads whole tensors or slices of dimensions. A shard is a range of the
+The safetensors library writes whole tensors and reads whole tensors or slices of dimensions. A shard is a range of the
 flattened tensor, so this file implements the format itself: 8 bytes with the header's length, the header as JSON (name
 -> dtype, shape, data_offsets; "__metadata__" -> strings), and the data, without gaps.
 https://github.com/huggingface/safetensors#format
 
-`read_verified` reads all chunks of a range. It verifies each chunk, and then copies the requested elements. So it reads
-less than two chunks beyond the range, and needs memory for one chunk.
+`read_verified` reads all chunks of a range. It verifies each chunk and then copies the requested elements, so it reads
+less than two chunks beyond the range and needs memory for one chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Entry:
 
 
 class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
-    """A safetensors file with its entries by name, open for reading. Close it, or use it as a context manager.
+    """A safetensors file with its entries by name, open for reading. Close it or use it as a context manager.
 
     Raises:
         CheckpointError: the file is missing, truncated, or not a safetensors file. The message has the path and the
@@ -282,7 +282,7 @@ def write_file(
 
 
 def read_verified(folder: Path, record: FileRecord, requests: Iterable[ReadRequest], advance: Advance) -> int:
-    """Read elements of one file, and verify every chunk that contains them. Return the number of bytes read.
+    """Read elements of one file and verify every chunk that contains them. Return the number of bytes read.
 
     `advance` is called with the number of requested bytes that were read.
 

@@ -45,7 +45,7 @@ _FAILED = "the save failed; earlier checkpoints have not changed.\n  "
 
 @dataclass(frozen=True)
 class Destination:
-    """The place of a new checkpoint, and the options of its save: see `Checkpoints.save`."""
+    """The place of a new checkpoint, and the options of its save; see `Checkpoints.save`."""
 
     folder: Path
     tag: str
@@ -315,7 +315,7 @@ def write_part(part: Part, path: Path, tag: str, rank: int, buffers: Sequence[st
 
 
 def file_name(rank: int, save: str) -> str:
-    """Name the file of one rank in one save."""
+    """Return the name of one rank's file in a save."""
     return f"rank_{rank:05d}.{save}.safetensors"
 
 

@@ -23,7 +23,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Packer:
-    """A packer of values. It refuses `resharded` parameters (their fqns by `id`), which have no values."""
+    """An object that packs values. It refuses `resharded` parameters (their fqns by `id`), which have no values."""
 
     def __init__(self, prefix: str, resharded: Mapping[int, str] | None = None) -> None:
         self.tensors: dict[str, Tensor] = {}  # to store beside the JSON, by name
@@ -55,7 +55,7 @@ class Packer:
         return self._pack_object(value, path)
 
     def start_numbers(self) -> Callable[[], None]:
-        """Start copying numbers from an accelerator. Return a function that waits, and puts them into the packed values."""
+        """Start copying numbers from an accelerator. Return a function that waits and puts them into the packed values."""
         alike: dict[tuple[torch.device, torch.dtype], list[tuple[list[Any], Tensor]]] = {}
         for scalar, value in self._late:
             alike.setdefault((value.device, value.dtype), []).append((scalar, value))
@@ -76,7 +76,7 @@ class Packer:
         return put
 
     def _pack_object(self, value: Any, path: str) -> Any:
-        """Pack an object of another library, or refuse it."""
+        """Pack an object of another library or refuse it."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             native = value.astype(value.dtype.newbyteorder("="))  # a copy, which torch can read
             return {"$ndarray": self.pack(torch.from_numpy(native), path)}
@@ -140,7 +140,7 @@ def storable(tensor: Tensor, path: str) -> Tensor:
 
 
 def are_plain(keys: Iterable[Any]) -> bool:
-    """Return whether all keys are strings, and none begins with `$`, the mark of a packed value."""
+    """Return whether all keys are strings and none begins with `$`, the mark of a packed value."""
     return all(isinstance(key, str) and not key.startswith("$") for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""Owns `zeroshard compare`, which trains a model at every ZeRO stage, and compares results, memory, bytes and time."""
+"""Owns `zeroshard compare`, which trains a model at every ZeRO stage and compares results, memory, bytes and time."""
 
 from __future__ import annotations
 

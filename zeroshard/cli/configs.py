@@ -81,7 +81,7 @@ def note_superfluous(config: Path, values: Mapping[str, Any]) -> None:
 
 
 def _make_optimizer(config: Config) -> None:
-    """Build the optimizer and the scheduler of the config, and discard them. Raise `ConfigError` if one cannot be built."""
+    """Build the config's optimizer and scheduler and discard them. Raise `ConfigError` if one cannot be built."""
     import torch
 
     from zeroshard.optim.from_config import create_optimizer

@@ -31,7 +31,7 @@ def explain(
 
 
 def page() -> str:
-    """Return the sections of all pages of errors as one text, from the installed package or the docs of a checkout."""
+    """Return the sections of all error pages as one text, from the installed package or the docs of a checkout."""
     sections = []
     for name in PAGES:
         place: Traversable = files("zeroshard") / name

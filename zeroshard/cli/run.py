@@ -83,7 +83,7 @@ def run(context: typer.Context) -> None:
 
 
 def _options(arguments: Sequence[str]) -> Any:
-    """Parse torchrun's options, and resolve the number of processes."""
+    """Parse torchrun's options and resolve the number of processes."""
     import torch
     from torch.distributed.run import get_args_parser
 
@@ -218,7 +218,7 @@ def _launch(options: argparse.Namespace) -> None:
 
 def _print_failure(error: ChildFailedError, processes: int) -> int:
     """Print the rank that failed first, with the cause. Return the exit status."""
-    # torchrun ends the other ranks with SIGTERM, and records times only to the second.
+    # torchrun ends the other ranks with SIGTERM and records times only to the second.
     failures = sorted(error.failures.items(), key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp))
     rank, failure = failures[0]
     others = sum(one.exitcode != -signal.SIGTERM for _, one in failures[1:])

@@ -136,7 +136,7 @@ def resolve_auto(
 ) -> tuple[dict[str, Any], set[str]]:
     """Return a copy of the config with "auto" resolved, and the key paths that had it. Unknown keys keep "auto".
 
-    `supplied` has the user's values, see `Facts`.
+    `supplied` has the user's values; see `Facts`.
 
     Raises:
         ConfigError: the user must supply some values, which the message lists, or has supplied an unknown key.

@@ -1,6 +1,6 @@
 """Owns the descriptions of config keys: their types, and their effects in zeroshard.
 
-Every key has an `Effect`: it works, has no meaning in zeroshard, or is not supported. zeroshard accepts a key without meaning,
+Every key has an `Effect`: it works, has no meaning in zeroshard, or is not supported. zeroshard accepts a key without meaning
 and lists it in the resolved config. A key that is not supported would change the result, so switching it on raises an
 error. No key is ignored silently.
 """
@@ -32,12 +32,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a key in zeroshard, with its description."""
+    """The effect of a config key in zeroshard. `text` describes the effect."""
 
     kind: Kind
     text: str
     by_presence: bool = False
-    """Whether a key is refused with any value except null: an empty block switches it on too."""
+    """Whether the key is refused with any value except null, since even an empty block switches the feature on."""
 
     def refuses(self, value: Any) -> bool:
         """Return whether this effect refuses a value of the key."""
@@ -109,7 +109,7 @@ class Block(BaseModel):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'stage'?`, or a full stop if no name is similar."""
+    """Return `; did you mean 'stage'?` or a full stop if no name is similar."""
     near = difflib.get_close_matches(name, list(known), n=1)
     if not near:
         return "."

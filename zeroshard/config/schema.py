@@ -132,8 +132,8 @@ class MonitorBlock(Block):
 
     enabled: Annotated[bool, works(
         "at each step, write `lr`, `loss_scale` and `grad_norm`; if you call `engine.backward`, also `train_loss`. Each is named "
-        "`Train/Samples/<name>`, and is recorded against the number of samples. With `wall_clock_breakdown`, "
-        "`memory_breakdown` or `comms_logger.enabled`, write their figures too.")] = False
+        "`Train/Samples/<name>` and is recorded against the number of samples. With `wall_clock_breakdown`, "
+        "`memory_breakdown` or `comms_logger.enabled`, write their metrics too.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
@@ -203,9 +203,9 @@ class ActivationCheckpointingBlock(Block):
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
         "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
-        "same inputs. Without such a group (as with `checkpoint_units`), zeroshard issues a warning and keeps saved inputs whole.")] = False
+        "same inputs. Without such a group (as with `checkpoint_units`), zeroshard warns and keeps saved inputs whole.")] = False
     cpu_checkpointing: Annotated[bool, works(
-        "keep saved inputs in pinned CPU memory, and prefetch them. It has no effect if the model computes on the CPU.")] = False
+        "keep saved inputs in pinned CPU memory and prefetch them. It has no effect if the model computes on the CPU.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
         "keep saved inputs in memory that is allocated once. Requires `number_checkpoints`.")] = False
     number_checkpoints: Annotated[Count | None, works(
@@ -236,7 +236,7 @@ class CheckpointBlock(Block):
 class TensorParallelBlock(Block):
     """`tensor_parallel`: division of weight matrices over neighbouring ranks.
 
-    [Tensor parallelism with sharding](../composing.md) lists the supported models, and how each call behaves on a divided model.
+    [Tensor parallelism with sharding](../composing.md) lists the supported models and how each call behaves on a divided model.
     """
 
     autotp_size: Annotated[Count, works(
@@ -297,7 +297,7 @@ class Schema(BaseModel):
     zero_optimization: Annotated[ZeroBlock, works("sharding and communication.")] = ZeroBlock()
     optimizer: Annotated[OptimizerBlock | None, works("the optimizer, unless you pass one to `initialize`.")] = None
     scheduler: Annotated[SchedulerBlock | None, works("the scheduler, unless you pass one to `initialize`.")] = None
-    min_lr: Annotated[NonNegative, works("a lower bound on the learning rates that a scheduler sets. Not in DeepSpeed.")] = 0.0
+    min_lr: Annotated[NonNegative, works("a lower bound on a scheduler's learning rates. Not in DeepSpeed.")] = 0.0
     bf16: Annotated[BF16Block, Field(validation_alias=AliasChoices("bf16", "bfloat16")), works(
         "bfloat16 training.")] = BF16Block()
     fp16: Annotated[FP16Block, works("fp16 training.")] = FP16Block()
@@ -323,8 +323,8 @@ class Schema(BaseModel):
         "null: a line at every step with `wall_clock_breakdown` or `memory_breakdown`; otherwise none.")] = None
     wall_clock_breakdown: Annotated[bool, works(
         "log rank 0's milliseconds per step for forward, backward, optimizer step, and waits for reductions and gathers, in the line "
-        "of `steps_per_print` and the monitors.")] = False
-    memory_breakdown: Annotated[bool, works("log rank 0's memory of each model state, in the line of `steps_per_print` and the monitors.")] = False
+        "that `steps_per_print` prints and in the monitors.")] = False
+    memory_breakdown: Annotated[bool, works("log rank 0's memory by model state, in the line that `steps_per_print` prints and in the monitors.")] = False
     dump_state: Annotated[bool, works("print the resolved config at the start.")] = False
     tensorboard: Annotated[MonitorBlock, works("logs for TensorBoard. Requires the package `tensorboard`.")] = MonitorBlock()
     csv_monitor: Annotated[CsvMonitorBlock, works("one CSV file per metric.")] = CsvMonitorBlock()

@@ -22,7 +22,7 @@ class OffloadParamBlock(Block):
         "`cpu` stores parameters in CPU memory, and `nvme` (stage 3 only) on disk. If the model computes on the CPU, `cpu` "
         "has no effect. At stage 0, neither value has an effect.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
+        "for `nvme`, an existing folder. zeroshard unlinks its files there, so they disappear with the process.")] = None
     buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5
     buffer_size: Annotated[Positive, works(
         "for `nvme`, elements per buffer. zeroshard limits the size of buckets so that each shard fits.")] = 100_000_000
@@ -40,7 +40,7 @@ class OffloadOptimizerBlock(Block):
         "`cpu` stores optimizer states in CPU memory, and `nvme` on disk. In both cases the CPU runs the optimizer step. "
         "Stages 1 to 3 support this key.")] = "none"
     nvme_path: Annotated[str | None, works(
-        "for `nvme`, an existing folder. zeroshard's files in it have no names, and disappear with the process.")] = None
+        "for `nvme`, an existing folder. zeroshard unlinks its files there, so they disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
         "for `nvme`: states in transfer or in use take the CPU memory of at most `buffer_count` x `buffer_size` fp32 elements, "
         "whatever the size of the model.")] = 4
@@ -54,7 +54,7 @@ class OffloadOptimizerBlock(Block):
     fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
         "the share of the parameters whose optimizer states are offloaded. zeroshard rounds the share "
-        "down to whole units, and begins with the root (such as embeddings).")] = 1.0
+        "down to whole units and begins with the root (such as embeddings).")] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer runs the step.")] = False
     cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads run the step.")] = 0.8
 
@@ -122,7 +122,7 @@ class ZeroBlock(Block):
         "a block with fewer elements than this is not a unit, but part of the unit that contains it. 0 means 10,000 in "
         "models with more than 128 blocks.")] = 0
     stage3_rests_as_masters: Annotated[bool, works(
-        "store only the fp32 master weights of 16-bit parameters, and round them for each all-gather. Each element "
+        "store only the fp32 master weights of 16-bit parameters and round them for each all-gather. Each element "
         "then takes two bytes less, with the same results. It has an effect only if parameters and optimizer states are "
         "on the accelerator, and parameters are sharded over all ranks. Not in DeepSpeed.")] = False
     stage3_gather_16bit_weights_on_model_save: Annotated[bool | None, works(
@@ -142,9 +142,9 @@ class ZeroBlock(Block):
     zero_hpz_partition_size: Annotated[Count, works(
         "ranks per host (ZeRO++ hpZ). At stage 3, parameters are sharded over the ranks of a host, and gradients and "
         "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard keeps no "
-        "second copy of the parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
+        "second copy of parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
-        "as `zero_hpz_partition_size`, under MiCS's name, except that 1 leaves parameters unsharded. Optimizer states are "
+        "MiCS's name for `zero_hpz_partition_size`, except that 1 leaves parameters unsharded. Optimizer states are "
         "sharded over all ranks, while DeepSpeed's MiCS shards them over `mics_shard_size` ranks. -1 or 0: parameters "
         "are sharded over all ranks.")] = -1
     mics_hierarchical_params_gather: Annotated[bool, no_meaning(

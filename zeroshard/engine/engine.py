@@ -55,7 +55,7 @@ class Engine(Saving, nn.Module):
         checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
         training_dataloader: an object whose `state_dict` is its position, by default the loader that `initialize` made.
             A checkpoint holds rank 0's position, and all ranks load it.
-        client_optimizer: the optimizer, or the callable that makes one, that was passed to `initialize`.
+        client_optimizer: the optimizer that was passed to `initialize`, or the callable that makes it.
         loss_scaler: the object with the current loss scale (1 except under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start of training. A skipped step
             counts in all of them.
@@ -124,7 +124,7 @@ class Engine(Saving, nn.Module):
         return torch.autocast(self.device.type, self.resolved.autocast_dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute this microbatch's gradients, and return the detached loss after the division below.
+        """Compute this microbatch's gradients and return the detached loss after the division below.
 
         A microbatch may have several backwards. `loss.backward()` works too: the step then divides the gradients. Under
         fp16, call `engine.scale(loss).backward()` instead. Use one of these ways throughout a step.
@@ -324,7 +324,7 @@ class Engine(Saving, nn.Module):
         """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` reduces the others."""
 
     def _warn_of_narrow_sums(self, what: str) -> None:
-        """Issue a warning if the engine was made for one microbatch a step, whose gradients need no wider dtype for sums."""
+        """Warn if the engine was made for one microbatch per step, whose gradients need no wider dtype for sums."""
         dtype = self._sharded.dtypes.accumulate
         if dtype.itemsize < 4 and self.resolved.schema.data_types.grad_accum_dtype is None:
             warnings.warn(
@@ -347,8 +347,8 @@ class Engine(Saving, nn.Module):
     ) -> UnderflowReport:
         """Measure the share of each parameter's gradient elements that vanish in fp16, at this loss scale and at others.
 
-        This method recomputes the loss and its gradients at each scale, and does not change the training state. Every
-        rank must call it. Print `report.table()` with rich's console, or draw a chart with `report.plot(path)`.
+        This method recomputes the loss and its gradients at each scale and does not change the training state. Every
+        rank must call it. Print `report.table()` with rich's console or draw a chart with `report.plot(path)`.
 
         Args:
             compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
@@ -395,7 +395,8 @@ class Engine(Saving, nn.Module):
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
         """Update the training state after parameters were frozen or unfrozen. Every rank must call it.
 
-        See `Sharded.update_trainable`. A `param_group` raises UsageError if the scheduler is one of zeroshard's.
+        See `Sharded.update_trainable`. Passing a `param_group` raises UsageError if the scheduler is one of
+        zeroshard's.
         """
         if param_group is not None and isinstance(self.lr_scheduler, LRSchedule | Floor):
             raise UsageError(
@@ -409,7 +410,7 @@ class Engine(Saving, nn.Module):
         self, include: Iterable[str] | None = None, device: str = "cpu", pin_memory: bool = True, non_blocking: bool = False,
         nvme_path: str | os.PathLike[str] | None = None,
     ) -> int:  # fmt: skip
-        """Park model states off the accelerator, between steps: see `Sharded.offload_states`.
+        """Park model states off the accelerator, between steps; see `Sharded.offload_states`.
 
         Args:
             include: some of "parameters", "gradients" and "optimizer", or DeepSpeed's names for these; default: all.
@@ -495,7 +496,7 @@ class Engine(Saving, nn.Module):
         """Make a loader over this rank's part of a dataset, as `initialize(training_data=...)` does.
 
         Args:
-            batch_size: default: the samples of a microbatch.
+            batch_size: the number of samples in a batch; default: the samples of a microbatch.
             route, pin_memory, num_local_io_workers: no effect. (`data_sampler` must be None.)
         """
         if data_sampler is not None:
@@ -521,11 +522,11 @@ class Engine(Saving, nn.Module):
         return compiled_call_of(self.module) is not None
 
     def destroy(self, *, alone: bool = False) -> None:
-        """End the sharding, and leave the module whole and ordinary. Every rank must call it.
+        """End the sharding and leave the module whole and ordinary. Every rank must call it.
 
         Args:
-            alone: whether this rank may call it without the others, as in DeepSpeed. Then, if this rank lacks parameters, the
-                model stays sharded until `initialize` gets it again.
+            alone: whether this rank may call it without the others, as in DeepSpeed. If it then lacks parameters, the
+                model stays sharded until it is passed to `initialize` again.
         """
         self._whole_adapters.close()
         self._destroyed = True

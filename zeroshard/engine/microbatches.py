@@ -37,7 +37,7 @@ class Microbatches:
         self.start_step()
 
     def start_step(self) -> None:
-        """Start a new step, or restart the same one."""
+        """Start a new step or restart the same one."""
         self.count = self.backwards = 0
         self.was_scaled = False
         self._had_own = False  # whether engine.backward ran
@@ -97,7 +97,11 @@ class Microbatches:
         )
 
     def end(self, *, ends_step: bool) -> None:
-        """End the microbatch. A rank whose backward reached no parameter contributes zeros."""
+        """End the microbatch. A rank whose backward reached no parameter contributes zeros.
+
+        Args:
+            ends_step: whether the microbatch is the last of its step. Gradients that are still unreduced are then reduced.
+        """
         self._drops = None
         ended = self._sharded.backwards_ended - self._ended_before
         if not ended:

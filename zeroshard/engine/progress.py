@@ -39,7 +39,7 @@ class StepReport:
 
     Attributes:
         applied: whether the parameters were updated.
-        reason: the reason why the parameters were not updated, otherwise None.
+        reason: the reason why the parameters were not updated; otherwise None.
         not_finite: fqns of the parameters whose gradient has an infinite or NaN element. Empty on an accelerator if the
             config does not skip steps with such gradients, since the step then does not wait for the norm.
         norm: the global L2 norm of the unscaled gradients before clipping; None between the microbatches of a step. If
@@ -160,7 +160,7 @@ class Progress:
         return time.perf_counter()
 
     def start_at(self, samples: int) -> None:
-        """Start to measure the throughput, at this number of samples since the start of training."""
+        """Start to measure the throughput. `samples` is the number of samples since the start of training."""
         self._logged_at = time.perf_counter()
         self._logged_samples = samples
         self._steps = 0  # counted from this moment, as `_seconds` is
@@ -170,7 +170,7 @@ class Progress:
 
     @contextmanager
     def heard_by(self, watcher: Watcher, tokens: int | None, folder: Path | None) -> Iterator[None]:
-        """Call `watcher` for each step in the block, and write the step to `folder/steps.jsonl` too.
+        """Call `watcher` for each step in the block and write the step to `folder/steps.jsonl` too.
 
         With a folder, every rank must call it, to contribute its loss. `tokens` is the number of tokens per sample, if given.
         """

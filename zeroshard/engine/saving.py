@@ -50,7 +50,7 @@ class Saving(Readers):
     ) -> bool:  # fmt: skip
         """Save all states that a resumed run needs; see `Sharded.save`. Every rank must call it.
 
-        These are model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
+        The checkpoint has the model states, buffers, every rank's random state, the scheduler, the loss scaler, counters, the
         position of `training_dataloader`, and `client_state`. If you save between the microbatches of a step, a load
         restarts that step. The result is always True.
 
@@ -151,7 +151,7 @@ class Saving(Readers):
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """Write the model in transformers' format: safetensors, with tied parameters once.
 
-        Every rank must call it, and writes its own part. For a PEFT model, this writes only the adapters.
+        Every rank must call it. Each writes its own part. For a PEFT model, this writes only the adapters.
 
         Args:
             out: the folder, for `from_pretrained` or `load_pretrained`.
@@ -172,7 +172,7 @@ class Saving(Readers):
     ) -> bool:  # fmt: skip
         """Write the model's state dict with `torch.save`, in its training dtypes. Every rank must call it.
 
-        Rank 0 needs memory for the whole model. `export` needs no such memory, and writes safetensors.
+        Rank 0 needs memory for the whole model. `export` needs no such memory and writes safetensors.
 
         Returns:
             Whether the file was written. False if parameters are sharded and the config forbids gathering them.

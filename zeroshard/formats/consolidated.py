@@ -24,7 +24,10 @@ from zeroshard.formats.hugging_face import MAX_SHARD_NBYTES, Exported, claimed, 
 
 @contextmanager
 def open_any(folder: str | os.PathLike[str], tag: str | None = None) -> Iterator[Reader]:
-    """Open a zeroshard checkpoint, or a DeepSpeed checkpoint, imported to a temporary folder (inside `folder` if possible)."""
+    """Open a zeroshard checkpoint, or import a DeepSpeed checkpoint to a temporary folder and open the result.
+
+    The temporary folder is inside `folder` if possible.
+    """
     source = files.folder_of(folder, tag)
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}. Name the folder of a checkpoint.")
@@ -84,7 +87,7 @@ def write_files(
 
 @contextmanager
 def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
-    """Write a file with `torch.save` at the start, and rename it into place after the block. After an error, remove the file."""
+    """Write a file with `torch.save` at the start and rename it into place after the block. After an error, remove the file."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with naming(path):

@@ -151,8 +151,9 @@ class DistributedState(Stateful):
         Before the first step, the call makes the optimizer's states, so that a load can read into them.
 
         Raises:
-            UsageError: some states are not in the memory in which the optimizer steps; or, before the first step, its states
-                cannot be made without a step (Adafactor, ASGD, Rprop, SGD with dampening, classes outside torch and zeroshard).
+            UsageError: some states are on disk, or not on the device that updates them; or, before the first step, the
+                optimizer's states cannot be made without a step (Adafactor, ASGD, Rprop, SGD with dampening, classes
+                outside torch and zeroshard).
         """
         self._live.schedule.refuse_unseen_changes()
         self._live.step.refuse_inside()

@@ -1,7 +1,7 @@
 """Owns the import from DeepSpeed, which converts a checkpoint of ZeRO stage 1, 2 or 3 to zeroshard's format.
 
 DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and runs no code from them. This module has
-substitutes for the few classes that the files name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
+stubs of the few classes that the files name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
 flat partitions are mapped into memory, and their fragments become spans of new files.
 
 The position of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
@@ -49,11 +49,11 @@ _STANDARD = {
 
 
 class _LossScaler:
-    """A substitute for DeepSpeed's loss scalers, with only their attributes."""
+    """A stub of DeepSpeed's loss scalers, with only their attributes."""
 
 
 class _Fragment:
-    """A substitute for deepspeed.utils.tensor_fragment.fragment_address."""
+    """A stub of deepspeed.utils.tensor_fragment.fragment_address."""
 
     def __init__(self, numel: int = 0, start: int = 0) -> None:
         self.numel = numel
@@ -61,7 +61,7 @@ class _Fragment:
 
 
 _EXTRA_STATE = "_extra_state"
-"""The end of torch's name for what a module's `get_extra_state` returns."""
+"""The end of torch's name for the result of a module's `get_extra_state`."""
 
 _STAND_INS: list[Any] = [
     (_LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),

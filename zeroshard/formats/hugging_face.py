@@ -1,7 +1,7 @@
 """Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model in training.
 
-From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files, and sends
-no tensor. `from_pretrained` of transformers loads the result: `model.safetensors`, or several files and
+From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files and sends
+no tensor. transformers' `from_pretrained` loads the result: `model.safetensors`, or several files and
 `model.safetensors.index.json`. Tied parameters are stored once, under their first name.
 """
 
@@ -37,14 +37,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 MAX_SHARD_NBYTES = 5_000_000_000
-"""The default `max_shard_size` of transformers."""
+"""transformers' default `max_shard_size`."""
 _BATCH_NBYTES = 32 << 20
 """The bytes of a streamed tensor that are in memory at once, in each of two dtypes."""
 _OF_ADAPTERS = re.compile(rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json")
 _OF_MODELS = re.compile(
     rf"{_OF_ADAPTERS.pattern}|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?"
 )
-"""The files that an export of a whole model replaces. An export of adapters replaces only `_OF_ADAPTERS`, and keeps their base."""
+"""The files that an export of a whole model replaces. An export of adapters replaces only `_OF_ADAPTERS` and keeps their base."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
-    """Claim a folder, and make temporary files of full size with their headers. After the block, no such file is left."""
+    """Claim a folder and make temporary files of full size with their headers. After the block, no such file is left."""
     with claimed(folder):
         try:
             for plan in plans:
@@ -190,7 +190,7 @@ def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
 
 
 def _write(folder: Path, plans: Sequence[FilePlan], parts: Iterable[tuple[Span, Tensor]], advance: Advance) -> None:
-    """Write spans of parameters and buffers (1-D tensors) to their places in existing files, and flush the files."""
+    """Write spans of parameters and buffers (1-D tensors) to their places in existing files and flush the files."""
     places: dict[str, list[tuple[Path, FileIO, int, torch.dtype]]] = {}  # by fqn: file, offset, dtype there
     with ExitStack() as stack:
         opened = []
@@ -245,14 +245,16 @@ def export(
     reader: Reader, out: str | os.PathLike[str], dtype: torch.dtype | None = None, *, max_shard_nbytes: float = MAX_SHARD_NBYTES,
     exclude_frozen: bool = False, display: Display | None = None,
 ) -> list[Path]:  # fmt: skip
-    """Write a checkpoint's model as transformers does, and return the paths. Any model needs about 64 MiB of memory.
+    """Write a checkpoint's model as transformers does and return the paths.
+
+    This takes about 64 MiB of memory, whatever the size of the model.
 
     Args:
         reader: the checkpoint.
         out: the folder to write to; files of a previous export there are replaced.
         dtype: the dtype of floating-point tensors; None keeps the saved dtypes (master weights: fp32).
         max_shard_nbytes: the maximum size of a file; a larger model is divided over several files.
-        exclude_frozen: whether to write only trained parameters and buffers, without the config files.
+        exclude_frozen: whether to leave out frozen parameters and the config files.
         display: the display of the progress; default: none.
 
     Raises:
@@ -298,7 +300,10 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 
 
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-    """Write a model in training; see `export`. Every rank must call it, writes its own ranges, and raises an error of any rank."""
+    """Write a model in training; see `export`. Every rank must call it.
+
+    Each rank writes its own ranges. An error on any rank is raised on all.
+    """
     live = checkpoints.live
     live.schedule.refuse_undecided("an export")
     live.schedule.refuse_unseen_changes()

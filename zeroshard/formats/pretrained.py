@@ -99,12 +99,12 @@ def materialise(
     model: nn.Module, initialise: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None,
 ) -> None:  # fmt: skip
-    """Initialise a model on the meta device, and shard each module as soon as it is initialised. Every rank must call it.
+    """Initialise a model on the meta device and shard each module as soon as it is initialised. Every rank must call it.
 
     Args:
         model: the model. Modules with no tensor of their own on the meta device do not change.
         initialise: a function that fills a module's own parameters and buffers; default: the module's `reset_parameters`. Random
-            numbers must be the same on all ranks. (For a model of transformers: `model._init_weights`.)
+            numbers must be the same on all ranks. (For a transformers model: `model._init_weights`.)
         device: default: torch's default device.
         group: the data-parallel process group.
         folder: see `sharded_init`.

@@ -92,7 +92,7 @@ def watch_loaders(model: nn.Module, ranks: int) -> None:
 
     In evaluation, warn that accelerate gathers results from all ranks, including all ranks of one model.
 
-    A dispatching loader reads on rank 0, and sends each rank a part of a batch, or sends all ranks the same batch. The loader
+    A dispatching loader reads on rank 0 and sends each rank a part of a batch, or all ranks the same batch. The loader
     takes account of the ranks that divide one model, but not of other data-parallel ranks. Its length counts several
     batches for each step.
 

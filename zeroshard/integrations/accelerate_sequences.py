@@ -73,14 +73,14 @@ class SequenceGroups:
 
 
 class SequenceAttention:
-    """The attention that exchanges heads for positions. Call only `register_with_transformers`, and make no instances."""
+    """The attention that exchanges heads for positions. Call only `register_with_transformers` and make no instances."""
 
     @classmethod
     def register_with_transformers(
         cls, model_name_or_path: Any, core_attn_implementation: str | None = None, sequence_parallel_size: int = 1,
         *_: Any, **__: Any,
     ) -> SequenceGroups | None:  # fmt: skip
-        """Attach a model to `Sequences`, and return its groups; None for a size of 1. Arguments after the third have no effect."""
+        """Attach a model to `Sequences` and return its groups; None for a size of 1. Arguments after the third have no effect."""
         if sequence_parallel_size == 1:
             return None
         if not isinstance(model_name_or_path, nn.Module):

@@ -37,7 +37,7 @@ class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
     _steps = 0
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Step, and consolidate the state on rank 0 if `consolidate_every` divides the number of steps."""
+        """Step and consolidate the state on rank 0 if `consolidate_every` divides the number of steps."""
         loss = super().step(closure, **kwargs)
         self._steps += 1
         if self.consolidate_every and self._steps % self.consolidate_every == 0:

@@ -1,4 +1,4 @@
-"""Owns `ZeroTrainer`, and the callback for ZeroRedundancyOptimizer in a stock Trainer of transformers.
+"""Owns `ZeroTrainer`, and the callback for ZeroRedundancyOptimizer in a stock transformers Trainer.
 
 trainer = ZeroTrainer(model, args, zero=3, train_dataset=data)          # a stage, a Policy, or a DeepSpeed config
 class MyTrainer(ZeroTrainerMixin, SFTTrainer): ...                      # any other Trainer
@@ -78,7 +78,7 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
         total_steps: optimizer steps of the whole run, for a schedule whose length is "auto".
 
     Raises:
-        ConfigError: the config cannot be used, or contradicts the arguments.
+        ConfigError: the config cannot be used or contradicts the arguments.
         PolicyError, UsageError: there is no such stage, or `zero` has a wrong type.
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
@@ -140,7 +140,7 @@ _SAME = {
     ("optimizer", "weight_decay"): ("weight_decay",),
     ("scheduler", "warmup_max_lr"): ("learning_rate",),
 }
-"""The TrainingArguments that mean the same as a key in `params` of a block of the config."""
+"""The TrainingArguments that mean the same as a key in the `params` of a config block."""
 
 
 def _refuse_contradictions(config: Config, args: Any) -> None:
@@ -187,7 +187,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise an error that names the feature if TrainingArguments enable one that ZeroTrainer does not support."""
+    """Raise an error if TrainingArguments enable a feature that ZeroTrainer does not support. The error names the feature."""
     clashes = {
         "deepspeed": (args.deepspeed, "give the config to ZeroTrainer: zero=config"),
         "fsdp": (args.fsdp, "zero=3 shards parameters, too"),
@@ -212,7 +212,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Raise if an optimizer shards its states itself, or writes to parameters outside its `step`."""
+    """Raise if an optimizer shards its states itself or writes to parameters outside its `step`."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         raise UsageError(
             "ZeroTrainer shards the optimizer itself. Pass it an optimizer of the inner class and zero=1, or pass the "
@@ -275,7 +275,7 @@ class OuterOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self._norm: float | Tensor | None = None
 
     def clip(self, max_norm: float | None) -> float | Tensor:
-        """Clip the gradients, and return their norm before clipping; with `skips`, as a float, after a wait for the accelerator."""
+        """Clip the gradients and return their norm before clipping; with `skips`, as a float, after a wait for the accelerator."""
         norm = self._sharded.clip_grad_norm_(max_norm, self._loss_scaler.scale)
         self._norm = float(norm) if self._skips else norm
         return self._norm
@@ -319,7 +319,7 @@ class LossScale:
 
 
 class NeedsOtherRanks:
-    """The value of `_is_fsdp_managed_module`: whether `generate` must run equally many forwards on all ranks.
+    """The value of `_is_fsdp_managed_module`: whether `generate` must run the same number of forwards on all ranks.
 
     It is true as long as forwards need to gather parameters. A copied or pickled model gets False.
     """
@@ -416,7 +416,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse settings that exclude each other, and then make the accelerator."""
+        """Refuse settings that exclude each other and then make the accelerator."""
         refuse_arguments(self.args)
         if self.sharded is None and self.model is not None and any(map(home_of, self.model.parameters())):
             raise UsageError(
@@ -439,7 +439,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------ optimizer, scheduler, model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Return the caller's optimizer, or make the config's, or the Trainer's if the config names none."""
+        """Return the caller's optimizer. If there is none, create the config's, or else the Trainer's default."""
         config = self._settings.config
         if self.optimizer is None and config is not None and config.schema.optimizer is not None:
             trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -448,7 +448,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the caller's scheduler, or make the config's, or the Trainer's if the config names none."""
+        """Return the caller's scheduler. If there is none, create the config's, or else the Trainer's default."""
         config = read_settings(self._zero, self.args, self.model, num_training_steps).config
         if self.lr_scheduler is None and config is not None and config.schema.scheduler is not None:
             if optimizer is None:
@@ -464,7 +464,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         return made
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Wrap the model, and shard it for training. Neither the Trainer nor accelerate wraps the result again."""
+        """Wrap the model and shard it for training. Neither the Trainer nor accelerate wraps the result again."""
         if isinstance(model, OuterModel):
             return model
         if self._outer is not None and self._outer.module is model:
@@ -481,7 +481,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
             elementwise=looks_at_whole_parameters(type(self.optimizer)) is False, **settings.shard_arguments,
         )  # fmt: skip
         if settings.policy.parameters.sharded and compiled_call_of(model) is None:
-            # torch.compile would treat a module with this attribute as a module of FSDP.
+            # torch.compile would treat a module with this attribute as an FSDP module.
             needs_other_ranks: Any = NeedsOtherRanks(self.sharded)
             for module in model.modules():
                 if isinstance(module, transformers.PreTrainedModel) and module.can_generate():
@@ -623,11 +623,11 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 class ZeroTrainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """transformers' Trainer on zeroshard: see `ZeroTrainerMixin`."""
+    """A transformers Trainer that uses zeroshard; see `ZeroTrainerMixin`."""
 
 
 class ZeroSeq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """transformers' Seq2SeqTrainer on zeroshard: see `ZeroTrainerMixin`."""
+    """A transformers Seq2SeqTrainer that uses zeroshard; see `ZeroTrainerMixin`."""
 
 
 class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[misc]

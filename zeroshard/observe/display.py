@@ -138,7 +138,7 @@ class Display:
 
     @contextmanager
     def task(self, what: str, total: float | None = None, *, in_bytes: bool = True) -> Iterator[Row]:
-        """Yield a row, and show its line while the block runs. The block calls the row's `advance` or `at`."""
+        """Yield a row and show its line while the block runs. The block calls the row's `advance` or `at`."""
         kind = BytesRow if in_bytes else Row
         row = kind(what, total, self, delay=DELAY_SECONDS * (not self._animated))
         with self.shown(row):

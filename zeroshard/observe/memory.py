@@ -51,7 +51,7 @@ def memory_report(
 
 
 def kept_count(units: Sequence[Unit]) -> int:
-    """Return how often these units could not free memory that user code, autograd or a collective still used."""
+    """Return the number of times that these units could not free memory that user code, autograd or a collective still used."""
     buffers = [unit.flat for unit in units]
     gradients = [bucket for unit in units for bucket in unit.gradients]
     slots = [shard.gradient for bucket in gradients for shard in bucket.shards]

@@ -81,7 +81,7 @@ def _finite(value: Any) -> Any:
 
 
 class Sent:
-    """A reader of counters of sent bytes, which other code may clear.
+    """An object that reads counters of sent bytes, which other code may clear.
 
     Args:
         before: the counters at the start.
@@ -228,7 +228,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """A monitor that logs to a run of Weights & Biases. Raises ConfigError if the package wandb is missing."""
+    """A monitor that logs to a Weights & Biases run. Raises ConfigError if the package wandb is missing."""
 
     def __init__(self, block: WandbBlock) -> None:
         wandb = _import("wandb", "wandb", "wandb")
@@ -242,7 +242,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """A monitor that logs to an experiment of Comet. Raises ConfigError if the package comet_ml is missing."""
+    """A monitor that logs to a Comet experiment. Raises ConfigError if the package comet_ml is missing."""
 
     def __init__(self, block: CometBlock) -> None:
         comet = _import("comet_ml", "comet", "comet_ml")

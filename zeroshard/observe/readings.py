@@ -1,4 +1,4 @@
-"""Owns figures that an accelerator is still computing. They are copied in batches, and read when the copies are complete.
+"""Owns figures that an accelerator is still computing. They are copied in batches and read when the copies are complete.
 
 The host waits for the device only in `take(wait=True)`. Otherwise a figure usually arrives one `take` after its copy began.
 """

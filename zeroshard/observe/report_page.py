@@ -205,7 +205,7 @@ def _scale(axes: Axes, name: str, values: list[float]) -> None:
 
 
 def _stack(axes: Axes, parts: dict[str, Series], unit: float) -> float:
-    """Stack the areas of the parts, and return the height of the stack. A part that a step lacks counts as 0."""
+    """Stack the areas of the parts and return the height of the stack. A part that a step lacks counts as 0."""
     at = sorted({moment for one in parts.values() for moment in one.at})
     at = at[:: math.ceil(len(at) / MAX_POINTS)]
     rows = []

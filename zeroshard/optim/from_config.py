@@ -74,7 +74,7 @@ def create_optimizer(
 
 
 def _class_of(block: OptimizerBlock) -> type[torch.optim.Optimizer]:
-    """Return the class that a config block names. Raise ConfigError if there is none, or if it cannot be sharded."""
+    """Return the class that a config block names. Raise ConfigError if there is none or if it cannot be sharded."""
     name = block.type.lower()
     if name in _UNSUPPORTED:
         raise ConfigError(

@@ -15,6 +15,8 @@ from zeroshard.torch_private import foreach_add_, foreach_lerp, foreach_lerp_, f
 class Lion(torch.optim.Optimizer):
     """The Lion optimizer, which uses the sign of the momentum (Chen et al., arXiv:2302.06675, algorithm 2).
 
+    For a parameter p with momentum m and gradient g:
+
         c = b1 * m + (1 - b1) * g
         p = p - lr * (sign(c) + weight_decay * p)
         m = b2 * m + (1 - b2) * g
@@ -43,7 +45,14 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: a function that recomputes the loss and the gradients before the update.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
 """Owns the loss scale of fp16 training, and the rules by which it changes.
 
 fp16 has no values between 0 and 6e-8, so small gradients would become 0. The training loop multiplies the loss by a
-scale before the backward, and divides the gradients by the scale afterwards. The scale grows while all gradients are finite
+scale before the backward and divides the gradients by the scale afterwards. The scale grows while all gradients are finite
 (Micikevicius et al., arXiv:1710.03740, section 3.2).
 
     scaler = zeroshard.DynamicLossScaler()
@@ -25,7 +25,7 @@ from zeroshard.errors import LossScaleError
 
 
 class LossScaler(ABC):
-    """A scale of the loss for the next backward, the same on every rank, since all ranks have the same norm."""
+    """The loss scale of the next backward. It is the same on every rank, since all ranks have the same norm."""
 
     scale: float
 
@@ -63,7 +63,7 @@ class StaticLossScaler(LossScaler):
 @final
 @dataclass
 class DynamicLossScaler(LossScaler):
-    """A loss scaler that halves the scale if gradients overflow, and doubles it after a window without overflow.
+    """A loss scaler that halves the scale if gradients overflow and doubles it after a window without overflow.
 
     Attributes:
         scale: the current scale.

@@ -120,7 +120,7 @@ class _WarmsUp(LRSchedule):
 
 
 class WarmupLR(_WarmsUp):
-    """A schedule that rises from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps`, and then stays constant.
+    """A schedule that rises from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` and then stays constant.
 
     With N = max(2, warmup_num_steps): lr = min + (max - min) * gamma. For 0 <= i < N, gamma is ln(i + 1) / ln(N) ("log") or
     i / N ("linear"). It is 1 afterwards. The first two steps run at min, since gamma is 0 at i = -1 and i = 0.
@@ -158,7 +158,7 @@ class WarmupLR(_WarmsUp):
 
 
 class WarmupDecayLR(WarmupLR):
-    """A schedule that warms up like `WarmupLR`, and then falls linearly to 0 at `total_num_steps`.
+    """A schedule that warms up like `WarmupLR` and then falls linearly to 0 at `total_num_steps`.
 
     With T = total_num_steps: gamma = max(0, (T - i) / max(1, T - N)) for i >= N.
     """
@@ -183,7 +183,7 @@ class WarmupCosineLR(_WarmsUp):
     """A schedule of each group's own lr: a warm-up from `warmup_min_ratio`, then half a cosine to `cos_min_ratio`.
 
     With m = warmup_min_ratio, c = cos_min_ratio, T = total_num_steps, and N and gamma as in `WarmupLR`: the lr is
-    multiplied by m + (1 - m) * gamma for 0 <= i < N, and then by c + (1 - c) * (1 + cos(pi * p)) / 2, with
+    multiplied by m + (1 - m) * gamma for 0 <= i < N, and afterwards by c + (1 - c) * (1 + cos(pi * p)) / 2, with
     p = min(1, (i - N + 1) / max(1, T - N)). At i = -1 the factor is 0.
     """
 

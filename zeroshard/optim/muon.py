@@ -15,14 +15,14 @@ _ADAMW = ("betas", "eps", "fused")
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """An optimizer that updates matrices with torch.optim.Muon, and all other parameters with torch.optim.AdamW.
+    """An optimizer that updates matrices with torch.optim.Muon and all other parameters with torch.optim.AdamW.
 
     Args:
         params: parameters or param groups. `"use_muon": True` or `False` in a group chooses the update for the group.
             Otherwise Muon updates parameters with 2 dimensions. Put embeddings and output heads into a group with
             `"use_muon": False`, since AdamW trains them better.
         lr, weight_decay: the learning rate and the weight decay of both updates.
-        muon_lr, adam_lr: the lr of one update, instead of `lr`.
+        muon_lr, adam_lr: the lr of Muon's or AdamW's update, instead of `lr`.
         momentum, nesterov, ns_steps, adjust_lr_fn: as in torch.optim.Muon. `adjust_lr_fn` defaults to
             "match_rms_adamw", so that one lr suits both updates (Liu et al., arXiv:2502.16982, section 2.2).
         betas, eps, fused: as in torch.optim.AdamW, but betas defaults to (0.9, 0.95), and fused to True.
@@ -91,7 +91,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: a function that recomputes the loss and the gradients before the update.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -113,7 +113,7 @@ def refuse_whole_states(remedy: str) -> None:
 
 
 def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
-    """Raise for an optimizer class that would compute different values on shards, or wait forever.
+    """Raise for an optimizer class that would compute different values on shards or wait forever.
 
     Raises:
         UsageError: the class is one of `REFUSED`.

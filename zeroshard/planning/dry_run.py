@@ -87,7 +87,7 @@ class Job:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that hold the same part of the model, and shard it."""
+        """The number of ranks that hold the same part of the model and shard it."""
         return self.ranks // self.tensor_parallel
 
     @property
@@ -98,11 +98,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of one rank in a dry run, in bytes and seconds.
+    """The results of one rank's dry run, in bytes and seconds.
 
     Attributes:
         peak, host_peak: the peaks of live bytes in training, on the device and in the host's CPU memory.
-        peak_together: the peak of the sum of both, for a machine on which they are one memory.
+        peak_together: the peak of the sum of both, for a machine whose device and host share one memory.
         reserved: bytes that the device's allocator took from the driver, start-up included; 0 on a CPU.
         peaks: the peaks on the device, by phase.
         start: the peak on the device before the first step.
@@ -138,7 +138,7 @@ class Figures:
 
 
 def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, draws: bool = False) -> Figures:
-    """Run two steps as one rank of a training run, and return the figures.
+    """Run two steps as one rank of a training run and return the results.
 
     Args:
         config, auto: a config and the values of its "auto" keys, as for `initialize`.
@@ -183,7 +183,7 @@ def _run(
     line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
 
     def send_parts(kind: str, nbytes: int) -> None:
-        """Send to the neighbours that share a sequence or a model, and wait until as many bytes have arrived."""
+        """Send to the neighbours that share a sequence or a model and wait until as many bytes have arrived."""
         collectives.sent[kind] += nbytes
         collectives.calls[kind] += 1
         line.send(nbytes).wait()
@@ -334,7 +334,7 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | SimulatedTwoLevel) -> list[_Spent]:
-    """Run one step, and return the cost from its start to the end of each microbatch."""
+    """Run one step and return the cost from its start to the end of each microbatch."""
     spent = []
     ledger.timeline.clear()
     ledger.clock.computed.clear()
@@ -431,7 +431,7 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside the block as in a real run.
 
-    Otherwise transformers treats tensors without values as if torch.compile traced them: it reads no values, and makes a
+    Otherwise transformers treats tensors without values as if torch.compile traced them: it reads no values and makes a
     full mask, [batch, 1, length, length]. In a dry run, `Ledger` answers reads of values.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")

@@ -67,7 +67,7 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """A mode that counts live bytes, and advances the clock with each operation that is not a view.
+    """A mode that counts live bytes and advances the clock with each operation that is not a view.
 
     Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, for floats in a step, 0.5.
 
@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
         return {category: nbytes for category, nbytes in self._now[on_host].items() if nbytes}
 
     def forget_peaks(self) -> None:
-        """Drop the peaks so far, and start new ones at the current live bytes."""
+        """Drop the peaks so far and start new ones at the current live bytes."""
         self._peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
         self.peak_together = sum(now.total() for now in self._now.values())
@@ -249,7 +249,7 @@ _ASKS = {aten._local_scalar_dense.default, aten.equal.default}
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return whether an operation only makes a view, and so allocates and moves no memory."""
+    """Return whether an operation only makes a view and so allocates and moves no memory."""
     returns = func._schema.returns
     is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     return is_alias or func._overloadpacket is aten.detach

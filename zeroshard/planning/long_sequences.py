@@ -31,7 +31,7 @@ class LongSequences:
 
     Attributes:
         ranks: the number of ranks that hold one sequence together.
-        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles.
+        tile_tokens: the number of tokens in a tile of the loss, each MLP and each norm; 0 means no tiles.
     """
 
     ranks: int = 1

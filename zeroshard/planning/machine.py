@@ -114,7 +114,7 @@ def peak_flops_of(device: str, dtype: str) -> float | None:
 
 
 def machine_of(name: str) -> Machine:
-    """Return a known machine, or one that a file of `zeroshard doctor --profile` describes. Raise `UsageError` for others."""
+    """Return a known machine, or one from a file written by `zeroshard doctor --profile`. Raise `UsageError` for others."""
     if name in machines():
         return machines()[name]
     path = Path(name)

@@ -29,7 +29,9 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of an accelerator, host and disk, and the time of a step, in bytes and seconds. All ranks are alike.
+    """The memory of an accelerator, host and disk, and the time of a step, in bytes and seconds.
+
+    The plan assumes that all ranks are alike.
 
     Attributes:
         job: the training run and its machine.
@@ -41,7 +43,7 @@ class Plan:
 
     @property
     def machine(self) -> Machine:
-        """The machine that the times are for."""
+        """The machine for which the times are estimated."""
         return self.job.machine
 
     @property
@@ -63,7 +65,7 @@ class Plan:
     def reserved_nbytes(self) -> int:
         """The bytes that an accelerator's allocator reserves from the driver, start-up included; 0 on a CPU.
 
-        If memory runs out, the allocator returns unused segments. So less memory may suffice, down to `most_nbytes`.
+        If memory runs out, the allocator returns unused segments, so less memory may suffice, down to `most_nbytes`.
         """
         return self.figures.reserved
 
@@ -136,7 +138,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The seconds of one step, on this machine."""
+        """The seconds of one step on `machine`."""
         return self.figures.seconds
 
     @property
@@ -217,9 +219,9 @@ def plan(
             `tensor_parallel` is above 1.
         batch: the arguments of one call of the model (a tuple, a mapping of keywords, or a tensor), or a function that
             returns them for n samples. Only their shapes and dtypes matter.
-        machine: the name of a known machine (h100, a100-80gb, ...), a file of `zeroshard doctor --profile`, or a
-            `Machine`.
-        memory, host_memory: bytes of memory of an accelerator and of a host; default: the machine's values.
+        machine: the name of a known machine (h100, a100-80gb, ...), a file written by `zeroshard doctor --profile`, or
+            a `Machine`.
+        memory, host_memory: the bytes of an accelerator's and of a host's memory; default: the machine's values.
         hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
@@ -230,12 +232,12 @@ def plan(
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
-            returns whole sequences.
-        tile_tokens: the tokens of a tile of the loss, of each MLP and of each norm; 0 means no tiles. This and
-            `sequence_parallel` are for causal models of transformers, whose batch has `input_ids` and `labels`.
+            supplies whole sequences.
+        tile_tokens: the number of tokens in a tile of the loss, each MLP and each norm; 0 means no tiles. This and
+            `sequence_parallel` are for causal transformers models, whose batch has `input_ids` and `labels`.
         tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
             Divided modules have their local size, and send sums of activations. The plan does not count the separate buckets of
-            parameters that stay whole, or these ranks' message about each step's norm.
+            parameters that stay whole, or the exchange in which these ranks compute each step's gradient norm.
 
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run

@@ -4,8 +4,8 @@ Results come from dry runs. A deep model is first run at two small depths, which
 settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
 
 [Note: pruning]
-With a larger microbatch, a step is not slower. So each setting is tried from the largest down, until one fits. The
-memory that grows with the microbatch shows which smaller ones cannot fit. Checkpointing, and states on the CPU, save
+With a larger microbatch, a step is not slower, so each setting is tried from the largest down, until one fits. The
+memory that grows with the microbatch shows which smaller ones cannot fit. Checkpointing and states on the CPU save
 memory and cost time. They are not tried if the same setting without them fits as large a microbatch. If that setting
 then does not fit at full depth, the settings that were left out because of it are tried.
 """
@@ -211,7 +211,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def judge(plan: Plan, told: Told) -> list[Change]:
-    """Run each single change, and return the changes, the largest gain first. Those that the engine refuses are left out."""
+    """Run each single change and return the changes, the largest gain first. Those that the engine refuses are left out."""
     changes = single_changes(plan)
     found = []
     for done, (number, figures) in enumerate(
@@ -368,7 +368,7 @@ class Search:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
         depth: the number of blocks of the model; 0 if it is unknown.
-        shallow: a function that takes a number of blocks, and returns a factory of such a model; None: all runs are at full
+        shallow: a function that takes a number of blocks and returns a factory of such a model; None: all runs are at full
             depth.
         told: a function that is called with the progress.
     """

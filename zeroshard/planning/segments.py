@@ -13,7 +13,7 @@ from typing import NamedTuple
 BLOCK_NBYTES = 512
 """Blocks are multiples of this."""
 SMALL_NBYTES = 1 << 20
-"""Blocks of at most this size are small, and share small segments. A larger block is split only if the rest is above this size."""
+"""Blocks of at most this size are small and share small segments. A larger block is split only if the rest is above this size."""
 SMALL_SEGMENT_NBYTES = 2 << 20
 LARGE_SEGMENT_NBYTES = 20 << 20
 LARGE_NBYTES = 10 << 20
@@ -70,7 +70,7 @@ class Segments:
         return whole
 
     def give_back(self, block: Block) -> None:
-        """Free a block, and merge it with adjacent free blocks."""
+        """Free a block and merge it with adjacent free blocks."""
         for other in (self._by_end.get(block.start), self._by_start.get(block.start + block.nbytes)):
             if other is not None:
                 self._remove(other)

@@ -62,7 +62,7 @@ _ROWS_SUMMED = 3
 class _CountedRows(SummedRows):
     """The rows of a reduction of `_ranks` ranks, which a CPU sums in chunks.
 
-    All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows, and counts the time
+    All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows and counts the time
     of the others.
     """
 
@@ -86,14 +86,14 @@ class _CountedRows(SummedRows):
 
 
 class SimulatedRanks(Collectives):
-    """Rank 0 of `ranks` ranks. The others are simulated, and send as much as this one.
+    """Rank 0 of `ranks` ranks. The others are simulated and send as much as this one.
 
     Args:
         ranks: the number of ranks.
         shards: the number of ranks that the engine sees; see [Note: ranks and shards].
         ledger: the ledger that counts buffers.
         link: the line to the other ranks.
-        sums: whether the backend sums (native), or delivers every rank's row (gloo). A native backend rounds each sum,
+        sums: whether the backend sums (native) or delivers every rank's row (gloo). A native backend rounds each sum,
             so it gets gradients in fp32 at least. It launches several collectives as one.
 
     Attributes:
@@ -260,7 +260,7 @@ class Hosts:
     def _across(self) -> Link:
         """Return the link for one rank's part of a collective over all ranks of several hosts.
 
-        A ring of NCCL passes each byte across a host's border once. There is a ring for each of the host's ranks, with
+        An NCCL ring passes each byte across a host's border once. There is a ring for each of the host's ranks, with
         its own network link. Over gloo, each rank sends to every other rank separately.
         """
         inside = self.machine.inside.bandwidth
@@ -389,7 +389,7 @@ class _Copies(Copies):
 
 
 class SimulatedHostCopies(HostCopies):
-    """A keeper of inputs in CPU memory, whose memory the ledger counts."""
+    """A keeper that holds inputs in CPU memory, whose bytes the ledger counts."""
 
     def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
         super().__init__(slots, copies)

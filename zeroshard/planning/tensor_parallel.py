@@ -1,7 +1,7 @@
 """Owns the tensor parallelism of a dry run: each divided module has its local matrix, and its messages are counted.
 
 A real run uses DTensors (`zeroshard.construction.tensor_parallel`). In a dry run, a module keeps one rank's part as an
-ordinary parameter, and makes the same activations as torch's styles. Sums over ranks and gathers return new tensors.
+ordinary parameter and makes the same activations as torch's styles. Sums over ranks and gathers return new tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Send = Callable[[str, int], None]
 
 
 def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
-    """Divide a model in place by its plan: keep the first rank's parameters, and call `send` in forwards and backwards.
+    """Divide a model in place by its plan: keep the first rank's parameters and call `send` in forwards and backwards.
 
     Raise UsageError if the model has no plan, or one that this number of ranks cannot use.
     """
@@ -36,14 +36,14 @@ def divide_on_paper(model: nn.Module, ranks: int, send: Send) -> None:
         setattr(module, name, parts[whole])
 
     def all_reduce(values: Tensor) -> Tensor:
-        """Return a new tensor for the sum over all ranks, and count the bytes that a rank sends in a ring."""
+        """Return a new tensor for the sum over all ranks and count the bytes that a rank sends in a ring."""
         send("tensor_parallel_all_reduce", 2 * values.nbytes * (ranks - 1) // ranks)
         return values.clone()
 
     def all_gather(size: int, part: Tensor) -> Tensor:
         """Return a tensor for the parts of all ranks, `size` elements in the last dimension, and count the bytes.
 
-        As in torch, the parts are gathered into a first tensor, and then copied to their places in the result.
+        As in torch, the parts are gathered into a first tensor and then copied to their places in the result.
         """
         send("tensor_parallel_all_gather", part.nbytes * (ranks - 1))
         return part.new_empty((size, *part.shape[:-1])).movedim(0, -1).contiguous()
@@ -85,7 +85,7 @@ def _columns(module: nn.Linear, all_reduce: Change, gather: Change | None, input
 def _rows(
     module: nn.Linear, all_reduce: Change, all_gather: Callable[[int, Tensor], Tensor] | None, inputs: Tensor
 ) -> Tensor:
-    if all_gather is not None:  # every rank has all inputs, and uses a part of them
+    if all_gather is not None:  # every rank has all inputs and uses a part of them
         gather = partial(all_gather, inputs.shape[-1])
         inputs = _message(inputs, partial(_cut, module.weight.shape[1]), gather)
     total = _message(F.linear(inputs, module.weight), all_reduce, _same)

@@ -48,7 +48,7 @@ class Checkpointing:
         number_checkpoints: the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.
         synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of each checkpoint.
         profile: measure the time and bytes of each checkpoint (see `Checkpointer.table`).
-        model_parallel_group: the ranks that divide each layer, and have the same inputs.
+        model_parallel_group: the ranks that divide each layer and have the same inputs.
 
     Raises:
         UsageError: `contiguous_memory_optimization` without `number_checkpoints`.
@@ -86,7 +86,9 @@ class Cost:
 
 
 class Checkpointer:
-    """A runner of functions whose activations the backward recomputes. Create one for each model or process.
+    """An object that runs functions and recomputes their activations in the backward.
+
+    One per model is enough; one per process works, too.
 
     Args:
         options: see `Checkpointing`; default: torch's own checkpointing.
@@ -108,7 +110,7 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
-        """Checkpoint the units that a config names, and return the checkpointer; None if the config names none."""
+        """Checkpoint the units that a config names and return the checkpointer; None if the config names none."""
         block = config.schema.activation_checkpointing
         if block.checkpoint_units is None:
             return None
@@ -120,7 +122,7 @@ class Checkpointer:
         return self  # a copy of a checkpointed model shares the checkpointer
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, and recompute its activations in the backward."""
+        """Return `function(*args, **kwargs)` and recompute its activations in the backward."""
         return self.run(getattr(function, "__qualname__", type(function).__qualname__), function, *args, **kwargs)
 
     def run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +222,7 @@ class Checkpointer:
         """Checkpoint modules of a model, without a change to its code, until `remove`.
 
         Args:
-            model: the model. The `forward` of its modules is wrapped, on the modules themselves.
+            model: the model. The `forward` methods of its modules are wrapped in place.
             patterns: "auto" for the units of the model (each block of a list of blocks), or full names, in which `*`
                 matches anything.
             units: for "auto": the definition of units, as passed to `shard`.

@@ -38,10 +38,10 @@ def configure(
         mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
         deepspeed_config: a config whose `activation_checkpointing` block supplies the arguments that are None.
         partition_activations: as in `Checkpointing`.
-        contiguous_checkpointing: `contiguous_memory_optimization` of `Checkpointing`.
-        num_checkpoints: `number_checkpoints` of `Checkpointing`.
-        checkpoint_in_cpu: `cpu_checkpointing` of `Checkpointing`.
-        synchronize: `synchronize_checkpoint_boundary` of `Checkpointing`.
+        contiguous_checkpointing: as `contiguous_memory_optimization` in `Checkpointing`.
+        num_checkpoints: as `number_checkpoints` in `Checkpointing`.
+        checkpoint_in_cpu: as `cpu_checkpointing` in `Checkpointing`.
+        synchronize: as `synchronize_checkpoint_boundary` in `Checkpointing`.
         profile: as in `Checkpointing`.
 
     Returns:
@@ -77,7 +77,7 @@ def configure(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)`, and recompute its activations in the backward instead of keeping them."""
+    """Return `function(*args, **kwargs)` and recompute its activations in the backward instead of keeping them."""
     return configured().checkpoint(function, *args, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """Owns the places of a checkpoint's saved inputs between forward and backward.
 
 torch's checkpointing passes each input that it saves to the hooks for saved tensors around it. A keeper is the first
-hook of such a pair: it gets a tensor in the forward, and returns a recall. The recall is a function that returns the
+hook of such a pair: it gets a tensor in the forward and returns a recall. The recall is a function that returns the
 tensor in each backward of the graph. It lives as long as the graph.
 """
 
@@ -31,7 +31,7 @@ def keep(tensor: Tensor) -> Recall:
 
 
 class Partition:
-    """A keeper that divides an input over a model-parallel group, and gathers it again.
+    """A keeper that divides an input over a model-parallel group and gathers it again.
 
     All ranks of the group have the same input. `inner` keeps this rank's part.
     """
@@ -65,7 +65,7 @@ KEPT_COUNT = 2
 
 
 class HostCopies:
-    """A keeper of inputs in pinned CPU memory, with copies that overlap with computation.
+    """A keeper that copies inputs to pinned CPU memory, while computation continues.
 
     Each copy back to the device starts one input ahead of its use, except the first.
 
@@ -114,7 +114,7 @@ class HostCopies:
         return copy.back
 
     def _recall(self, copy: _HostInput) -> Tensor:
-        """Return an input on its own device, and start to copy back the input that the backward needs next."""
+        """Return an input on its own device and start to copy back the input that the backward needs next."""
         copy.is_recalled = True
         back, tensor = self._start(copy)
         copy.back = None  # another backward of the graph copies it again
@@ -171,7 +171,7 @@ class Slots:
         self._ordinal = 0
 
     def begin(self) -> None:
-        """Begin a new checkpoint. If no input is kept, free all slots, and drop buffers that were unused since the last time."""
+        """Begin a new checkpoint. If no input is kept, free all slots and drop buffers that were unused since the last time."""
         self._ordinal = 0
         if not self._kept:
             self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in self._next}

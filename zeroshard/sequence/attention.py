@@ -1,7 +1,7 @@
 """Owns the attention of a transformers model whose positions are cut over ranks.
 
 transformers looks up attention functions, and functions that make masks, by name. This module registers one function of
-each kind, which calls the model's own function. Each mask is made from the positions of whole sequences. So packed
+each kind, which calls the model's own function. Each mask is made from the positions of whole sequences, so packed
 documents, sliding windows and chunks are masked as on one process.
 
 [Note: which forwards are cut]
@@ -75,8 +75,9 @@ class Slice:
         """Return a mask function that masks all other documents.
 
         Args:
-            mask_function: a pattern of transformers, such as a window: (row, head, query, key) -> whether the query
-                attends to the key. It gets positions within a document, so that windows and chunks restart with it.
+            mask_function: a mask pattern from transformers, such as a window: (row, head, query, key) -> whether the
+                query attends to the key. It gets positions within a document, so that windows and chunks restart with
+                it.
         """
         positions = self.positions
         documents = self.documents
@@ -250,7 +251,7 @@ def _cannot(module: nn.Module, why: str) -> UsageError:
 
 
 class _Entry:
-    """An entry of transformers' registry. It holds its method weakly, since the registry keeps entries forever."""
+    """An entry in transformers' registry. It holds its method weakly, since the registry keeps entries forever."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -290,7 +291,7 @@ def _function_of(core: str, module: nn.Module) -> Any:
 
 
 def _decoder_of(model: nn.Module) -> Any:
-    """Return the innermost model of transformers, which has the layers and makes the masks."""
+    """Return the innermost transformers model, which has the layers and makes the masks."""
     transformers = sys.modules.get("transformers")  # its models import it
     models: dict[str, Any] = {}
     if transformers is not None:
@@ -326,7 +327,7 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     if config._attn_implementation.startswith(_PREFIX):
         raise UsageError(f"{kind} is already attached to Sequences: call detach(model) on that object first.")
     if "flash" in config._attn_implementation:
-        # These kernels ignore chunks, and support packed documents only in batches of one row.
+        # These kernels ignore chunks and support packed documents only in batches of one row.
         raise UsageError(
             f"{kind} uses {config._attn_implementation}, whose kernels transformers loads by that name, but attach() gives "
             "the attention another name: load the model with attn_implementation='sdpa'."

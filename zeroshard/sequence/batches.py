@@ -172,7 +172,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 def _refuse_padding(mask: Any, rows: int, length: int, labels: Sequence[Any]) -> None:
     """Raise unless the mask hides only padding at the end of rows: for that, causal attention needs no mask.
 
-    Without the mask, padding attends to the tokens before it. So the labels of padding must be ignored.
+    Without the mask, padding attends to the tokens before it, so the labels of padding must be ignored.
     """
     if mask is None:
         return

@@ -20,7 +20,7 @@ _HEADS, _POSITIONS = 1, 2
 
 
 class _Exchange(torch.autograd.Function):
-    """An autograd function that cuts one dimension over the ranks, and makes another whole."""
+    """An autograd function that cuts one dimension over the ranks and makes another whole."""
 
     @staticmethod
     def forward(ctx: Any, ranks: SequenceRanks, cut: int, whole: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Owns losses of a language model's head without whole logits, and their mean over the tokens of all ranks.
 
 Logits of 32k tokens over a vocabulary of 128k take 16 GiB in fp32. These losses compute logits for one tile of tokens at
-a time, in the forward and again in the backward. The forward keeps no logits, and returns one number per token.
+a time, in the forward and again in the backward. The forward keeps no logits and returns one number per token.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def token_mean(
 ) -> Tensor:
     """Compute the mean of values over the tokens of all ranks, for gradients that are averaged over the same ranks.
 
-    The gradient of this rank's sum of values is W / tokens for W ranks, since averaging gradients divides them by W. So
-    each rank's weight is proportional to its number of tokens. Every rank of the group must call it.
+    The gradient with respect to this rank's sum of values is W / tokens for W ranks, since averaging gradients divides
+    them by W. So each rank's weight is proportional to its number of tokens. Every rank of the group must call it.
 
     Args:
         values: one value for each token of this rank, [...].

@@ -87,7 +87,7 @@ class Sequences:
     # ------------------------------------------------------------------ models
 
     def attach(self, model: nn.Module) -> Sequences:
-        """Attach a model of transformers, so that it accepts cut batches.
+        """Prepare a transformers model to accept cut batches.
 
         Every rank must call it, before or after `shard`. Outside of training, batches that are not cut (evaluation,
         generation) run as before, on each rank separately. In training, they raise UsageError.
@@ -99,7 +99,7 @@ class Sequences:
             This object.
 
         Raises:
-            UsageError: the sequences of this model cannot be cut. The message has the reason.
+            UsageError: this model's sequences cannot be cut. The message has the reason.
         """
         refuse_distributed(
             model.named_parameters(), "Sequences.attach()", "Attach the model before you divide it over ranks."
@@ -131,7 +131,7 @@ class Sequences:
             attention: a function of query [B, H/P, S, D], key and value [B, max(K/P, 1), S, D], which returns
                 [B, H/P, S, D']. It gets all positions of some heads, and its masks are for whole sequences.
             query: [B, H, S/P, D], this rank's positions.
-            key, value: [B, K, S/P, D]. K may be smaller than H, and smaller than P.
+            key, value: [B, K, S/P, D]. K may be smaller than H and smaller than P.
 
         Returns:
             [B, H, S/P, D'].
@@ -154,7 +154,7 @@ class Sequences:
     def cut(self, batches: Any, *, in_turn: bool = False) -> Any:
         """Return this rank's slice of a batch, or an iterator over slices of a loader's batches.
 
-        `labels` are shifted before the cut, and become `shift_labels`. `position_ids` [B, S] stay whole, and are added
+        `labels` are shifted before the cut and become `shift_labels`. `position_ids` [B, S] stay whole and are added
         if they are missing. A document begins where positions are not consecutive. An `attention_mask` of padding on the
         right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Sequences
         whose length is not a multiple of the number of ranks are padded.
@@ -162,13 +162,13 @@ class Sequences:
         Args:
             batches: a batch with `input_ids` [B, S] or `inputs_embeds`, the same on all ranks of the sequence; or a
                 loader of such batches, which every rank of the sequence must read.
-            in_turn: for a loader: accept different batches on the ranks, and cut each rank's batch in turn. Each round
+            in_turn: for a loader: accept different batches on the ranks and cut each rank's batch in turn. Each round
                 of loading then yields one batch per rank.
 
         Raises:
-            UsageError: a batch is not a dict with tokens, or has padding on the left, labels of padding that count, packed
-                lengths (cu_seq_lens), or a tensor whose shape does not fit the tokens; or a loader's batches differ between
-                ranks. (A single batch is not compared.)
+            UsageError: a batch is not a dict with tokens, or has padding on the left, padding whose labels are not
+                ignored, packed lengths (cu_seq_lens), or a tensor whose shape does not fit the tokens; or a loader's
+                batches differ between ranks. (A single batch is not compared.)
         """
         if isinstance(batches, Mapping):
             return cut_batch(self._ranks, batches)
@@ -195,7 +195,7 @@ class Sequences:
         Every rank of the group must call it.
 
         Args:
-            model: a model of transformers, or an engine or wrapper with such a model as `.module`.
+            model: a transformers model, or an engine or wrapper whose `.module` is one.
             batch: a cut batch, with `shift_labels`.
             tiles: as for `head_loss`.
             tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels of
@@ -218,8 +218,8 @@ class Sequences:
     ) -> Tensor:
         """Compute the log-probability of each label of this rank's slice: [B, S/P], fp32, 0 where the label is -100.
 
-        Every rank of the sequence must call it. For the result `found`, `sequences.sum(found.sum(1))` is the
-        log-probability of whole sequences, [B], as in DPO and KTO. Arguments and errors are as for `loss`.
+        Every rank of the sequence must call it. If `found` is the result, the log-probability of each whole sequence,
+        [B], is `sequences.sum(found.sum(1))`, as in DPO and KTO. Arguments and errors are as for `loss`.
         """
         inputs = dict(batch)
         labels = inputs.pop("shift_labels", None)

@@ -1,7 +1,8 @@
 """Owns modules that run tile by tile over the positions of a sequence, to keep only one tile's activations.
 
-An MLP's intermediate is about four times as wide as its input and output, and its result at one position needs no other
-position. So its forward can run on one tile of positions at a time. The backward runs it on each tile again.
+An MLP's intermediate activation is about four times as wide as its input and output. Its result at one position needs
+no other position, so its forward can run on one tile of positions at a time. The backward runs the forward of each tile
+again.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
     before. Call this function before or after `shard`.
 
     Args:
-        model: the model. The `forward` of its modules is wrapped, on the modules themselves.
+        model: the model. The `forward` methods of its modules are wrapped in place.
         patterns: full names of modules, in which `*` matches anything. Of nested modules, only the outermost is tiled.
         tokens: the maximum number of positions in a tile. Positions are the second dimension of a module's argument.
 
     Raises:
         UsageError: `tokens` is below 1, no module has such a name, or a module cannot run in tiles: it combines positions,
             takes arguments other than one tensor [rows, positions, ...], returns another shape, changes its input in
-            place, uses parameters of other modules, or has hooks on parameters. Some of these raise in the first forward or
-            backward.
+            place, uses parameters of other modules, or has hooks on parameters. Some of these errors are raised only in
+            the first forward or backward.
     """
     if tokens < 1:
         raise UsageError(
@@ -157,7 +158,7 @@ class _Tiled:
 
 
 def _writes(x: Tensor) -> int:
-    """Return how often a tensor was written to; 0 for tensors of torch.inference_mode, which do not count writes."""
+    """Return the number of writes to a tensor; 0 for tensors made in torch.inference_mode, which do not count writes."""
     return 0 if x.is_inference() else version_of(x)
 
 

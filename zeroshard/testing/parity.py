@@ -157,7 +157,7 @@ def train(
     elementwise: bool | None = None,
     inspect: Callable[[Sharded], None] | None = None,
 ) -> Run:
-    """Train a workload in a plain loop, and return its results. Every rank must call it.
+    """Train a workload in a plain loop and return its results. Every rank must call it.
 
     Args:
         rank: this rank, for `workload.make_batch`.

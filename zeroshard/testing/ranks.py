@@ -1,6 +1,6 @@
 """Owns `run_ranks`, which runs a function in several processes of one gloo process group.
 
-Ranks are forked, so they start in a tenth of a second, and can run any closure. If a rank hangs or raises,
+Ranks are forked, so they start in a tenth of a second and can run any closure. If a rank hangs or raises,
 the run fails with the rank's stack or traceback.
 """
 
@@ -64,7 +64,7 @@ def run_ranks(
     collective_timeout: float = 60.0,
     initialise: bool = True,
 ) -> list[Any]:
-    """Run `function(rank, *args)` in `world_size` forked processes, and return the results in rank order.
+    """Run `function(rank, *args)` in `world_size` forked processes and return the results in rank order.
 
     Args:
         function: a callable whose result consists of tensors and plain containers (torch.save, `weights_only`).
@@ -106,7 +106,7 @@ def _child(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, door: socket.socket | None, folder: Path,
     collective_timeout: float,
 ) -> None:  # fmt: skip
-    """Run the function in the fork, and end the process."""
+    """Run the function in the fork and end the process."""
     code = 1
     try:
         gc.freeze()  # this rank's garbage collections neither scan nor copy objects from before the fork

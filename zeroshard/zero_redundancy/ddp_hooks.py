@@ -32,7 +32,7 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """Make a DDP hook that runs `hook` on each bucket, and steps when the last bucket of the backward is reduced.
+    """Make a DDP hook that runs `hook` on each bucket and steps when the last bucket of the backward is reduced.
 
     Args:
         hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
@@ -70,7 +70,7 @@ class _StepInBackward:
 
     # DDP requires that `bucket` is annotated with DDP's own class, or not at all.
     def on_bucket(self, state, bucket):  # type: ignore[no-untyped-def]
-        """Run the user's hook, and return a future of the buffer. The last bucket's future is done once parameters are current."""
+        """Run the user's hook and return a future of the buffer. The last bucket's future is done once parameters are current."""
         reduced = self._hook(state, bucket)
         buffer = bucket.buffer()
         devices = None
@@ -92,7 +92,7 @@ class _StepInBackward:
         self, reduced: torch.futures.Future[Tensor], buffer: Tensor, gradients: dict[int, Tensor], is_last: bool,
         done: torch.futures.Future[Tensor],
     ) -> None:  # fmt: skip
-        """Wait for one of DDP's buckets, and step. One thread takes all buckets in DDP's order, which is the same on all ranks."""
+        """Wait for one of DDP's buckets and step. One thread takes all buckets in DDP's order, which is the same on all ranks."""
         try:
             value = reduced.wait()
             if value.data_ptr() != buffer.data_ptr():
@@ -110,7 +110,7 @@ class _StepInBackward:
             done.set_exception(error)  # type: ignore[arg-type]
 
     def _end(self) -> None:
-        """Wait for the gathers, and drop the backward's gradients."""
+        """Wait for the gathers and drop the backward's gradients."""
         waits = list(self._waits)
         self._waits.clear()
         self._gradients.clear()

@@ -174,17 +174,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ step
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Update this rank's shards, and gather the parameters. Every rank must call it, with reduced gradients.
+        """Update this rank's shards and gather the parameters. Every rank must call it, with reduced gradients.
 
         Args:
-            closure: a function that computes the loss and the gradients again. Its loss is returned.
+            closure: a function that recomputes the loss and the gradients. Its loss is returned.
             kwargs: arguments of the local optimizer's step.
 
         Raises:
             UsageError: a gradient is sparse, or a parameter was moved or cast after the optimizer was made.
         """
         if wants_whole_states():
-            return None  # `state_dict` is called next, and raises
+            return None  # `state_dict` is called next and raises
         if self.overlap_with_ddp:
             warnings.warn("step() has no effect: with overlap_with_ddp=True, the backward steps.", stacklevel=2)
             return None
@@ -211,7 +211,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def step_buckets(
         self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Callable[[], None]:
-        """Update this rank's shards of some buckets, and start to gather them. Return a function that waits for the gathers."""
+        """Update this rank's shards of some buckets and start to gather them. Return a function that waits for the gathers."""
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)
 
@@ -228,7 +228,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def _follow_parameters(self) -> None:
-        """Move parameters back into the flat buffers, or point views at them: trainers and `module.to` replace storages."""
+        """Move parameters back into the flat buffers or point views at them: trainers and `module.to` replace storages."""
         for view in self._views:
             parameter = view.parameter
             value = view.value
@@ -267,7 +267,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 view.lend(gradient_of(view.parameter))
 
     def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
-        """Start to gather the trained parameters of buckets, and return a function that waits for them."""
+        """Start to gather the trained parameters of buckets and return a function that waits for them."""
         in_place: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
         if self.world_size == 1:
@@ -357,7 +357,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
 
-        A consolidated state is returned until the next step, load or new param group. The call runs no collective, and works
+        A consolidated state is returned until the next step, load or new param group. The call runs no collective and works
         without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index into its list `pieces`
         of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
         """
@@ -440,7 +440,7 @@ def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, A
 
 
 def _verify(params: Any) -> list[Any]:
-    """Return `params` as a list, or raise the errors of torch's class."""
+    """Return `params` as a list or raise the errors of torch's class."""
     if isinstance(params, Tensor):
         raise TypeError(f"`params` must be an iterable of tensors, not a tensor ({torch.typename(params)}).")
     try:

@@ -42,9 +42,10 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """Return the whole state by parameter index, in CPU memory on rank `to`, and None on others. Every rank must call it.
+    """Return the whole state by parameter index, in CPU memory, on rank `to`; None on other ranks.
 
-    All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank `to`.
+    Every rank must call it. All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank
+    `to`.
     """
     held = [view for view in views if optimizer.state.get(view.value)]
     described = [

@@ -124,7 +124,7 @@ class ParameterBucket(ABC):
 
     @abstractmethod
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
-        """Start to gather every rank's shard, and return a function that waits for it."""
+        """Start to gather every rank's shard and return a function that waits for it."""
 
     def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
         """Yield a rank's ranges in the parameters' storages, each with its piece of the rank's shard."""

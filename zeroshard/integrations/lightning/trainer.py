@@ -33,7 +33,7 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
     Importing `zeroshard.integrations.lightning` registers it as "zeroshard" (stage 2) and "zeroshard_stage_1" to
-    "zeroshard_stage_3". Lightning starts the processes as for DDP, or torchrun or another launcher starts them. During
+    "zeroshard_stage_3". Lightning starts the processes, as for DDP, unless torchrun or another launcher does. During
     `fit`, `trainer.strategy.sharded` is the result of `zeroshard.shard`. Afterwards the module is whole and ordinary on
     every rank.
 
@@ -140,7 +140,7 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
             self._lightning_module = module
 
     def _give_back(self, sharded: Sharded) -> bool:
-        """End the sharding, and return whether the parameters are whole."""
+        """End the sharding and return whether the parameters are whole."""
         if self._checkpointer is not None:
             self._checkpointer.remove()
             self._checkpointer = None

@@ -116,14 +116,14 @@ unset_z3_leaf_modules = partial(_mark_classes, flag=False)
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their full names. Return the modules, and the names without a module."""
+    """Mark modules by their full names. Return the modules and the names without a module."""
     return _mark(model, module_names, operator.eq, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by the endings of their full names. Return the modules, and the endings without a module."""
+    """Mark modules by the endings of their full names. Return the modules and the endings without a module."""
     return _mark(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -142,7 +142,11 @@ def _mark(
 
 
 def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping[str, Any]) -> Any:
-    """Mark the modules that the config names, and return the config with all marked modules in `leaf_module.names`."""
+    """Mark the config's leaf modules, and return the config with all marked modules in `leaf_module.names`.
+
+    If the config names no classes, the known mixtures of experts are marked. If nothing is marked, the config is returned
+    unchanged.
+    """
     raw = read(config)
     zero = raw.get("zero_optimization")
     block = dict((zero.get("leaf_module") if isinstance(zero, Mapping) else None) or {})

@@ -98,7 +98,7 @@ def _refused(name: str, instead: str) -> type[Any]:
 
 
 class Loader(SourceFileLoader):
-    """A loader of a module: it runs the module's own file, if there is one, and adds the names of its row."""
+    """An object that loads a module for importlib: it runs the module's own file, if any, and adds the names of its row."""
 
     def exec_module(self, module: ModuleType) -> None:
         if Path(self.path).stem == self.name.rpartition(".")[2]:
@@ -107,7 +107,7 @@ class Loader(SourceFileLoader):
 
 
 class Folder(PathEntryFinder):
-    """A finder of a package's modules. The package need not have a folder.
+    """An object that finds a package's modules for importlib. The package need not have a folder.
 
     Raises:
         ImportError: the path is not in this package, so that Python tries the next hook.

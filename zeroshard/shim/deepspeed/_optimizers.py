@@ -53,7 +53,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class FusedLion(Lion):
-    """The Lion optimizer with DeepSpeed's default lr, ten times the paper's."""
+    """The Lion optimizer with DeepSpeed's defaults: an lr ten times `Lion`'s, and betas (0.9, 0.999)."""
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
@@ -63,7 +63,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """The Lion optimizer with DeepSpeed's default lr, ten times the paper's."""
+    """The Lion optimizer with DeepSpeed's defaults: an lr ten times `Lion`'s, and betas (0.9, 0.999)."""
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),

@@ -1,4 +1,4 @@
-"""Owns the ranks that share one accelerator over gloo, and train every policy in turn. accelerator_parts.py starts them."""
+"""Owns the ranks that share one accelerator over gloo and train every policy in turn. accelerator_parts.py starts them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue:
 
 
 def run(world: int, *, rehearse: bool, tell: Any, limit: float) -> bool:
-    """Train every policy on `world` processes, and return whether all results were right."""
+    """Train every policy on `world` processes and return whether all results were right."""
     context, is_right = multiprocessing.get_context("spawn"), True
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()

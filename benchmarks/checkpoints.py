@@ -118,7 +118,7 @@ def _deepspeed() -> tuple[Work, Work]:
 
 
 def train(rank: int, system: str, folder: str, rounds: int) -> dict[str, list[float]]:
-    """Run one rank. Return the seconds of each save and load and, for zeroshard, of the stall of an asynchronous save."""
+    """Run one rank. Return the seconds of each save and load and, for zeroshard, how long an asynchronous save blocks."""
     torch.manual_seed(0)
     path, times = Path(folder), dict[str, list[float]](save=[], load=[], stall=[], dd=[])
     sharded = None

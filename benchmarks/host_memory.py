@@ -113,7 +113,7 @@ def used_now(group: str | None) -> int:
 
 
 def status(key: str) -> int:
-    """Return a figure of this process in bytes: VmRSS, or its peak VmHWM. Shared pages count in full."""
+    """Return this process's memory in bytes: VmRSS, or its peak VmHWM. Shared pages count in full."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024

@@ -22,7 +22,7 @@ import zeroshard
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 64
-BATCH = 8  # sequences of a step, over all workers
+BATCH = 8  # sequences in a step, over all workers
 CONFIG = {
     "train_batch_size": BATCH,
     "gradient_clipping": 1.0,

@@ -87,9 +87,9 @@ def unsharded(
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target has another type, its parameters are parked, or there is no such rank. Without a modifier rank:
-            parameters were changed, and the block ends or another one begins inside it. Changes to sharded parameters are
-            then lost.
+        UsageError: the target has another type, its parameters are parked, or there is no such rank. Without a modifier rank,
+            a change to parameters also raises it: at the end of the block, unless `undo` is set, or when another block begins
+            inside it. Changes to sharded parameters are then lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:
@@ -108,7 +108,7 @@ def borrow(module: nn.Module, parameters: Tensor | Iterable[Tensor]) -> Borrowed
     """Unshard parameters of other blocks while `module` runs its forward, and its backward if that needs them.
 
     Call it, before or after the model is sharded, for a module that uses a parameter of another block. Every rank must
-    run the module equally often.
+    run the module the same number of times.
 
     Returns:
         A handle whose `remove()` ends the borrowing.

@@ -1,4 +1,4 @@
-"""Owns the membership of a group, and makes process groups and names in the store for its members."""
+"""Owns the membership of a group and makes process groups and names in the store for its members."""
 
 from __future__ import annotations
 

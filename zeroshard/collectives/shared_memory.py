@@ -69,7 +69,7 @@ class Lending:
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         self._lent: dict[int, Lent] = {}
-        """By tag."""
+        """The memory that is lent now, by tag."""
         self._rooms: list[Tensor] = []
         """Free buffers for copies, as bytes."""
 
@@ -125,7 +125,7 @@ class Lending:
 
 
 class SharedMemory(Grouped):
-    """A transport through shared memory, see the module's docstring.
+    """A transport through shared memory (see the module's docstring).
 
     Raises:
         NotShared: these ranks cannot share memory.
@@ -416,7 +416,7 @@ class SentRows(Sent):
 
 @dataclass(eq=False)
 class SharedMean(SentRows, Reduction):
-    """A reduce-scatter that reads the ranks' rows in place, and sums them."""
+    """A reduce-scatter that reads the ranks' rows in place and sums them."""
 
     _rows: Tensor
     _divisor: float

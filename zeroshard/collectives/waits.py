@@ -101,7 +101,7 @@ class Waits:
     def __init__(self) -> None:
         self._of_thread = _OfThread()
         self._waits: dict[int, Wait] = {}
-        """By the thread's identifier."""
+        """The waits of threads, by the thread's identifier."""
         self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
         """The waits of the device, in its order."""
         self._behind_lock = threading.Lock()

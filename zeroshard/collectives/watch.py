@@ -180,7 +180,7 @@ class _Question:
 
 
 class Watch(Waits):
-    """A watch over the waits of this rank, see the module's docstring.
+    """A watch over the waits of this rank (see the module's docstring).
 
     Args:
         store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
@@ -240,7 +240,7 @@ class Watch(Waits):
         return told, dict(question.found), reaches_store
 
     def close(self) -> None:
-        """End the thread, and wait at most `_CLOSE_SECONDS` for its end."""
+        """End the thread and wait at most `_CLOSE_SECONDS` for its end."""
         self._is_closed = True
         self._wake.set()
         if self._thread is not threading.current_thread():

@@ -1,6 +1,6 @@
 """Owns the exceptions that zeroshard raises, and the plurals in messages.
 
-Every error's message names the cause, and ends with the remedy.
+Every error's message names the cause and ends with the remedy.
 """
 
 from zeroshard.errors.uncaught import report_uncaught

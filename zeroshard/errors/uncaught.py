@@ -1,6 +1,6 @@
-"""Owns the report of an uncaught zeroshard error under torchrun: the message is printed once, and in torchrun's report.
+"""Owns the report of an uncaught zeroshard error under torchrun: the message is printed once and appears in torchrun's report.
 
-torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
+torchrun gives each process a file for its error and prints that file. The files of one machine's processes share a
 folder, in which the first process to fail leaves its message. A process that later fails with the same message prints nothing.
 """
 

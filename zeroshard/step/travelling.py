@@ -451,7 +451,7 @@ class SubGroupsInFrames(SubGroups):
                 frame.empty()
 
     def _take_all_back(self) -> None:
-        """Take back the frames of all groups in memory or on their way, and drop the values there."""
+        """Take back the frames of all groups in memory or on their way and drop the values there."""
         for group in self._in_frames:
             if group[0] in self._lent:
                 for resident in group:

@@ -36,7 +36,7 @@ def be_deterministic() -> None:
 
 
 def policies(folder: str) -> dict[str, Policy]:
-    """Return the policies by name. All are compared with a first run at stage 0. Stage 0 again shows the kernels' noise."""
+    """Return the policies by name. All are compared with a first run at stage 0; a second one shows the kernels' noise."""
     found = {f"stage {number}": Policy.stage(number) for number in range(4)}
     for number, optimizer, parameters in (
         (1, Place.CPU, None), (2, Place.CPU, None), (3, Place.CPU, None), (2, None, Place.CPU), (3, None, Place.CPU),

@@ -2,7 +2,7 @@
 
 Every system trains one step, then saves and loads in turn, for several rounds, in the same folder. Right before each
 save, `dd` writes as many bytes there and flushes them (conv=fsync), which shows the disk's bandwidth at that moment.
-A save of zeroshard ends when its files are flushed. DCP and DeepSpeed flush nothing by default, so `sync` runs after
+A zeroshard save ends when its files are flushed. DCP and DeepSpeed flush nothing by default, so `sync` runs after
 each, and its time counts.
 """
 

@@ -3,7 +3,8 @@
     pip install 'zeroshard[ray]'
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. The text is this file.
+All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing.
+The script trains on its own source code.
 """
 
 from __future__ import annotations

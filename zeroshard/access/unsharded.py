@@ -83,7 +83,7 @@ def unsharded(
             too. Tensors that belong to no sharded model, and None, are ignored.
         modifier_rank: the data-parallel rank whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is for reading.
-        undo: without a modifier rank: undo changes at the end of the block instead of raising an error. This copies
+        undo: without a modifier rank, whether to undo changes at the end of the block instead of raising an error. This copies
             parameters that are unsharded at rest.
 
     Raises:

@@ -118,7 +118,7 @@ class Members:
 
     @property
     def is_subgroup(self) -> bool:
-        """Whether ranks outside of the group exist."""
+        """Whether ranks outside the group exist."""
         return len(self.ranks) < self.world
 
     @property

@@ -165,7 +165,8 @@ class Neighbours:
     def _blocked_by_this(self, awaited: int, own: int) -> set[int]:
         """Return the numbers of waits that last until this rank sends.
 
-        Raise if `awaited` is waiting for this rank, or if `own` is among these numbers. A peer that has not received all messages yet may go on.
+        Raise if `awaited` is waiting for this rank, or if `own` is among these numbers. A peer that has not received all messages
+        yet may go on.
         """
         waits = set[int]()
         for peer, stuck in self._stuck.items():

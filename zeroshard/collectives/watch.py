@@ -1,6 +1,6 @@
 """Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's current wait through the store.
 
-Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection. So a store that does
+Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection, so a store that does
 not answer blocks no wait for other ranks.
 """
 

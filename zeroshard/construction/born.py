@@ -7,8 +7,8 @@
 The parameters of a module are divided over ranks when the module is added to another module, since its constructor is
 then done. The outermost module's parameters are divided when the context ends. Every rank must run the same code.
 
-Until `shard` takes the model, such a parameter has a special class. The class gathers the parameter for every torch operation,
-and divides it again if the operation wrote to it. So a constructor may end by reinitialising all parameters.
+Until `shard` takes the model, its parameters have a special class, which gathers a parameter for every torch operation. It is
+divided again if the operation wrote to it, so a constructor may end by reinitialising all parameters.
 """
 
 from __future__ import annotations
@@ -368,11 +368,12 @@ def sharded_init(
     Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
     another one; parameters of the outermost modules, at the end of the context. Until then, the direct parameters of modules
     under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
-    `shard` and `initialize` accept such a model like any other.
+    `shard` and `initialize` accept the model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. They may then be larger than memory.
+        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. The parts may then be larger than CPU
+            memory.
         dtype: torch's default dtype in the context.
         source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
             (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values and send none.

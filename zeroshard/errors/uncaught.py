@@ -106,7 +106,7 @@ def _claim(sentence: str) -> tuple[str, str | None]:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file of a traceback is the user's own, and not a file of zeroshard, a library or Python."""
+    """Return whether a file in a traceback is the user's own, and not from zeroshard, a library or Python."""
     path = Path(filename)
     if path.is_relative_to(_PYTHON):
         return False

@@ -39,7 +39,7 @@ class Shard:
         master: the values that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
         step: the storage in which the optimizer steps.
-        home: the storage of its states.
+        home: the storage of the optimizer's states.
         is_shown: whether the user reads and may write the master weights directly.
         squares: the gradient's sum of squares, if the gradient left the accelerator and has not changed since.
     """

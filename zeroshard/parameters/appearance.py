@@ -118,7 +118,7 @@ class Appearance:
         self._become(self._absent_class)
 
     def outdate_saved(self) -> None:
-        """Outdate parameters that autograd saved outside of our hooks, so that torch raises an error instead of reading NaN.
+        """Outdate parameters that autograd saved outside our hooks, so that torch raises an error instead of reading NaN.
 
         Do not call it while the user has views: torch would rebuild their gradient functions from the present data.
         """

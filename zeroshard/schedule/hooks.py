@@ -1,28 +1,27 @@
 """Owns the hooks on the user's modules and parameters, which reveal whether a forward or a backward is running.
 
 [Note: when a unit is whole in the backward]
-A hook on a module's output runs when the module's backward begins. It unshards the module's unit and starts to unshard the
-next one. Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook.
+A hook on a module's output runs when the module's backward begins. It unshards the module's unit and starts to unshard the next
+one. Outputs may escape (attributes, dataclasses, features that other hooks capture), so correctness never depends on this hook.
 Every read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be resharded in the backward]
-When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more. A node that
-needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
-gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
-resharded when the backward ends.
-
-[Note: when a module's backward is over]
-Autograd runs later modules first: when a module's backward begins, that of another
-whose calls have all begun is over. All ranks must reach the same answer, since they then reduce its gradients. But a forward
-may have no backward, and ranks may free its graph at different times: on one rank, the user or an exception's traceback may
-keep the output. So if no backward came after a forward, ranks that gather units exchange, at the next forward, whether its
-graph still exists. Inside `unsharded`, where a rank may run modules alone, no call counts, and units are closed when the
+When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more. A node that needs a
+parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no gradient. A module
+with frozen parameters is finished only when the gradients of all its inputs are also known. Other units are resharded when the
 backward ends.
 
+[Note: when a module's backward is over]
+Autograd runs later modules first: when a module's backward begins, the backward of any other module whose calls have all begun is
+over. All ranks must reach the same answer, since they then reduce its gradients. But a forward may have no backward, and ranks may
+free its graph at different times: on one rank, the user or an exception's traceback may keep the output. So if no backward came
+after a forward, ranks that gather units exchange, at the next forward, whether its graph still exists. Inside `unsharded`, where a
+rank may run modules alone, no call counts, and units are closed when the backward ends.
+
 [Note: recomputation]
-Activation checkpointing runs a module's forward inside the backward. Such a forward unshards the unit, but must not
-reshard it: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no
-code here relies on a forward's end.
+Activation checkpointing runs a module's forward inside the backward. That forward unshards the unit but must not reshard it: the
+backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no code here relies
+on a forward's end.
 """
 
 from __future__ import annotations
@@ -210,7 +209,7 @@ class Hooks:
     # ------------------------------------------------------------------ forward
 
     def _forget_what_aborted(self) -> None:
-        """Clean up after a backward that was aborted. Call it when another backward, or a forward outside of one, begins."""
+        """Clean up after a backward that was aborted. Call it when another backward, or a forward outside one, begins."""
         if self._backward_is_open:
             if self._close_backward():
                 self._schedule.abort()

@@ -7,7 +7,7 @@ tensors, and the number of a module's hooks. The effect of our hooks changes fro
 - Hooks of a unit's own module run at its border. torch.compile does not trace into them: a graph ends there.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
   one graph. torch's guards check this: a parameter without values is of a different class, so torch traces the code again.
-- Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`). So similar layers share one
+- Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`), so similar layers share one
   graph.
 """
 

@@ -145,7 +145,7 @@ class SavedParameters:
             self._pop_last()
 
     def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
-        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside of these."""
+        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside these."""
         if self._has_distributed and is_distributed(tensor):
             local = self._view_of(local_of(tensor))
             if local is not None:
@@ -164,7 +164,7 @@ class SavedParameters:
         """Return the part of a unit that a tensor views; None if it views none."""
         try:
             storage = storage_id(tensor)
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one inside a torch.func transform
+        except (RuntimeError, NotImplementedError):  # no storage, such as inside a torch.func transform
             return None
         unit = self._unit_of.get(storage)
         if unit is None:

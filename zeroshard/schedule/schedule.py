@@ -258,7 +258,7 @@ class Schedule:
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
-        """Begin a forward of the root, outside of a backward."""
+        """Begin a forward of the root, outside a backward."""
         self._backward_ended = False
         self.refuse_aborted_step()
         self.tree.refuse_replaced_modules()

@@ -96,7 +96,7 @@ UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
         UnitMove.LAND: UnitState.UNSHARDED,
     },
 }
-"""For each state of a unit, the state to which each move leads. A missing move is a fault of zeroshard and raises an error."""
+"""For each state of a unit, the state to which each move leads. A missing move is a bug in zeroshard and raises an error."""
 
 MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""

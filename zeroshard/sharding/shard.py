@@ -115,17 +115,17 @@ def shard(
         precision: the dtypes; by default, each parameter keeps its own dtype and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
         overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
-        elementwise: a fact about the optimizer. Without it, an optimizer of an unknown class is refused. True: it
-            updates each element only from that element's own history, so ranks may divide a parameter. False: it reads
-            whole parameters, so each parameter stays whole on one rank. An optimizer that reads several parameters
-            together, for example to compute a norm of all gradients, cannot be sharded.
+        elementwise: a fact about the optimizer. Without this argument, an optimizer of an unknown class is refused.
+            True: it updates each element only from that element's own history, so ranks may divide a parameter.
+            False: it reads whole parameters, so each parameter stays whole on one rank. An optimizer that reads several
+            parameters together, for example to compute a norm of all gradients, cannot be sharded.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
-        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
+        group: the data-parallel process group, or a mesh with only that dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be DTensors
             over another dimension of the mesh (tensor parallelism): each rank then shards its own part of them.
         attributes: a class whose properties the parameters gain while they are sharded, for code that reads attributes
             of parameters. It has an effect only if the policy shards parameters (stage 3). See `parameter_states` for
-            the values that such properties may return.
+            the values that these properties may return.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.

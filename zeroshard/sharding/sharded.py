@@ -79,9 +79,9 @@ class Sharded:
         ranks used the same parameters.
 
         Args:
-            max_norm: the largest norm; None: do not clip.
+            max_norm: the maximum norm; with None, nothing is clipped.
             loss_scale: the loss scale of the backward (see `DynamicLossScaler`). Gradients are first divided by
-                it. If the norm is not finite, they are left unchanged: skip the step.
+                it. If the norm is not finite, they are left unchanged; then skip the step.
 
         Returns:
             A number if the CPU computes the norm. If an accelerator does, a tensor of shape [] there, as torch's own
@@ -363,7 +363,7 @@ class Sharded:
             self._context.close()
 
     def remove_alone(self) -> None:
-        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again, or deleted."""
+        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again or deleted."""
         if all(unit.state is UnitState.UNSHARDED for unit in self._schedule.units):
             self.remove()
         else:

@@ -3,8 +3,8 @@
 States that are stored where the optimizer steps are updated in place, in few calls. For shards that rest elsewhere, see
 travelling.py.
 
-The optimizer finds the 1-D tensors that it updates, and the state of each, by identity. So those tensors stay, and their memory is
-exchanged: see `placeholder`.
+The optimizer finds the 1-D tensors that it updates, and the state of each, by identity, so those tensors stay and their memory
+is exchanged (see `placeholder`).
 """
 
 from __future__ import annotations

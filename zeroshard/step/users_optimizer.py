@@ -82,7 +82,7 @@ class UsersOptimizer:
         optimizer.zero_grad = torch.compiler.disable(self._drop_gradients)  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's `step()`. If such a call is already under way, run only the sharded step."""
+        """Call the user's `step()`. If a call is already under way, run only the sharded step."""
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)

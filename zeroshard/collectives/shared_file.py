@@ -1,6 +1,6 @@
 """Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
-The file has no name (memfd), so nothing is left behind however a process ends, and a small /dev/shm of a container does not
+The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
 matter. The file is sparse: a page exists from its first use on and is freed with the tensor that used it.
 """
 

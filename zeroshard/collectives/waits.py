@@ -1,4 +1,4 @@
-"""Owns the record of this rank's waits. A training step only writes the record; the thread of the watch reads it (`watch.py`)."""
+"""Owns the record of this rank's waits. A training step only writes the record; the watch's thread reads it (`watch.py`)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Wait(NamedTuple):
 
 
 def code_of(name: str) -> int:
-    """Return a number from 1 to 15 for a name. Its part from the first quote on, which may differ between ranks, does not count."""
+    """Return a number from 1 to 15 for a name. Ignore its part from the first quote on, which may differ between ranks."""
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 

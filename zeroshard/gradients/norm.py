@@ -59,7 +59,7 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """Return the factor that limits gradients' norm to `max_norm`, as in torch.nn.utils.clip_grad_norm_."""
+    """Return the factor that limits the gradients' norm to `max_norm`, as in torch.nn.utils.clip_grad_norm_."""
     return min(max_norm / (total_norm + 1e-6), 1.0)
 
 

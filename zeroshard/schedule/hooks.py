@@ -94,7 +94,7 @@ class Call:
         self._has_begun = False
 
     def begin(self) -> None:
-        """Record that its backward begins. A graph that is kept may have several."""
+        """Record that its backward begins. A kept graph may have several backwards."""
         if not self._has_begun:
             self._has_begun = True
             self._to_come[self._module] -= 1
@@ -188,7 +188,7 @@ class Hooks:
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
-        """Keep backwards inside the block out of any step: pass their gradients to `take` and reduce nothing."""
+        """Keep the block's backwards out of every step: pass their gradients to `take` and reduce nothing."""
         if not in_backward():
             self._forget_what_aborted()
         before = self._take

@@ -116,7 +116,7 @@ class Part:
 
 @functools.cache
 def part_hooks() -> tuple[type[Hook], type[Hook]]:
-    """Return two classes of hooks, made as `(method, part)`: before and after the forward of a module inside a unit.
+    """Return two hook classes, constructed as `(method, part)`: for before and after the forward of a module inside a unit.
 
     torch.compile skips them while they have nothing to do.
 

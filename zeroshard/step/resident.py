@@ -206,7 +206,7 @@ class SubGroups:
             resident.leave(write=True, update_rest=True)
 
     def prefetch(self) -> None:
-        """Start to read for the next step all values except its gradients, as far as there is room."""
+        """Start to read the next step's values, except its gradients, as far as there is room."""
 
     @contextmanager
     def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:

@@ -75,11 +75,11 @@ def _build_simulated() -> None:
 
 
 def run_part(part: str, out: Path, seconds: float, rows: Sequence[int] = (), *, rehearse: bool) -> str:
-    """Run a part in a separate process group, and record how it ended."""
+    """Run a part in a separate process group and record how it ended."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))}
-    if part == "right":  # bits are compared, see accelerator_ranks.be_deterministic
+    if part == "right":  # bits are compared; see accelerator_ranks.be_deterministic
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # such a machine may have no name that gloo can look up
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo looks up the host's name, which may not resolve here
     paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(HERE / "accelerator.py"), "--inside", part, "--out", str(out)]
@@ -166,7 +166,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def _pack(out: Path) -> None:
-    """Write the archive again. Traces move into it, since a lent machine may return only a few files."""
+    """Write the archive again. Traces move into it, since a remote machine may return only a few files."""
     traces = sorted(out.glob("*.json.gz"))
     unfinished = out / f"{ARCHIVE}.part"
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:

@@ -55,7 +55,7 @@ class Row:
     """One training run.
 
     Attributes:
-        model: a name in `SHAPES`; or "base" or "largest", see `BASES` and `LARGEST`.
+        model: a name in `SHAPES`; or "base" or "largest" (see `BASES` and `LARGEST`).
         where: the place of states: "device", "optimizer" or "all" (in CPU memory), "disk", "FSDP2" (its own CPU offload).
         ratio: the share of optimizer states off the device; None: the smallest share of `RATIOS` that fits.
         seconds: the estimated time of the row, which does not begin with less time left.
@@ -177,7 +177,7 @@ def _base(device: float) -> str:
 
 
 def measure(setting: Setting, row: Row) -> dict[str, Any]:
-    """Train, and return the figures of a step."""
+    """Train and return the measurements of a step."""
     device, host = (80 * GIB, 120 * GIB)
     if not setting.rehearse:
         device, host = torch.accelerator.get_memory_info(setting.device)[1], host_memory_available()

@@ -1,8 +1,8 @@
-"""Owns the figures of docs/accelerators_measured.md: writes the results of `make accelerator` into the page.
+"""Owns the measurements in docs/accelerators_measured.md: writes the results of `make accelerator` into the page.
 
     python benchmarks/accelerator_page.py runs/accelerator/results.json docs/accelerators_measured.md
 
-It replaces everything between the page's two marks, and refuses figures of a rehearsal.
+It replaces everything between the page's two marks and refuses results from a rehearsal.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _head(column: str) -> str:
-    """Return a column's heading: from `HEADINGS`, or from the key of a figure, which ends with its unit (`parameters_b`)."""
+    """Return a column's heading: from `HEADINGS`, or from the key of a value, which ends with its unit (`parameters_b`)."""
     if column in HEADINGS:
         return HEADINGS[column]
     *words, last = column.split("_")

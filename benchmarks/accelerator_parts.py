@@ -1,6 +1,6 @@
 """Owns the parts of `make accelerator`.
 
-Each part reports its rows as it measures them, and starts no row for which it lacks time.
+Each part reports its rows as it measures them and starts no row for which it lacks time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LIBRARIES = (
 
 
 def facts(setting: Setting, tell: Tell) -> None:
-    """Describe the machine: versions, memory, clocks, copies, the time of pinning."""
+    """Describe the machine: versions, memory, clocks, and the speeds of copying and of pinning memory."""
     tell(fact="accelerator", value=setting.name)
     tell(fact="torch", value=f"{setting.version}, Python {platform.python_version()}")
     tell(fact="libraries", value=", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name))))
@@ -137,7 +137,7 @@ def _time_copies(setting: Setting, tell: Tell, nbytes: int) -> None:
 
 
 def right(setting: Setting, tell: Tell) -> None:
-    """Check whether kernels repeat their results, every policy through the backend, and the features of the simulated suite."""
+    """Check that kernels repeat their results, and that every policy and the simulated suite's features work."""
     accelerator_ranks.be_deterministic()
     workspaces = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     tell(what="deterministic kernels", result=f"requested where torch has them; CUBLAS_WORKSPACE_CONFIG={workspaces}")
@@ -203,11 +203,11 @@ def _plain(setting: Setting) -> torch.Tensor:
 
 
 NEED_PYDANTIC = {"checkpoints", "asynchronous_checkpoints", "engine", "failing_disk"}
-"""The bodies that read a config, or write files that pydantic describes, which its stand-in cannot do."""
+"""The bodies that read a config or write files that pydantic describes, which its stand-in cannot do."""
 
 
 def _bodies(setting: Setting, tell: Tell) -> bool:
-    """Train the features of the simulated suite on this device, whose kernels round differently from the CPU's."""
+    """Train with the features of the simulated suite on this device, whose kernels round differently from the CPU's."""
     from simgpu import device, rare  # type: ignore[import-not-found, unused-ignore]
 
     setting.alone()

@@ -1,4 +1,4 @@
-"""Owns the ranks that share one accelerator over gloo, and train every policy in turn. accelerator_parts.py starts them."""
+"""Owns the ranks that share one accelerator over gloo and train every policy in turn. accelerator_parts.py starts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def be_deterministic() -> None:
 
 
 def policies(folder: str) -> dict[str, Policy]:
-    """Return the policies by name. All are compared with a first run at stage 0. Stage 0 again shows the kernels' noise."""
+    """Return the policies by name. All are compared with a first run at stage 0; a second one shows the kernels' noise."""
     found = {f"stage {number}": Policy.stage(number) for number in range(4)}
     for number, optimizer, parameters in (
         (1, Place.CPU, None), (2, Place.CPU, None), (3, Place.CPU, None), (2, None, Place.CPU), (3, None, Place.CPU),
@@ -100,7 +100,7 @@ def _rank(rank: int, world: int, store: str, folder: str, rehearse: bool, queue:
 
 
 def run(world: int, *, rehearse: bool, tell: Any, limit: float) -> bool:
-    """Train every policy on `world` processes, and return whether all results were right."""
+    """Train every policy on `world` processes and return whether all results were right."""
     context, is_right = multiprocessing.get_context("spawn"), True
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()

@@ -26,7 +26,7 @@ class Setting:
 
     Attributes:
         name, version: the device's name and torch's version, to print.
-        backend: the accelerator's own backend of torch.distributed.
+        backend: the accelerator's own torch.distributed backend.
         out: the folder for traces.
         end: the end of the part's time, by `time.monotonic`.
         small: the model for the checks of results.

@@ -184,7 +184,7 @@ def policy_of(number: int, *, masters_only: bool) -> Policy:
 
 
 def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> Callable[[Setting, Shape], Step]:
-    """Return zeroshard at a stage on one rank. `forced` uses the backend's collectives, see `sharded`."""
+    """Return zeroshard at a stage on one rank. `forced` uses the backend's collectives (see `sharded`)."""
 
     def make(setting: Setting, shape: Shape) -> Step:
         model = llama(setting, shape)

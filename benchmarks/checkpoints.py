@@ -2,7 +2,7 @@
 
 Every system trains one step, then saves and loads in turn, for several rounds, in the same folder. Right before each
 save, `dd` writes as many bytes there and flushes them (conv=fsync), which shows the disk's bandwidth at that moment.
-A save of zeroshard ends when its files are flushed. DCP and DeepSpeed flush nothing by default, so `sync` runs after
+A zeroshard save ends when its files are flushed. DCP and DeepSpeed flush nothing by default, so `sync` runs after
 each, and its time counts.
 """
 
@@ -118,7 +118,7 @@ def _deepspeed() -> tuple[Work, Work]:
 
 
 def train(rank: int, system: str, folder: str, rounds: int) -> dict[str, list[float]]:
-    """Run one rank. Return the seconds of each save and load and, for zeroshard, of the stall of an asynchronous save."""
+    """Run one rank. Return the seconds of each save and load and, for zeroshard, how long an asynchronous save blocks."""
     torch.manual_seed(0)
     path, times = Path(folder), dict[str, list[float]](save=[], load=[], stall=[], dd=[])
     sharded = None

@@ -3,8 +3,8 @@
 Every row trains the same model on the same tokens. All rows share two processes and take turns of a few steps, so
 rows that are compared ran under the same load. Each block, or the model, is compiled before the system gets it, as
 users of FSDP2 do. "x eager" is the ratio to the same system without torch.compile. "x DDP" and "x FSDP2" are ratios
-to these systems, compiled in the same way. All ratios are within a round. "graphs after" counts graphs that were
-compiled after the second step, which should be none.
+to these systems, compiled in the same way. Each ratio compares times from one round. "graphs after" counts graphs
+that were compiled after the second step; it should be 0.
 
     python benchmarks/compile.py
     python benchmarks/compile.py --only zs3,fsdp2 --rounds 9 --batch 4
@@ -42,7 +42,7 @@ CHECKPOINTED = ("fsdp2", "zs2", "zs3")
 
 
 def train(rank: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank: warm up every row, then time the rows in turns. Return seconds by row and round, and other figures."""
+    """Run one rank: warm up every row, then time the rows in turns. Return seconds by row and round, and other measurements."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = (
         4096  # many rows, one process
     )
@@ -82,7 +82,7 @@ def _make(row: dict[str, Any]) -> TrainStep:
 
 
 def _step(step: TrainStep, job: dict[str, Any], rank: int, number: int) -> tuple[float, float]:
-    """Run one step, and return (loss, seconds)."""
+    """Run one step and return (loss, seconds)."""
     tokens = torch.Generator().manual_seed(2 * number + rank)
     data = torch.randint(0, CONFIG.vocabulary, (job["batch"], CONFIG.context + 1), generator=tokens)
     dist.barrier()

@@ -17,13 +17,13 @@ from rich.table import Table
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
 Run = dict[str, Any]
-"""The results of one run: "times" in seconds, one for each step, and other figures."""
+"""The results of one run: "times" in seconds, one for each step, and other measurements."""
 Column = tuple[str, Callable[[str], str]]
 """A heading, and a row's cell by the row's name."""
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Return the median and, if there are several values, the least and the most: "0.85 (0.83 to 0.88)"."""
+    """Return the median and, if there are several values, the lowest and the highest: "0.85 (0.83 to 0.88)"."""
     if not values:
         return ""
     median = f"{statistics.median(values):.{digits}f}"
@@ -31,7 +31,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], key: str = "times") -> list[float]:
-    """Return, for each round with both, the median step divided by the mean of the bases' median steps.
+    """Return, for each round in which all ran, the row's median step time divided by the mean of the bases' medians.
 
     Args:
         runs: one run for each round, or None if it failed. A row that always fails has fewer runs.
@@ -46,7 +46,7 @@ def ratios(runs: Sequence[Run | None], bases: Sequence[Sequence[Run | None]], ke
 
 
 def median_of(runs: Sequence[Run | None], key: str) -> float | None:
-    """Return the median over all steps of all runs, or over one figure per run."""
+    """Return the median over all steps of all runs, or over one value per run."""
     values: list[float] = []
     for run in runs:
         if run:
@@ -55,7 +55,7 @@ def median_of(runs: Sequence[Run | None], key: str) -> float | None:
 
 
 def number(value: float | None, scale: float = 1.0, digits: int = 0, unit: str = "") -> str:
-    """Return a figure for a cell, or an empty text if there is none."""
+    """Return the text of a value for a cell, or an empty text if there is none."""
     return "" if value is None else f"{value * scale:.{digits}f}{unit}"
 
 
@@ -84,7 +84,7 @@ def markdown_lines(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> l
 
 
 def machine() -> dict[str, Any]:
-    """Return the conditions of the figures: the processor, the kernel, torch, and the load when the run began."""
+    """Return the conditions of the measurements: the processor, the kernel, torch, and the load when the run began."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {

@@ -1,10 +1,11 @@
 """Owns the benchmark of checkpoint copies in another host's memory: their cost per step, and the time to restore a lost host.
 
-Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3, and save asynchronously every few steps. A run saves
+Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3 and save asynchronously every few steps. A run saves
 nothing, a checkpoint in a folder that both hosts see, or one in each host's own /dev/shm with copies on the other
-host (`node_local=True`). The time of a step is the time of all steps divided by their number, including the stalls of
-saves. Then new processes load the checkpoint; for the copies, the second host's folder is empty. The shared folder is
-on a disk of this machine, without a network in between, so a file system for many hosts would be slower.
+host (`node_local=True`). The time of a step is the time of all steps divided by their number, including the time
+for which saves block training. Then new processes load the checkpoint; for the copies, the second host's folder
+is empty. The shared folder is on a disk of this machine, without a network in between, so a file system for many
+hosts would be slower.
 
     python benchmarks/host_copies.py
 """
@@ -49,7 +50,7 @@ def made(job: dict[str, Any]) -> tuple[GPT, zeroshard.Sharded]:
 
 
 def check_sum(model: GPT) -> float:
-    """Return the parameters' sum, which is equal to the bit if the load restored the saved values."""
+    """Return the parameters' sum, which is bit-identical if the load restored the saved values."""
     with zeroshard.unsharded(model):
         return float(sum(p.detach().double().sum() for p in model.parameters()))
 
@@ -80,7 +81,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume(job: dict[str, Any]) -> dict[str, Any]:
-    """Resume on one rank, and return the time from joining the ranks to loaded states."""
+    """Resume on one rank and return the time from joining the ranks to loaded states."""
     model, sharded = made(job)
     dist.barrier()
     start = time.perf_counter()
@@ -90,7 +91,7 @@ def resume(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_all_ranks(job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
-    """Run a job on fresh hosts, and return each rank's results."""
+    """Run a job on fresh hosts and return each rank's results."""
     from two_hosts import TwoHosts
 
     with tempfile.TemporaryDirectory() as folder, TwoHosts(job["delay_us"], job["mbit"]) as hosts:
@@ -132,7 +133,7 @@ def main(
     markdown: bool = False,
     job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure steps that save behind the training, and loads after a host was lost."""
+    """Measure training with asynchronous saves, and loads after a host was lost."""
     if job is not None:
         told = json.loads(job)
         torch.set_num_threads(1)

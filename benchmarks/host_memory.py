@@ -1,6 +1,6 @@
-"""Owns the memory of all processes of a run together, in which a page that several ranks map counts once.
+"""Measures the memory of all of a run's processes together; a page that several ranks map counts once.
 
-A separate control group for the run has the exact bytes that the kernel charged to it, at present and at most. These
+A separate control group for the run has the exact bytes that the kernel charged to it, now and at the peak. These
 are anonymous and shared memory (each page is charged to the process that touched it first), the kernel's page tables
 and buffers, and pages of files that were not cached before. If no control group can be made, a thread samples the
 proportional set sizes (anonymous and shared memory) of all the run's processes every few milliseconds. It misses
@@ -113,7 +113,7 @@ def used_now(group: str | None) -> int:
 
 
 def status(key: str) -> int:
-    """Return a figure of this process in bytes: VmRSS, or its peak VmHWM. Shared pages count in full."""
+    """Return this process's memory in bytes: VmRSS, or its peak VmHWM. Shared pages count in full."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024

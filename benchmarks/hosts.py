@@ -2,9 +2,9 @@
 
 The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun. A link of the given
 bandwidth and delay joins them; by default 1 Gbit/s and 1 ms. Each round runs every system once, in new processes. The
-time of a step is the slowest rank's. "x DDP" is the median over rounds of the ratio of medians within a round. Bytes
-across are the bytes that one host sent in a step, with all headers, as its kernel counts them. "of the formula" is
-their ratio to the bytes of parameters and gradients by zeroshard's formulas.
+time of a step is the slowest rank's. "x DDP" divides a system's median step by DDP's median step of the same round,
+and is the median over rounds. Bytes across are the bytes that one host sent in a step, with all headers, as its
+kernel counts them. "of the formula" is their ratio to the bytes that zeroshard's formulas give for parameters and gradients.
 
     python benchmarks/hosts.py
     python benchmarks/hosts.py --only 'DDP,zeroshard*' --ranks 1 --mbit 100 --delay-us 5000

@@ -1,7 +1,7 @@
 """Owns one run of one system in a child process: its environment, its time limit in seconds, and its peak memory.
 
 A child that fails or hangs is ended with its own children, and reported in one line. The comparison continues without
-it. A script that runs itself as a child gets its job from `read_job`, and returns its results with `write_result`.
+it. A script that runs itself as a child gets its job from `read_job` and returns its results with `write_result`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ With 256 KiB, small temporaries fragment the heap. After nine steps, malloc kept
 free memory. With 64 KiB, it keeps 2 MiB.
 """
 GLOO = {"ZEROSHARD_SHARED_MEMORY": "0"}
-"""The setting in which ranks of a host share no memory, and send over gloo."""
+"""The setting in which ranks of a host share no memory and send over gloo."""
 _OURS = {*KEEPS_PAGES, *RETURNS_PAGES, *GLOO}
 _GRACE_SECONDS = 15.0
 
@@ -39,7 +39,7 @@ _GRACE_SECONDS = 15.0
 def run_job(
     script: str, job: dict[str, Any], limit: float, environment: dict[str, str] | None = None, *, memory: bool = False
 ) -> dict[str, Any] | str:
-    """Run `script --job FOLDER` in a child, and return its result, or a sentence if there is none.
+    """Run `script --job FOLDER` in a child and return its result, or a sentence if there is none.
 
     Args:
         job: the child's job, as JSON. It also gets "limit", and with `memory` "group": the control group that it is in,

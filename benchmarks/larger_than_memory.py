@@ -4,8 +4,8 @@
 
 Each rank is a process in a separate control group, to which the kernel applies the limit: it kills a process that
 exceeds it, and nothing can be swapped out. The same training also runs without a limit and with everything in memory,
-and the losses must be equal to the last bit. Making control groups needs the rights to do so. Without these rights
-the script exits with status 3.
+and the losses must be equal to the last bit. Making control groups needs special rights; without them, the script
+exits with status 3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUCKET_NUMEL = 1 << 20
 
 
 def control_group(limit: int) -> ControlGroup:
-    """Return a new control group, or end the script."""
+    """Return a new control group or end the script."""
     try:
         return ControlGroup(limit)
     except NoControlGroups as error:
@@ -39,7 +39,7 @@ def control_group(limit: int) -> ControlGroup:
 
 @contextmanager
 def ranks(arguments: argparse.Namespace, limit: int | None) -> Iterator[list[dict[str, Any]]]:
-    """Train in `arguments.ranks` new processes, and return the report of each."""
+    """Train in `arguments.ranks` new processes and return the report of each."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

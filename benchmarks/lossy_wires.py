@@ -70,7 +70,7 @@ def train(rank: int, wire: Wire, seed: int, steps: int) -> tuple[float, dict[str
 
 
 def main(steps: Annotated[int, typer.Option(help="the optimizer steps of each run.")] = 100) -> None:
-    """Train with each wire, and print the results."""
+    """Train with each wire and print the results."""
     rows = []
     for name, wire in WIRES.items():
         for seed in SEEDS if name == "exact" else SEEDS[:1]:

@@ -1,9 +1,9 @@
 """Measures stage 3 with master weights only: `python benchmarks/masters_at_rest.py > benchmarks/results/masters_at_rest.txt`.
 
 Three models train at stage 3 in bf16, on 2 ranks with one thread each: one with a 16-bit copy, one with master
-weights only, and one with the copy again. They take turns of one step. A ratio is within a turn, over the mean of the
-two models with a copy, whose own ratios show the noise. The time of a step is the slowest rank's; CPU time is the sum
-over both ranks.
+weights only, and one with the copy again. They take turns of one step. A ratio divides a model's time in a
+turn by the mean time of the two models with a copy, whose own ratios show the noise. The time of a step is the
+slowest rank's; CPU time is the sum over both ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Owns the offload part of `make bench`: the CPU's step, the disk, and training with offload.
 
-All measurements take turns in one run, and figures are medians. The step moves 28 bytes per parameter: it reads
-weights, gradients and two states in fp32, and writes all but the gradients. It is compared with a triad a = b + s c,
-which moves 12 bytes per element. This is STREAM's count, which omits that a cache line is read before it is written.
-The disk is compared with `dd`, which runs with direct I/O on a file of the same size in the same folder.
+All measurements take turns in one run, and each reported value is a median over the rounds. The step moves 28 bytes
+per parameter: it reads weights, gradients and two states in fp32, and writes all but the gradients. It is compared
+with a triad a = b + s c, which moves 12 bytes per element. This is STREAM's count, which omits that a cache line is
+read before it is written. The disk is compared with `dd`, which runs with direct I/O on a file of the same size in
+the same folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compares plans with real runs: the predicted peak of live bytes and the allocator's, over models, stages, dtypes and places.
 
-On several ranks, a thread of gloo may keep the gradient that it sent last. So the allocator's peak is the lowest over
-ranks and repeated runs. Runs are repeated until the peak is within 0.1 % of the plan, up to a limit.
+On several ranks, a gloo thread may keep the gradient that it sent last, so the allocator's peak is the lowest over ranks and
+repeated runs. Runs are repeated until the peak is within 0.1 % of the plan, up to a limit.
 
 python benchmarks/plan.py [--ranks 1 2 3] [--only TEXT] [--dtypes fp32 bf16 fp16]
 """

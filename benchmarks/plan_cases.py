@@ -81,7 +81,7 @@ def to_the_byte() -> Iterator[None]:
 
 
 def planned(case: Case) -> zeroshard.Plan:
-    """Return the figures of the dry run."""
+    """Return the plan of the dry run."""
     with to_the_byte():
         return zeroshard.plan(
             case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra

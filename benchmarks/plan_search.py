@@ -2,13 +2,13 @@
 
 python benchmarks/plan_search.py --machine PROFILE [--rounds 4] [--only TEXT]
 
-PROFILE is a file of `zeroshard doctor --profile`. Real ranks train every setting of a case for a few steps: stage,
-checkpointing, microbatch and accumulation. Settings take turns in rounds, and a time is the lowest of the medians of
-the rounds, since other load only adds to it. On one rank all stages do the same work, so the differences between them
-show the noise.
+PROFILE is a file written by `zeroshard doctor --profile`. Real ranks train every setting of a case for a few steps: stage,
+checkpointing, microbatch and accumulation. Settings take turns in rounds. A setting's time is the lowest of its rounds'
+medians, since other load on the machine only adds to it. On one rank all stages do the same work, so the differences
+between them show the noise.
 
-`--clock cpu` measures the CPU time of the slowest rank instead of wall time, for a machine that has other work. It
-does not include waits. A setting fits if its plan fits; `benchmarks/plan_fits.py` measures how reliable that is.
+`--clock cpu` measures the CPU time of the slowest rank instead of wall time, for a machine that has other work. CPU time does
+not include waits. A setting fits if its plan fits; `benchmarks/plan_fits.py` measures how reliable that is.
 """
 
 from __future__ import annotations

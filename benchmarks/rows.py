@@ -1,4 +1,4 @@
-"""Owns the rows of the table of step.py: a system of systems.py in an environment, with a short name that selects it."""
+"""Owns the rows of the table in step.py: a system from systems.py in an environment, with a short name that selects it."""
 
 from __future__ import annotations
 

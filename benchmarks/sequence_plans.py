@@ -1,6 +1,6 @@
 """Writes the tables of docs/sequences_memory.md from dry runs of two steps, at the shapes of Llama.
 
-`python benchmarks/sequence_plans.py` takes about 12 minutes on one core, and needs no accelerator.
+`python benchmarks/sequence_plans.py` takes about 12 minutes on one core and needs no accelerator.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def planned(size: str, tokens: int, devices: int) -> zeroshard.Plan:
 
 
 def row(size: str, length: str, devices: int) -> str:
-    """Plan one training run, and return its row."""
+    """Plan one training run and return its row."""
     made = planned(size, LENGTHS[length], devices)
     host = made.figures.host_peak.nbytes / 1e9
     return f"| {size} | {length} | {devices} | {made.peak_nbytes / 1e9:.1f} | {host:.1f} |"

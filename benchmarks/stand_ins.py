@@ -66,7 +66,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 def stand_in() -> list[str]:
-    """Register stubs for libraries that are not installed, and return their names."""
+    """Register stubs for libraries that are not installed and return their names."""
     missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
         sys.meta_path.append(_StandIns(set(missing)))

@@ -2,9 +2,9 @@
 
 Each system trains the same model on the same tokens in new processes, one system after another, for several rounds. A
 round begins and ends with DDP. The time of a step is the slowest rank's. "x DDP" is the median over rounds of a ratio
-within the round: the median of the system's steps, over the mean of the medians of that round's two DDP runs. The
-lowest and highest ratio are in brackets. So DDP's own two rows show the noise. "x FSDP2" is the same ratio over FSDP2
-that reshards its units.
+within the round: the median of the system's steps, divided by the mean of the two DDP runs' medians. The lowest and
+highest ratios are in brackets. DDP's own two rows therefore show the noise. "x FSDP2" is the same ratio to FSDP2 that
+reshards its units.
 
 CPU time (user and system), minor page faults, and bytes sent over TCP are for one step and one rank: means over the
 steps and ranks of a run, and medians over runs. System time is also shown as a share of the step.
@@ -116,7 +116,7 @@ class Comparison:
             self.results["rows"][key] = {**entry, "runs": [], "memory": {}, "failure": None}
 
     def run(self, key: str, warmup: int, steps: int, checkpointed: bool, *, memory: bool = False) -> Run | None:
-        """Run a row once, and return None if it fails or has failed before."""
+        """Run a row once. Return None if it fails or has failed before."""
         entry, row, about = self.results["rows"][key], self.rows[key], self.results["about"]
         if entry["failure"]:
             return None

@@ -1,7 +1,7 @@
 """Owns the comparison under the stock transformers Trainer: the same 30-line script on DDP, FSDP, DeepSpeed and zeroshard.
 
 Each system runs as a separate job, one job after another, for several rounds. A step's time is the time between two
-optimizer steps, and is shown as a ratio to DDP's in the same round. DDP runs twice in each round, to show the noise.
+optimizer steps and is shown as a ratio to DDP's in the same round. DDP runs twice in each round, to show the noise.
 
     python benchmarks/trainers.py [--rounds 3] [--deepspeed-path FOLDER]
 """
@@ -60,7 +60,7 @@ def train(system: str, out: Path, batch: int, steps: int, warmup: int) -> None:
     from torch.utils.data import Dataset
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if system.startswith("DeepSpeed"):  # otherwise accelerate finds no backend on a CPU, and assumes one process
+    if system.startswith("DeepSpeed"):  # otherwise accelerate finds no backend on a CPU and assumes one process
         dist.init_process_group("gloo")
 
     class Tokens(Dataset[dict[str, torch.Tensor]]):

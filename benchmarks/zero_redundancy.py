@@ -2,14 +2,14 @@
 
 Each row of the table is one way to use them: 2 or 4 ranks, Adam plain or fused, and parameters_as_bucket_view or not.
 Both classes get the same arguments. In the same processes, torch's class trains one model, zeroshard's another, and
-torch's a third. They take turns step by step, so other load affects all three, and torch's two models show the noise.
-Two times are measured, each on the slowest rank:
+torch's a third. They take turns step by step, so other load on the machine affects all three, and torch's two models
+show the noise. Two times are measured, each on the slowest rank:
 
 - the optimizer's part: `optimizer.step()` between two barriers, including its communication;
 - the whole training step: forward, backward under DDP (gradient_as_bucket_view), `optimizer.step()`, `zero_grad()`.
 
-"x torch" is the median over rounds (new processes) of zeroshard's median step over the mean of torch's two medians.
-The lowest and highest ratio are in brackets. Bytes are those that a rank's own sockets sent in `optimizer.step()`.
+"x torch" is the median over rounds (each in new processes) of zeroshard's median step divided by the mean of torch's two
+medians. The lowest and highest ratios are in brackets. Bytes are those that a rank's own sockets sent in `optimizer.step()`.
 
     python benchmarks/zero_redundancy.py [--ranks 2,4] [--gloo] [--markdown]
 """
@@ -62,7 +62,7 @@ class Contestant:
         self.found: Run = {"whole": [], "optimizer": [], "losses": [], "sent": 0}
 
     def step(self, tokens: torch.Tensor) -> None:
-        """Train on tokens of shape [1, length + 1], and measure the times."""
+        """Train on tokens of shape [1, length + 1] and measure the times."""
         dist.barrier()
         start = time.perf_counter()
         loss = self._ddp(tokens[:, :-1], tokens[:, 1:])
@@ -107,7 +107,7 @@ def measure(rank: int, job: dict[str, Any]) -> dict[str, Run]:
 
 
 def run(job: dict[str, Any]) -> dict[str, Run]:
-    """Run once, and return the slowest rank's times of each contestant."""
+    """Run once and return the slowest rank's times of each contestant."""
     by_rank = run_ranks(measure, job["ranks"], job, timeout=job["limit"], collective_timeout=300)
     found: dict[str, Run] = {}
     for name in CONTESTANTS:

@@ -3,7 +3,8 @@
     pip install 'zeroshard[ray]'
     python examples/ray_gpt.py --storage FOLDER [--workers 2] [--gpu]
 
-All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing. The text is this file.
+All machines must see FOLDER. Each rank writes its own part of a checkpoint there, and Ray uploads nothing.
+The script trains on its own source code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import zeroshard
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 64
-BATCH = 8  # sequences of a step, over all workers
+BATCH = 8  # sequences in a step, over all workers
 CONFIG = {
     "train_batch_size": BATCH,
     "gradient_clipping": 1.0,

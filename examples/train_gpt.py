@@ -40,8 +40,8 @@ from zeroshard.launch import init_distributed, local_device
 from zeroshard.observe.emulation import is_emulated
 from zeroshard.testing.gpt import GPT, GPTConfig
 
-LENGTH = 128  # tokens of one training sequence
-MICROBATCH = 4  # sequences of one forward, at most
+LENGTH = 128  # tokens in one training sequence
+MICROBATCH = 4  # sequences in one forward, at most
 STEPS = 500
 STEPS_IN_FP32 = 250  # on a CPU without bf16 instructions, where a step in fp32 takes about three times as long
 CURVE = Path("runs/train_gpt.png")
@@ -177,7 +177,7 @@ def is_emulated_on_any_rank(dtype: torch.dtype) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """Read the options of the command line."""
+    """Read the command-line options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="the stage, instead of the config's")
@@ -206,7 +206,7 @@ def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Cons
 
 
 def curve(losses: list[float], first: int, width: int = 64, height: int = 12) -> str:
-    """Return a curve of characters, in which each column is the mean of several steps.
+    """Return a plot made of characters, in which each column is the mean of several steps.
 
     Args:
         losses: the loss of each step.

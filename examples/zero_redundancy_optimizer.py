@@ -1,4 +1,4 @@
-"""Run the experiment of torch's tutorial: DDP and Adam on 20 layers, with and without ZeroRedundancyOptimizer.
+"""Run the experiment from torch's tutorial: DDP and Adam on 20 layers, with and without ZeroRedundancyOptimizer.
 
     python examples/zero_redundancy_optimizer.py [--ranks 2]
 
@@ -36,7 +36,7 @@ def peak(device: torch.device) -> float:
 
 
 def train(rank: int, ranks: int, port: int, use_zero: bool, folder: str) -> None:
-    """Run one step on one rank. Rank 0 writes its figures to the folder."""
+    """Run one step on one rank. Rank 0 writes its measurements to the folder."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(accelerator.type, rank) if accelerator is not None else torch.device("cpu")
     if accelerator is not None:
@@ -77,7 +77,7 @@ def train(rank: int, ranks: int, port: int, use_zero: bool, folder: str) -> None
 
 
 def main() -> None:
-    """Run both optimizers, and print their figures side by side."""
+    """Run both optimizers and print their measurements side by side."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 2
     parser.add_argument(

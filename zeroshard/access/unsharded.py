@@ -83,13 +83,13 @@ def unsharded(
             too. Tensors that belong to no sharded model, and None, are ignored.
         modifier_rank: the data-parallel rank whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is read-only.
-        undo: without a modifier rank: undo changes at the end of the block instead of raising an error. This copies
+        undo: without a modifier rank, whether to undo changes at the end of the block instead of raising an error. This copies
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target has an unsupported type, its parameters are parked, or there is no such rank. Without a
-            modifier rank: parameters were changed, and the block ends or another one begins inside it. Changes to
-            sharded parameters are then lost.
+        UsageError: the target has an unsupported type, its parameters are parked, or there is no such rank. Without a modifier rank,
+            a change to parameters also raises it: at the end of the block, unless `undo` is set, or when another block begins
+            inside it. Changes to sharded parameters are then lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:

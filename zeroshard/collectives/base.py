@@ -102,7 +102,7 @@ class Collectives(ABC):
 
         Args:
             own: [shard_numel], this rank's stored values. They must not change before `wait_released(own)`.
-            prepare: gives `rows` memory, and puts this rank's values into its row. It is called at most once: now, or in `wait`.
+            prepare: gives `rows` memory and puts this rank's values into its row. It is called at most once: now, or in `wait`.
         """
 
     @abstractmethod

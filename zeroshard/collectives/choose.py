@@ -38,7 +38,7 @@ def create_collectives(
     Args:
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
         lasting: False for a few operations at points where the user's collectives could run too. A backend with expensive
-            communicators then uses those of the user's group, and makes and closes none.
+            communicators then uses those of the user's group and makes and closes none.
         within: the policy's `within`: sums are computed host by host.
         wire: the policy's lossy communication, used only between the hosts of `within`.
 
@@ -88,7 +88,7 @@ def _best(members: Members, device: torch.device, watch: Watch, *, lasting: bool
                 )
         size = len(hosts[0]) if hosts else 1
         starts = range(0, len(members.ranks), size)
-        # All hosts have one size, and the ranks of each are consecutive.
+        # All hosts have the same number of ranks, and the ranks of each are consecutive.
         if size > 1 and hosts == [list(range(start, start + size)) for start in starts]:
             return OverHosts(members, device, watch, hosts, _best)
     return PointToPoint(members, device, watch)

@@ -102,7 +102,7 @@ class OverHosts(Composed):
 
     With H hosts of S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
     crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
-    to their owners directly, so a sum is in the order of all ranks, and is bit-identical to the sum over gloo.
+    to their owners directly, so a sum is in the order of all ranks and is bit-identical to the sum over gloo.
 
     Args:
         hosts: the members of each host, in the order of ranks. All hosts have the same number.
@@ -180,7 +180,7 @@ class TwoLevel(Composed):
 
     The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [H * S, n] are also blocks [S, H * n],
     and `inside` reduces and gathers blocks. Each host is summed first: (g0 + g1) + (g2 + g3) for two hosts of two ranks. Sums of
-    several ranks cross in fp32 at least, or as codes. The order of a sum depends on the hosts, and is the same for every policy.
+    several ranks cross in fp32 at least, or as codes. The order of a sum depends on the hosts but not on the policy.
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
@@ -342,7 +342,7 @@ class _Mean(Reduction):
     _crossing: Reduction | None = None
 
     def cross(self) -> Reduction:
-        """Wait for the sum inside the host, and start to reduce it across hosts. Later calls return the same reduction."""
+        """Wait for the sum inside the host and start to reduce it across hosts. Later calls return the same reduction."""
         if self._crossing is None:
             self._inside.finish(self._block.view(-1), accumulate=False)
             self._crossing = self._across.reduce_scatter(

@@ -197,7 +197,12 @@ class PointToPoint(Grouped):
         super().close()
 
     def _tag(self, bucket: int, kind: int, name: str | None = None) -> int:
-        """Return the next tag of an operation on a bucket, the same on every rank. A `name` tells exchanges apart."""
+        """Return the next tag of an operation on a bucket, the same on every rank.
+
+        Args:
+            kind: 0 for a gather, 1 for a reduction, 2 for an exchange. Each kind counts its operations on a bucket separately.
+            name: makes the tags of unrelated exchanges differ outside operations. Inside one, the operation's name does.
+        """
         channel = bucket * 3 + kind
         number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
         code = self.watch.operation_code
@@ -241,7 +246,7 @@ class PointToPoint(Grouped):
 
     @property
     def _is_staged(self) -> bool:
-        """Whether tensors are on an accelerator, and are copied through CPU memory to be sent."""
+        """Whether tensors are on an accelerator and are copied through CPU memory to be sent."""
         return self.device.type != "cpu"
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -275,7 +280,7 @@ class PointToPoint(Grouped):
         return self.gather_from(self.peers, rows, bucket, label)
 
     def gather_from(self, peers: Sequence[int], rows: Tensor, bucket: int, label: str) -> Work:
-        """Start receiving some peers' rows, and sending this rank's row to them."""
+        """Start to receive some peers' rows and to send this rank's row to them."""
         own = rows[self.rank]
         self.sent["all_gather"] += own.nbytes * len(peers)
         receive = {peer: rows[peer] for peer in peers}

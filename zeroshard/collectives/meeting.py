@@ -167,7 +167,7 @@ def _connect(
     listener: socket.socket, members: Members, everyone: list[dict[str, str]], store: PrefixStore,
     sockets: dict[int, socket.socket],
 ) -> None:  # fmt: skip
-    """Connect to the ranks before this one, and accept those after it. Fill `sockets`, by rank."""
+    """Connect to the ranks before this one and accept those after it. Fill `sockets`, by rank."""
     deadline = time.monotonic() + members.timeout.total_seconds()
     for peer in range(members.rank):
         one = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +213,7 @@ def _admit(caller: socket.socket, secret: str, members: Members, sockets: dict[i
 
 
 def _hand_over(sockets: dict[int, socket.socket], descriptor: int, windows: dict[int, Window]) -> None:
-    """Send this rank's descriptor to every other rank, and receive theirs. Fill `windows`, by rank."""
+    """Send this rank's descriptor to every other rank and receive theirs. Fill `windows`, by rank."""
     for one in sockets.values():
         with suppress(BrokenPipeError, ConnectionResetError):  # it gave up, which the loop below detects
             socket.send_fds(one, [b"zeroshard"], [descriptor])

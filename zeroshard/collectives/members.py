@@ -1,4 +1,4 @@
-"""Owns the membership of a group, and makes process groups and names in the store for its members."""
+"""Owns the membership of a group and makes process groups and names in the store for its members."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Members:
 
     @property
     def is_subgroup(self) -> bool:
-        """Whether ranks outside of the group exist."""
+        """Whether ranks outside the group exist."""
         return len(self.ranks) < self.world
 
     @property

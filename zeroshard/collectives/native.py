@@ -97,7 +97,7 @@ class Native(Grouped):
         if self._messages is not None:
             self._messages.close()
         # torch names a subgroup by the number of groups. A destroyed subgroup would pass its name, and its stale addresses
-        # in the store, on to the next. So subgroups stay until the process ends.
+        # in the store, on to the next, so subgroups stay until the process ends.
         if self._is_lasting and dist.is_initialized() and not self.members.is_subgroup:
             dist.destroy_process_group(self._gather_group)
             dist.destroy_process_group(self._group)

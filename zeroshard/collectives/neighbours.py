@@ -54,7 +54,7 @@ class _Stuck:
 
 
 class Neighbours:
-    """The other ranks of a group that are on this host: their sockets by rank, and the timeout of a wait in seconds."""
+    """The other ranks of a group that are on this host: their sockets by rank, and the timeout of a wait, in seconds."""
 
     def __init__(self, sockets: dict[int, socket.socket], timeout: float) -> None:
         self.was_read: Callable[[int, int], None] | None = None
@@ -65,7 +65,7 @@ class Neighbours:
         self._sent = dict.fromkeys(sockets, 0)
         self._heard = dict.fromkeys(sockets, 0)
         self._stuck: dict[int, _Stuck] = {}
-        """By peer that is waiting for this rank."""
+        """The latest report of each peer that is waiting for this rank, by peer."""
         self._finished: set[int] = set()
         self._dead: set[int] = set()
         self._failed: set[int] = set()
@@ -97,7 +97,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send; return False if the peer has finished, and so needs nothing more. Its earlier messages can still be read."""
+        """Send; return False if the peer has finished and so needs nothing more. Its earlier messages can still be read."""
         try:
             self.send(peer, tag, data)
         except Lost:
@@ -163,9 +163,10 @@ class Neighbours:
             self._take_in(min(self._timeout - waited, self._timeout if own in told else _STUCK_SECONDS) + 0.001)
 
     def _blocked_by_this(self, awaited: int, own: int) -> set[int]:
-        """Return the numbers of waits that last until this rank sends. Raise if the awaited peer's or its `own` one is among them.
+        """Return the numbers of waits that last until this rank sends.
 
-        A peer that has not received all messages yet may go on.
+        Raise if `awaited` is waiting for this rank, or if `own` is among these numbers. A peer that has not received all messages
+        yet may go on.
         """
         waits = set[int]()
         for peer, stuck in self._stuck.items():
@@ -186,7 +187,7 @@ class Neighbours:
         return Lost(f"Connection closed by peer [{peer}] ({why})", frozenset(self._dead))
 
     def _take_in(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for messages, and read them."""
+        """Wait at most `timeout` seconds for messages and read them."""
         for descriptor, _ in self._poll.poll(min(timeout, _LONGEST_POLL) * 1000):
             peer = self._peer_of.get(descriptor)
             if peer is None:

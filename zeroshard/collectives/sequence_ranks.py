@@ -1,6 +1,6 @@
 """Owns the messages that a computation itself sends: parts of activations, sums, small objects.
 
-They belong to no step and to no bucket. So they go over the user's own process group, at the same point of the model on every rank.
+They belong to no step and no bucket, so they go over the user's own process group, at the same point of the model on every rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SequenceRanks:
         return self
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Send row r of `parts`, [size, n], to rank r, and return [size, n], in which row r came from rank r."""
+        """Send row r of `parts`, [size, n], to rank r and return [size, n], in which row r came from rank r."""
         self._count(parts)
         received = torch.empty_like(parts)
         with self._named("an exchange of heads for positions"):
@@ -58,7 +58,7 @@ class SequenceRanks:
         return received
 
     def _count(self, parts: Tensor) -> int:
-        """Count a message, and return the bytes that it sends to other ranks."""
+        """Count a message and return the bytes that it sends to other ranks."""
         nbytes = parts.nbytes * (self.size - 1) // self.size
         self.messages += 1
         self.sent_nbytes += nbytes

@@ -1,7 +1,7 @@
 """Owns memory that the other ranks of this host read in place: one unnamed file, mapped by all.
 
-The file has no name (memfd), so nothing is left behind however a process ends, and a small /dev/shm of a container does not
-matter. The file is sparse: a page exists from its first use on, and is freed with the tensor that used it.
+The file has no name (memfd), so nothing is left behind however a process ends, and a container's small /dev/shm does not
+matter. The file is sparse: a page exists from its first use on and is freed with the tensor that used it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Window:
 
 
 def _mapped(descriptor: int, size: int, protection: int) -> int:
-    """Map the whole file, and return its address. Forked children do not have the mapping.
+    """Map the whole file and return its address. Forked children do not have the mapping.
 
     A child's writes would change this process's memory, and a child that outlives the process would keep it allocated.
     """

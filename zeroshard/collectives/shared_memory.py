@@ -1,10 +1,10 @@
 """Owns the collectives of ranks that share a host: each rank reads the others' data in place, in memory that all of them map.
 
-An operation takes two messages for each reader of a rank's data: the place of the data, and the report that it was read. Data that
-a rank offers must be in its file (`buffer`); other data is copied there first. Offered data must not change before the others have
-read it. So a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when they need to:
-rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step (`all_gather(own=...)`,
-`wait_released`). Sums are computed in the order of ranks, so they are bit-identical to sums over gloo.
+An operation takes two messages for each reader of a rank's data: the place of the data, and the report that it was read. Data
+that a rank offers must be in its file (`buffer`); other data is copied there first. Offered data must not change before the
+others have read it, so a wait for an operation is also a wait for its readers. There are two exceptions, whose owners wait when
+they need to: rows of a reduction (`Reduction.wait_released`), and parameters that stay from step to step
+(`all_gather(own=...)`, `wait_released`). Sums are computed in the order of ranks, so they are bit-identical to sums over gloo.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Lending:
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         self._lent: dict[int, Lent] = {}
-        """By tag."""
+        """The memory that is lent now, by tag."""
         self._rooms: list[Tensor] = []
         """Free buffers for copies, as bytes."""
 
@@ -125,7 +125,7 @@ class Lending:
 
 
 class SharedMemory(Grouped):
-    """A transport through shared memory, see the module's docstring.
+    """A transport through shared memory (see the module's docstring).
 
     Raises:
         NotShared: these ranks cannot share memory.
@@ -255,7 +255,7 @@ class SharedMemory(Grouped):
     def all_gather(
         self, rows: Tensor, bucket: int, label: str, own: Tensor | None = None, prepare: Callable[[], None] = nothing
     ) -> Work:
-        # The others read this rank's stored values. So the rows need no memory before they are waited for.
+        # The others read this rank's stored values, so the rows need no memory before they are waited for.
         if own is None:
             prepare()
             prepare = nothing
@@ -416,7 +416,7 @@ class SentRows(Sent):
 
 @dataclass(eq=False)
 class SharedMean(SentRows, Reduction):
-    """A reduce-scatter that reads the ranks' rows in place, and sums them."""
+    """A reduce-scatter that reads the ranks' rows in place and sums them."""
 
     _rows: Tensor
     _divisor: float

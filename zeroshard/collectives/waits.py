@@ -1,4 +1,4 @@
-"""Owns the record of this rank's waits. A training step only writes the record; the thread of the watch reads it (`watch.py`)."""
+"""Owns the record of this rank's waits. A training step only writes the record; the watch's thread reads it (`watch.py`)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Wait(NamedTuple):
 
 
 def code_of(name: str) -> int:
-    """Return a number from 1 to 15 for a name. Its part from the first quote on, which may differ between ranks, does not count."""
+    """Return a number from 1 to 15 for a name. Ignore its part from the first quote on, which may differ between ranks."""
     return 1 + crc32(name.split('"', maxsplit=1)[0].encode()) % 15
 
 
@@ -101,7 +101,7 @@ class Waits:
     def __init__(self) -> None:
         self._of_thread = _OfThread()
         self._waits: dict[int, Wait] = {}
-        """By the thread's identifier."""
+        """The waits of threads, by the thread's identifier."""
         self._behind: deque[tuple[Wait, Callable[[], bool]]] = deque()
         """The waits of the device, in its order."""
         self._behind_lock = threading.Lock()

@@ -1,6 +1,6 @@
 """Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's current wait through the store.
 
-Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection. So a store that does
+Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection, so a store that does
 not answer blocks no wait for other ranks.
 """
 
@@ -180,7 +180,7 @@ class _Question:
 
 
 class Watch(Waits):
-    """A watch over the waits of this rank, see the module's docstring.
+    """A watch over the waits of this rank (see the module's docstring).
 
     Args:
         store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
@@ -240,7 +240,7 @@ class Watch(Waits):
         return told, dict(question.found), reaches_store
 
     def close(self) -> None:
-        """End the thread, and wait at most `_CLOSE_SECONDS` for its end."""
+        """End the thread and wait at most `_CLOSE_SECONDS` for its end."""
         self._is_closed = True
         self._wake.set()
         if self._thread is not threading.current_thread():

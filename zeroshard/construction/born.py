@@ -7,8 +7,8 @@
 The parameters of a module are divided over ranks when the module is added to another module, since its constructor is
 then done. The outermost module's parameters are divided when the context ends. Every rank must run the same code.
 
-Until `shard` takes the model, such a parameter has a special class. The class gathers the parameter for every torch operation,
-and divides it again if the operation wrote to it. So a constructor may end by reinitialising all parameters.
+Until `shard` takes the model, its parameters have a special class, which gathers a parameter for every torch operation. It is
+divided again if the operation wrote to it, so a constructor may end by reinitialising all parameters.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Births:
 
     Attributes:
         device: the device for parameters that are on the meta device now.
-        open: the shards that are whole because views of their parameters exist, see `Shard.keep_open`.
+        open: the shards that are whole because views of their parameters exist (see `Shard.keep_open`).
     """
 
     group: dist.ProcessGroup | None
@@ -174,7 +174,7 @@ class Shard:
         rows[collectives.rank].copy_(self.own)
         if self.numel:
             collectives.all_gather(rows, 0, "all-gather of a parameter that was born sharded").wait()
-        whole = rows.view(-1)[: self._shape.numel()].view(self._shape).data  # no view of `rows`, see `is_seen`
+        whole = rows.view(-1)[: self._shape.numel()].view(self._shape).data  # no view of `rows`; see `is_seen`
         return whole if self._whole is None else self._whole.copy_(whole)
 
     def keep_open(self, whole: Tensor) -> None:
@@ -190,7 +190,7 @@ class Shard:
         self.own = self.own
         return True
 
-    # ------------------------------------------------------------------ temporarily whole, see `unsharded`
+    # ------------------------------------------------------------------ temporarily whole (see `unsharded`)
 
     def show(self, parameter: nn.Parameter) -> None:
         """Make the parameter whole and ordinary until the matching `hide`. Every rank must call it."""
@@ -368,17 +368,18 @@ def sharded_init(
     Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
     another one; parameters of the outermost modules, at the end of the context. Until then, the direct parameters of modules
     under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
-    `shard` and `initialize` accept such a model like any other.
+    `shard` and `initialize` accept the model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. They may then be larger than memory.
+        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. The parts may then be larger than CPU
+            memory.
         dtype: torch's default dtype in the context.
         source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
-            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values, and send none.
-        attributes: a class whose properties these parameters get in addition to their own, see `shard`.
-        detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their
-            tensors then gathers it, so every rank must run it. Otherwise they are whole on every rank.
+            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values and send none.
+        attributes: a class whose properties these parameters get in addition to their own (see `shard`).
+        detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their tensors
+            then gathers it, so every rank must run it. Otherwise detached tensors and state dicts are whole on every rank.
         enabled: whether to shard; False builds ordinary modules.
 
     Raises:

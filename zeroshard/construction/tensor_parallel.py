@@ -1,7 +1,7 @@
 """Owns the division of a transformers model over tensor-parallel ranks, by the model's own plan.
 
 A plan (`model.tp_plan`) names a style for each module: `{"model.layers.*.mlp.up_proj": "colwise", ...}`, where `*` is
-the number of a layer. torch's `parallelize_module` applies the styles, and makes the modules' parameters DTensors.
+the number of a layer. torch's `parallelize_module` applies the styles and makes the modules' parameters DTensors.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def divide(model: nn.Module, mesh: DeviceMesh, precision: Precision) -> dict[nn.
         The new parameters, keyed by those that they replace.
 
     Raises:
-        UsageError: the plan cannot be used (see `plan_of`), the model is already divided, or a parameter has no values; or, after
-            the division, the plan divides tied parameters in two ways.
+        UsageError: the plan cannot be used (see `plan_of`), the model is already divided, or a parameter has no values. Only
+            after the division: the plan divides tied parameters in two ways.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -213,7 +213,7 @@ def replace_parameters(groups: Iterator[Any] | list[Any], made: Mapping[nn.Param
 
 
 def _style(name: str) -> ParallelStyle:
-    """Return torch's style for a style of a plan."""
+    """Return torch's `ParallelStyle` for a style that a plan names."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

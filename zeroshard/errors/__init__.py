@@ -1,6 +1,6 @@
 """Owns the exceptions that zeroshard raises, and the plurals in messages.
 
-Every error's message names the cause, and ends with the remedy.
+Every error's message names the cause and ends with the remedy.
 """
 
 from zeroshard.errors.uncaught import report_uncaught
@@ -17,7 +17,7 @@ def counted(number: int, what: str, ending: str = "s") -> str:
 class ZeroshardError(Exception):
     """The base class of zeroshard's errors.
 
-    Under torchrun, each machine prints equal uncaught errors once, without a traceback unless `ZEROSHARD_TRACEBACK=1`. A
+    Under torchrun, each machine prints identical uncaught errors once, without a traceback unless `ZEROSHARD_TRACEBACK=1` is set. A
     traceback ends in a note with the command that explains the error; `str(error)` is only the message.
     """
 

@@ -1,6 +1,6 @@
-"""Owns the report of an uncaught zeroshard error under torchrun: the message is printed once, and in torchrun's report.
+"""Owns the report of an uncaught zeroshard error under torchrun: the message is printed once and appears in torchrun's report.
 
-torchrun gives each process a file for its error, and prints that file. The files of one machine's processes share a
+torchrun gives each process a file for its error and prints that file. The files of one machine's processes share a
 folder, in which the first process to fail leaves its message. A process that later fails with the same message prints nothing.
 """
 
@@ -106,7 +106,7 @@ def _claim(sentence: str) -> tuple[str, str | None]:
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file of a traceback is the user's own, and not a file of zeroshard, a library or Python."""
+    """Return whether a file in a traceback is the user's own, and not from zeroshard, a library or Python."""
     path = Path(filename)
     if path.is_relative_to(_PYTHON):
         return False

@@ -39,7 +39,7 @@ class Shard:
         master: the values that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
         step: the storage in which the optimizer steps.
-        home: the storage of its states.
+        home: the storage of the optimizer's states.
         is_shown: whether the user reads and may write the master weights directly.
         squares: the gradient's sum of squares, if the gradient left the accelerator and has not changed since.
     """
@@ -105,7 +105,7 @@ class _Flight:
 
     Attributes:
         stays: whether its sum stays on the accelerator, since another microbatch follows.
-        before: scratch for the earlier sum, to which this one is added, and the transfer that fills the scratch.
+        before: scratch for the earlier sum, to which this one is added, and the transfer that fills it.
     """
 
     reduction: Reduction
@@ -131,12 +131,12 @@ class _Release(Transfer):
 class Waiting:
     """The gradients of a unit that wait until its buckets take them together, and the parameters that gave one.
 
-    Passing one gradient through hooks, schedule, unit and bucket takes a CPU as long as copying some 10,000 elements. So
+    Passing one gradient through hooks, schedule, unit and bucket takes a CPU as long as copying some 10,000 elements, so
     small gradients are passed together. The first one passes through all but the bucket. Later ones join it by a short path,
     which only stores them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
     `zero_grad`) find them here.
 
-    A parameter's hook refers to this object. So this object must not hold parameters, or buckets or units, which own them.
+    A parameter's hook refers to this object, so it must not hold parameters, or buckets or units, which own them.
 
     Args:
         count: the number of the unit's parameters.
@@ -196,7 +196,7 @@ class Waiting:
                         return
             otherwise(parameter)
 
-        never_compiled(join)  # a backward may run inside of a compiled function
+        never_compiled(join)  # a backward may run inside a compiled function
         return join
 
     def take(self) -> dict[int, Tensor]:
@@ -208,7 +208,7 @@ class Waiting:
 
 
 class GradientBucket:
-    """The gradients of one bucket of parameters, see the module's docstring."""
+    """The gradients of one bucket of parameters (see the module's docstring)."""
 
     def __init__(self, parameters: ParameterBucket, dtypes: DTypes, context: Context) -> None:
         self.number = parameters.number
@@ -445,7 +445,7 @@ class GradientBucket:
             self._gathering = self._collectives.all_gather(self._rows, self.number, label)
 
     def wait_gather(self) -> None:
-        """Block until the gather of `start_gather`, if one is in flight, has arrived."""
+        """Block until the gather that `start_gather` started, if one is in flight, has arrived."""
         if self._gathering is not None:
             self._wait_released()
             self._gathering.wait()  # a wait that failed raises its error again

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroshard.torch_private import foreach_mul_, foreach_norm
 
 ROW_NUMEL = 1024
-"""The number of elements in a row. A CPU sums the squares of a row in fp32, and adds the rows in fp64. One fp32 sum over 16 M
+"""The number of elements in a row. A CPU sums the squares of a row in fp32 and adds the rows in fp64. One fp32 sum over 16 M
 elements is off by 6e-4, the sum of rows of 1024 by 1e-10, at the same speed."""
 
 
@@ -59,7 +59,7 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def clip_coefficient(total_norm: float, max_norm: float) -> float:
-    """Return the factor that limits gradients' norm to `max_norm`, as in torch.nn.utils.clip_grad_norm_."""
+    """Return the factor that limits the gradients' norm to `max_norm`, as in torch.nn.utils.clip_grad_norm_."""
     return min(max_norm / (total_norm + 1e-6), 1.0)
 
 
@@ -71,7 +71,7 @@ def norm_of(squares: Tensor) -> float | Tensor:
 
 
 def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: float) -> float | Tensor:
-    """Return the factor that removes the loss scale from gradients, and clips them as torch.nn.utils.clip_grad_norm_ does.
+    """Return the factor that removes the loss scale from gradients and clips them as torch.nn.utils.clip_grad_norm_ does.
 
     `norm` is the norm without the loss scale. The factor is 1 if it is not finite. With `max_norm` None, nothing is clipped.
     """
@@ -84,7 +84,7 @@ def coefficient_of(norm: float | Tensor, max_norm: float | None, loss_scale: flo
 
 
 def scale_(flats: Sequence[Tensor], coefficient: float | Tensor) -> None:
-    """Multiply tensors in place, except by the number 1. A tensor coefficient has shape [], and is on the tensors' device."""
+    """Multiply tensors in place, except by the number 1. A tensor coefficient has shape [] and is on the tensors' device."""
     if not isinstance(coefficient, Tensor) and coefficient == 1.0:
         return
     for alike in _by_kind(flats):

@@ -8,7 +8,7 @@ of registration. Later steps use the order in which rank 0 completed its buckets
 
 Buckets that the backend launches at once are a group: the buckets of a unit are reduced when the last of them is complete.
 
-Where several units are sharded, a rank starts all-gathers inside its backward, and waits for them. A rank must not wait there while
+Where several units are sharded, a rank starts all-gathers inside its backward and waits for them. A rank must not wait there while
 another waits for one of its reductions. So a unit whose backward is over is closed, with zeros for missing gradients, before the
 wait for the next unit. No reduction starts before that (`in_turn`): ranks differ in the time of a unit's last gradient, but close
 it at the same point. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
@@ -21,7 +21,7 @@ could wait for each other.
 [Note: room]
 Gradients that rest in CPU memory are copied there while the backward continues. If the accelerator has room, the computation waits
 for no copy. Scratch of two units may wait for copies, and the sum of a step's microbatches stays on the accelerator until the last.
-Each step checks once, when its first reduction starts: activations have had their peak by then.
+Each step checks once, when its first reduction starts: activations have reached their peak by then.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Reductions:
 
     def set_units(self, units: Sequence[Sequence[GradientBucket]]) -> None:
         """Replace the model's buckets. The next `finish` makes all ranks use one order of these buckets."""
-        order = list[Group]()  # a first guess, see [Note: order]
+        order = list[Group]()  # a first guess; see [Note: order]
         for unit in reversed(units):
             order += self._collectives.launches(unit[::-1])
         self._set_order([group for group in order if group])

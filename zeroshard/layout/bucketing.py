@@ -1,4 +1,4 @@
-"""Owns the grouping of a model's parameters into units, and refuses parameters that no flat buffer can hold.
+"""Owns the grouping of a model's parameters into units and refuses parameters that no flat buffer can hold.
 
 Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model needs no
 preparation. All other parameters, and those that several units share (tied weights), belong to the root. A `Units` rule

@@ -9,8 +9,8 @@ A unit's parameters follow one another in one flat buffer. The buffer is cut int
 
 An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter (see `lay_out_whole`).
 
-The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy. So an optimizer gets the same 1-D views
-under every policy. The last bits of a fused kernel's results depend on tensor boundaries, so these bits are equal, too.
+The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy, so an optimizer always gets the same
+1-D views. The last bits of a fused kernel's results depend on tensor boundaries, so these bits are equal, too.
 """
 
 from __future__ import annotations

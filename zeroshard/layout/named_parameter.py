@@ -1,7 +1,7 @@
 """Owns the interface that ordinary parameters and DTensors share: names, this rank's part, and its place in the whole.
 
-`torch.compile(module)` returns a new module, which holds the original as `_orig_mod`. Names in checkpoints and exports omit that
-part. So files load into compiled and plain models, and have the names that PEFT and transformers use.
+`torch.compile(module)` returns a new module, which holds the original as `_orig_mod`. Names in checkpoints and exports omit
+that part, so files load into compiled and plain models and have the names that PEFT and transformers use.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Placement:
 
     @classmethod
     def chunk(cls, shape: Sequence[int], dim: int, rank: int, world_size: int) -> Placement:
-        """Place one chunk of a dimension, as torch.chunk cuts it: chunks have the same size, or are smaller at the end."""
+        """Place one chunk of a dimension, as torch.chunk cuts it: chunks have the same size or are smaller at the end."""
         size = -(-shape[dim] // world_size)
         start = min(rank * size, shape[dim])
         return cls(tuple(shape), dim, start, min(start + size, shape[dim]))

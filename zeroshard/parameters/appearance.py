@@ -1,7 +1,7 @@
 """Owns the tensors that a unit's parameters show to the user, and the record of writes to them.
 
-A user's parameter stays the same object. While its values are absent or arriving, or its gradient is in shards, its class is one
-of classes.py.
+A user's parameter stays the same object. While its values are absent or arriving, or its gradient is in shards, its class is
+one of those in classes.py.
 
 Writes leave a trace in a parameter's version counter, at no cost. Writes through `.data` leave none. Where such a write would be
 lost, a parameter records that its `.data` was read. While values are absent, a read of `.data` is refused like any other read.
@@ -84,7 +84,7 @@ class Appearance:
     # ------------------------------------------------------------------ the tensors that parameters show
 
     def show_views(self) -> None:
-        """Show the values again, instead of placeholders or of tensors that the user assigned."""
+        """Show the values again, instead of placeholders or tensors that the user assigned."""
         try:
             self.refuse_lost_writes()
         finally:
@@ -118,7 +118,7 @@ class Appearance:
         self._become(self._absent_class)
 
     def outdate_saved(self) -> None:
-        """Outdate parameters that autograd saved outside of our hooks, so that torch raises an error instead of reading NaN.
+        """Outdate parameters that autograd saved outside our hooks, so that torch raises an error instead of reading NaN.
 
         Do not call it while the user has views: torch would rebuild their gradient functions from the present data.
         """
@@ -178,7 +178,7 @@ class Appearance:
     # ------------------------------------------------------------------ the user's writes
 
     def versions(self) -> list[int]:
-        """Return a count for each parameter, which rises with each in-place write of the user."""
+        """Return a count for each parameter, which rises with each in-place write by the user."""
         count = writes_of if self._is_distributed else version_of
         with past_torch_function():  # counting reads nothing
             return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
@@ -190,7 +190,7 @@ class Appearance:
 
     @property
     def has_changes_to_report(self) -> bool:
-        """Whether the parameters were written to, or were assigned new `.data`, since a `begin_look` that has not ended."""
+        """Whether the parameters were written to or assigned new `.data` since a `begin_look` that has not ended."""
         if not self._looks:
             return False
         now = self.versions()
@@ -218,7 +218,7 @@ class Appearance:
             self._own_writes[index] += 1
 
     def collect_written(self) -> set[int]:
-        """Return the indices of parameters that were written to in place, or were assigned new `.data`, since the last call."""
+        """Return the indices of parameters that were written to in place or assigned new `.data` since the last call."""
         written = self.adopt_new_data()
         now = self.versions()
         if now != self._versions:

@@ -1,7 +1,7 @@
 """Owns the classes of parameters that report to their unit: reads of their values, and operations on their gradients.
 
-A parameter is of such a class while its values are absent or arriving, or while its gradient is in shards. torch's own lazy
-parameters change their class, too. Results of operations on a parameter are never of these classes.
+A parameter is of one of these classes while its values are absent or arriving, or while its gradient is in shards. torch's own
+lazy parameters change their class, too. Results of operations on a parameter are never of these classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METADATA = {
     "register_hook", "register_post_accumulate_grad_hook", "grad", "backward", "new_empty", "new_full", "new_ones", "new_tensor",
     "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like",
 }  # fmt: skip
-"""Operations of torch that need no values of the tensor, among them getters and setters of attributes."""
+"""torch operations that need no values of the tensor, among them getters and setters of attributes."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values. All other attributes describe the tensor."""
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}
@@ -201,7 +201,7 @@ def classes_of(
 
 
 def attribute_of(func: Callable[..., Any]) -> str:
-    """Return the name of the attribute that `func`, a getter or setter of torch, reads or sets; "" for other operations."""
+    """Return the name of the attribute that `func`, a torch getter or setter, reads or sets; "" for other operations."""
     if not func.__name__.startswith("__"):  # such as linear, whose `__self__` is a module of torch
         return ""
     return getattr(getattr(func, "__self__", None), "__name__", "")

@@ -224,7 +224,7 @@ class ParameterBucket:
             torch.where(new == old.to(new.dtype), old, new.to(old.dtype), out=old)
 
     def save_hidden_writes(self) -> bool:
-        """Compare the parameters with separate master weights, and update these where they differ. Return whether any did.
+        """Compare the parameters with separate master weights and update these where they differ. Return whether any did.
 
         This finds writes that no version counter shows. The comparison reads both, so the host waits for an accelerator.
         """

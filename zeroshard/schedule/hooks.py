@@ -1,27 +1,27 @@
 """Owns the hooks on the user's modules and parameters, which reveal whether a forward or a backward is running.
 
 [Note: when a unit is whole in the backward]
-A hook on a module's output runs when the module's backward begins. It unshards the module's unit, and starts to unshard the
-next one. Outputs may escape (attributes, dataclasses, features caught by other hooks), so correctness never depends on this hook.
+A hook on a module's output runs when the module's backward begins. It unshards the module's unit and starts to unshard the next
+one. Outputs may escape (attributes, dataclasses, features that other hooks capture), so correctness never depends on this hook.
 Every read of a parameter that autograd saved goes through saved_parameters.py, which unshards the unit.
 
 [Note: when a unit may be resharded in the backward]
-When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more. A node that
-needs a parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no
-gradient. A module that has some is finished when, in addition, the gradients of all its inputs are known. Other units are
-resharded when the backward ends.
+When every trainable parameter of a unit has its gradient, no node of the backward reads the unit any more. A node that needs a
+parameter's value to compute some gradient computes that parameter's gradient too. Frozen parameters have no gradient. A module
+with frozen parameters is finished only when the gradients of all its inputs are also known. Other units are resharded when the
+backward ends.
 
 [Note: when a module's backward is over]
-Autograd runs later modules first: when a module's backward begins, that of another whose calls have all begun is over. All ranks
-must reach the same answer, since they then reduce its gradients. But a forward may have no backward, and ranks may free its graph
-at different times: one keeps the output, or an exception's traceback does. So if no backward came after a forward, ranks that
-gather units exchange, at the next forward, whether its graph still exists. Inside `unsharded`, where a rank may run modules
-alone, no call counts, and units are closed when the backward ends.
+Autograd runs later modules first: when a module's backward begins, the backward of any other module whose calls have all begun is
+over. All ranks must reach the same answer, since they then reduce its gradients. But a forward may have no backward, and ranks may
+free its graph at different times: on one rank, the user or an exception's traceback may keep the output. So if no backward came
+after a forward, ranks that gather units exchange, at the next forward, whether its graph still exists. Inside `unsharded`, where a
+rank may run modules alone, no call counts, and units are closed when the backward ends.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward inside the backward. Such a forward unshards the unit, but must not
-reshard it: the backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no
-code here relies on a forward's end.
+Activation checkpointing runs a module's forward inside the backward. That forward unshards the unit but must not reshard it: the
+backward is about to read it. Non-reentrant checkpointing may also leave the forward early, by an exception, so no code here relies
+on a forward's end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Call:
         self._has_begun = False
 
     def begin(self) -> None:
-        """Record that its backward begins. A graph that is kept may have several."""
+        """Record that its backward begins. A kept graph may have several backwards."""
         if not self._has_begun:
             self._has_begun = True
             self._to_come[self._module] -= 1
@@ -120,7 +120,7 @@ class Hooks:
         """Forwards in progress, by module. A recursive module has several: its units stay whole until the outermost ends."""
         self._root = model
         self._forwards = [Forward()]
-        """The forwards since the last backward ended, see [Note: when a module's backward is over]."""
+        """The forwards since the last backward ended (see [Note: when a module's backward is over])."""
         self._in_progress: dict[nn.Module, None] = {}
         """The modules whose backward has begun, oldest first."""
         self._hook_of = untraced(Hook)
@@ -188,7 +188,7 @@ class Hooks:
 
     @contextmanager
     def probe(self, take: Take) -> Iterator[None]:
-        """Keep backwards inside the block out of any step: pass their gradients to `take`, and reduce nothing."""
+        """Keep the block's backwards out of every step: pass their gradients to `take` and reduce nothing."""
         if not in_backward():
             self._forget_what_aborted()
         before = self._take
@@ -209,7 +209,7 @@ class Hooks:
     # ------------------------------------------------------------------ forward
 
     def _forget_what_aborted(self) -> None:
-        """Clean up after a backward that was aborted. Call it when another backward, or a forward outside of one, begins."""
+        """Clean up after a backward that was aborted. Call it when another backward, or a forward outside one, begins."""
         if self._backward_is_open:
             if self._close_backward():
                 self._schedule.abort()
@@ -255,7 +255,7 @@ class Hooks:
             self._open_calls[module] += self._hook(inputs, self._input_gradient_known, module)
 
     def _begin_forward(self) -> None:
-        """Begin another `Forward`, and forget those whose graphs are gone on every rank."""
+        """Begin another `Forward` and forget those whose graphs are gone on every rank."""
         if not self._forwards[-1].to_come or all(unit.is_pinned for unit in self._schedule.units):
             return
         exist = self._schedule.reductions.on_any_rank([bool(forward.calls) for forward in self._forwards])
@@ -285,7 +285,7 @@ class Hooks:
             self._one_thread.end(module)
 
     def _push(self, caller: object, units: Sequence[Unit]) -> None:
-        """Hook the tensors that autograd saves from sharded parameters, until `SavedParameters.pop` of the same caller."""
+        """Hook the tensors that autograd saves from sharded parameters, until the same caller's `SavedParameters.pop`."""
         wanted = torch.is_grad_enabled() and any(unit.sharded_at_rest for unit in units)
         if wanted and refuses_saved_tensors_hooks():
             # torch.func's transforms allow no hooks: their saved tensors are read from a unit that stays whole.

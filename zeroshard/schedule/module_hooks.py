@@ -1,13 +1,13 @@
 """Owns the hooks that a user's modules and parameters keep, as torch.compile and copies of a model see them.
 
 [Note: compiled models]
-torch.compile traces Python code once, and runs the result while its guards hold. They check the classes, dtypes and shapes of
+torch.compile traces Python code once and runs the result while its guards hold. They check the classes, dtypes and shapes of
 tensors, and the number of a module's hooks. The effect of our hooks changes from step to step, so it never becomes part of a graph:
 
 - Hooks of a unit's own module run at its border. torch.compile does not trace into them: a graph ends there.
 - Hooks of the parts inside (a Linear of a block) do nothing while the unit is whole: the graph skips them, and a block is
   one graph. torch's guards check this: a parameter without values is of a different class, so torch traces the code again.
-- Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`). So similar layers share one
+- Parameters are of one class while a module that uses them is running (see `Appearance.begin_use`), so similar layers share one
   graph.
 """
 
@@ -116,7 +116,7 @@ class Part:
 
 @functools.cache
 def part_hooks() -> tuple[type[Hook], type[Hook]]:
-    """Return two classes of hooks, made as `(method, part)`: before and after the forward of a module inside a unit.
+    """Return two hook classes, constructed as `(method, part)`: for before and after the forward of a module inside a unit.
 
     torch.compile skips them while they have nothing to do.
 
@@ -206,7 +206,7 @@ def refuse_distributed_units(module: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def refuse_transforms(units: Sequence[Unit]) -> None:
-    """Raise if a unit must be gathered where its memory may not change: in a transform of torch.func, or in torch.jit.trace."""
+    """Raise if a unit must be gathered where its memory may not change: in a torch.func transform, or in torch.jit.trace."""
     sharded = [unit for unit in units if unit.sharded_at_rest and unit.state is not UnitState.UNSHARDED]
     if sharded and torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise UsageError(

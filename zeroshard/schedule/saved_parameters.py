@@ -77,7 +77,7 @@ class SavedParameters:
         """The fqn of a parameter that was saved while its values were elsewhere, since the last `pop`."""
 
     def push(self, caller: object, *, unseen: bool) -> None:
-        """Pack all tensors that autograd saves on this thread from now on, until `pop` of the same caller.
+        """Pack all tensors that autograd saves on this thread from now on, until the same caller calls `pop`.
 
         Args:
             unseen: whether compiled code is running: torch.compile must not trace these hooks where that code calls them.
@@ -145,7 +145,7 @@ class SavedParameters:
             self._pop_last()
 
     def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
-        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside of these."""
+        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside these."""
         if self._has_distributed and is_distributed(tensor):
             local = self._view_of(local_of(tensor))
             if local is not None:
@@ -164,7 +164,7 @@ class SavedParameters:
         """Return the part of a unit that a tensor views; None if it views none."""
         try:
             storage = storage_id(tensor)
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage, such as one of torch.func
+        except (RuntimeError, NotImplementedError):  # no storage, such as inside a torch.func transform
             return None
         unit = self._unit_of.get(storage)
         if unit is None:
@@ -221,7 +221,7 @@ class SavedParameters:
 class _Unpacked(Tensor):
     """A view of a trained parameter that is returned to the autograd function that saved it.
 
-    With hooks in force, torch gives the function a detached copy of the unpacked tensor, and lets its class make the
+    With hooks in force, torch gives the function a detached copy of the unpacked tensor and lets its class make the
     copy. So the copy can have the parameter's attributes, as without hooks.
     """
 

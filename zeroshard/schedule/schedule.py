@@ -41,10 +41,11 @@ _NOWHERE = nullcontext()
 class StepState(enum.Enum):
     """The states of a model between two calls of `zero_grad`.
 
-    The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, which only `zero_grad` leaves
-    for new gradients. A backward before that drops its gradients, as loops that train two models against each other expect. It
-    leads to UNWANTED, in which a step is refused. An exception after a backward's first gradient leads to BROKEN: the mean may
-    contain some of that backward's gradients. They cannot be separated from the gradients of earlier microbatches.
+    The backward of another microbatch leads from GRADIENTS back to GRADIENTS. A step ends in STEPPED, which only `zero_grad`
+    leaves for new gradients. A backward before `zero_grad` drops its gradients, as loops that train two models against each
+    other expect. It leads to UNWANTED, in which a step is refused. An exception after a backward's first gradient leads to
+    BROKEN: the mean may contain some of that backward's gradients. They cannot be separated from the gradients of earlier
+    microbatches.
     """
 
     CLEAN = "no gradient has arrived since zero_grad"
@@ -140,9 +141,9 @@ class _Order:
 class ForwardStream:
     """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
 
-    Autograd runs a node on the stream of its forward. It adds up gradients on the stream where the parameter was first seen, and
-    ends on the stream of the backward's call. Scratch memory and the units' memory are taken and freed in the order of
-    the forward's stream.
+    Autograd runs a node on the stream of its forward. It adds up gradients on the stream where the
+    parameter was first seen and ends on the stream that called the backward. Scratch memory and the
+    units' memory are taken and freed in the order of the forward's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +176,7 @@ class ForwardStream:
 
 
 class Schedule:
-    """The driver of one model's units.
+    """The order of events in one model's steps (see the module's docstring).
 
     Args:
         units: the model's units, in the order of registration.
@@ -212,7 +213,7 @@ class Schedule:
         self._kept: list[Unit] = []  # after their forward, for their backward
         self._leaving: Unit | None = None
         self.is_stepping = False
-        """Whether a step is under way, or was aborted: some parameters are updated, and others are not."""
+        """Whether a step is under way or was aborted: some parameters are updated, and others are not."""
         self._backward_ended = False
         self.backwards_ended = 0
         self.steps_ended = 0
@@ -257,7 +258,7 @@ class Schedule:
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
-        """Begin a forward of the root, outside of a backward."""
+        """Begin a forward of the root, outside a backward."""
         self._backward_ended = False
         self.refuse_aborted_step()
         self.tree.refuse_replaced_modules()
@@ -269,7 +270,7 @@ class Schedule:
             self._present = _Order()
 
     def unshard(self, units: Run, *, backward: bool) -> None:
-        """Unshard the units of one module for their use, and start to unshard those of the next modules."""
+        """Unshard the units of one module for their use and start to unshard those of the next modules."""
         # Inside `unsharded`, a rank may run a module alone: the others would neither gather the next units nor record the order.
         if units and all(unit.is_pinned for unit in units):
             for unit in units:
@@ -349,7 +350,7 @@ class Schedule:
     # ------------------------------------------------------------------ gradients
 
     def add_gradient(self, unit: Unit, index: int, gradient: Tensor) -> None:
-        """Keep a gradient, and take all waiting gradients once there are enough of them."""
+        """Keep a gradient and take all waiting gradients once there are enough of them."""
         if self.state is not StepState.BACKWARD:
             self.refuse_parked("a backward")
             self._move(Move.GRADIENT)
@@ -368,7 +369,7 @@ class Schedule:
             self._take_gradients(unit)
 
     def _take_gradients(self, unit: Unit) -> None:
-        """Take the unit's waiting gradients, and start to reduce complete buckets that have their turn."""
+        """Take the unit's waiting gradients and start to reduce complete buckets that have their turn."""
         if not unit.waiting.gradients:
             return
         # First, since this may raise: then the gradients still wait. Reductions of other buckets may stay in flight.
@@ -387,7 +388,7 @@ class Schedule:
         self.reductions.close(unit.gradients)
 
     def end_backward(self, *, leaves_graph: bool = False) -> None:
-        """End a backward: start to reduce the rest of its gradients in the fixed order, and reshard the units."""
+        """End a backward: start to reduce the rest of its gradients in the fixed order and reshard the units."""
         self._move(Move.GRADIENT)  # until the rest is on its way, this backward has not ended
         if self.state is not StepState.UNWANTED:
             try:
@@ -451,11 +452,11 @@ class Schedule:
     def gradients_of_users(self) -> list[tuple[Unit, int]]:
         """Return (unit, index) of each trained parameter whose `grad` the user has set and no call has taken yet.
 
-        Warn if a parameter that is in no optimizer of `shard` has a gradient: another optimizer may update it, differently on
-        each rank.
+        Warn if a parameter that is in no optimizer passed to `shard` has a gradient: another
+        optimizer may update it, differently on each rank.
 
         Raises:
-            UsageError: a parameter of the optimizer that was frozen at `shard` has a gradient, which no step would use; or
+            UsageError: a parameter in the optimizer that was frozen at `shard` has a gradient, which no step would use; or
                 a backward was aborted.
         """
         after(self.state, Move.STEP)

@@ -13,8 +13,8 @@ depend on the unit's state (see appearance.py and classes.py in parameters/):
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
 `UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
-flags. While `is_pinned` (an `unsharded` block is open, or a state dict is being made or loaded), it makes no move to rest. While
-`is_held` (a graph that outlives its backward may read the unit), it is not resharded.
+flags. While `is_pinned` is true (an `unsharded` block is open, or a state dict is being made or loaded), the unit makes no move
+to rest. While `is_held` is true (a graph that outlives its backward may read the unit), it is not resharded.
 
 The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
 weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
@@ -96,7 +96,7 @@ UNIT_MOVES: dict[UnitState, dict[UnitMove, UnitState]] = {
         UnitMove.LAND: UnitState.UNSHARDED,
     },
 }
-"""For each state of a unit, the state to which each move leads. A missing move is a fault of zeroshard, and raises an error."""
+"""For each state of a unit, the state to which each move leads. A missing move is a bug in zeroshard and raises an error."""
 
 MOVES_TO_REST = (UnitMove.RESHARD, UnitMove.OFFLOAD, UnitMove.PARK)
 """The moves after which the flat buffer has no values: refused while a unit is pinned."""
@@ -141,7 +141,7 @@ class Unit:
         self.used: set[int] = set()
         """Parameters that received a gradient on this rank since the last `forget_gradients`."""
         self.replaced_gradients: set[int] = set()
-        """The parameters of `used` whose `grad` the user has set after the gradient was taken."""
+        """The parameters in `used` whose `grad` the user has set after the gradient was taken."""
         self.pins = 0
         """The number of open `unsharded` blocks."""
         self.undecided = 0
@@ -215,7 +215,7 @@ class Unit:
                     self._homes[piece.index].append((gradients, piece))
 
     def _begin_move(self) -> bool:
-        """Record that a move begins. If the one before did not end, first repair the state that it left, and return True."""
+        """Record that a move begins. If the previous one did not end, first repair the state that it left, and return True."""
         if not self._is_moving:
             self._is_moving = True
             return False
@@ -235,7 +235,7 @@ class Unit:
         return True
 
     def _move(self, move: UnitMove) -> None:
-        """Change the state, and show the user the parameters of the new state."""
+        """Change the state and show the user the parameters of the new state."""
         there = UNIT_MOVES[self.state].get(move)
         is_kept = self.is_pinned or (self.is_held and move is UnitMove.RESHARD)
         if there is None or (is_kept and move in MOVES_TO_REST):
@@ -643,7 +643,7 @@ class Unit:
             self._live.drop_gradients()
 
     def dropped_gradients(self) -> set[int]:
-        """Return the parameters of `used` whose `grad` the user has set to None on this rank: the step leaves them out."""
+        """Return the parameters in `used` whose `grad` the user has set to None on this rank: the step leaves them out."""
         return {index for index in self.replaced_gradients if grad_of(self.named[index].parameter) is None}
 
     def refuse_replaced_gradients(self, indices: Iterable[int] | None = None) -> None:
@@ -664,7 +664,7 @@ class Unit:
             )
 
     def refuse_unreported_gradients(self) -> None:
-        """Raise as `refuse_replaced_gradients` does for parameters of a user's own class, which report no such change.
+        """Raise, as `refuse_replaced_gradients` does, for parameters of a user's own class, which report no such change.
 
         Call it before a backward adds its gradients to `grad`.
         """
@@ -705,7 +705,7 @@ class Unit:
     # ------------------------------------------------------------------ the step
 
     def begin_step(self) -> None:
-        """Prepare for the step: wait for arriving values, and write the shown parameters to their place at rest."""
+        """Prepare for the step: wait for arriving values and write the shown parameters to their place at rest."""
         self.is_held = False
         self.appearance.show_taken(())
         self.settle()
@@ -718,7 +718,7 @@ class Unit:
         self.offload()
 
     def sync_parameters(self) -> None:
-        """Show the updated values after the optimizer's step, or make readers wait for them."""
+        """Show the updated values after the optimizer's step or make readers wait for them."""
         self.reshard()
         self._outdate_cpu_copy()
         if self.state is UnitState.OFFLOADED:

@@ -72,7 +72,7 @@ class Backend:
     """The platform of a sharded model.
 
     Attributes:
-        collectives: creates the transport between the model's ranks, see `create_collectives`.
+        collectives: creates the transport between the model's ranks (see `create_collectives`).
         storages: creates the storages of the model's states.
         join_ranks: joins the ranks that a launcher started into one group.
         parameter_class: the class of the model's parameters.
@@ -106,26 +106,26 @@ def shard(
     Every rank of the group must call it. All ranks start from rank 0's values.
 
     Args:
-        model: any module. It stays the user's own, and keeps its parameters.
+        model: any module. It stays the user's own and keeps its parameters.
         optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
             from those that require a gradient. Its `step` becomes the sharded step, and its states cover this rank's
             shards. In a list of several optimizers, each steps its own parameters. None: the model is for evaluation
-            only, and needs no memory for gradients or optimizer states.
+            only and needs no memory for gradients or optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
-        precision: the dtypes; by default, each parameter keeps its own dtype, and has fp32 master weights.
+        precision: the dtypes; by default, each parameter keeps its own dtype and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
         overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
-        elementwise: a fact about the optimizer. An optimizer of an unknown class is refused without this argument.
+        elementwise: a fact about the optimizer. Without this argument, an optimizer of an unknown class is refused.
             True: it updates each element only from that element's own history, so ranks may divide a parameter.
             False: it reads whole parameters, so each parameter stays whole on one rank. An optimizer that reads several
             parameters together, for example to compute a norm of all gradients, cannot be sharded.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
-        group: the data-parallel process group, or a mesh of that one dimension, `mesh["dp"]`; default: all ranks. If
+        group: the data-parallel process group, or a mesh with only that dimension, `mesh["dp"]`; default: all ranks. If
             torch.distributed is not initialised, `shard` joins the ranks that a launcher started. Parameters may be DTensors
             over another dimension of the mesh (tensor parallelism): each rank then shards its own part of them.
         attributes: a class whose properties the parameters gain while they are sharded, for code that reads attributes
             of parameters. It has an effect only if the policy shards parameters (stage 3). See `parameter_states` for
-            the values that such properties may return.
+            the values that these properties may return.
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.

@@ -79,9 +79,9 @@ class Sharded:
         ranks used the same parameters.
 
         Args:
-            max_norm: the largest norm; None: do not clip.
-            loss_scale: the loss scale of the backward, see `DynamicLossScaler`. Gradients are first divided by
-                it. If the norm is not finite, they are left unchanged: skip the step.
+            max_norm: the maximum norm; with None, nothing is clipped.
+            loss_scale: the loss scale of the backward (see `DynamicLossScaler`). Gradients are first divided by
+                it. If the norm is not finite, they are left unchanged; then skip the step.
 
         Returns:
             A number if the CPU computes the norm. If an accelerator does, a tensor of shape [] there, as torch's own
@@ -93,7 +93,7 @@ class Sharded:
     def accumulate(self, active: bool = True) -> Iterator[None]:
         """Declare that the backwards inside are not the last of their step.
 
-        If gradients are not sharded, this rank only sums them, and sends nothing. With `active` False, the block has no
+        If gradients are not sharded, this rank only sums them and sends nothing. With `active` False, the block has no
         effect, so a loop can write `with sharded.accumulate(i < n - 1): loss.backward()`.
         """
         before = self._schedule.reductions.is_last_microbatch
@@ -124,7 +124,7 @@ class Sharded:
 
     @contextmanager
     def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Pass the gradients of backwards inside to `take(fqn, gradient)`, and keep them out of the step.
+        """Pass the gradients of backwards inside to `take(fqn, gradient)` and keep them out of the step.
 
         Gradients are this rank's own, and nothing is reduced. If parameters are sharded, every rank must run the same
         forwards and backwards inside.
@@ -173,11 +173,11 @@ class Sharded:
         For a PEFT model, only its adapters are included. Names for an adapter other than "default" begin with
         the adapter's name.
 
-        If parameters are sharded at rest, every rank must run the loop, and leave it at the same unit. Tensors may share the
-        model's memory: only read them, and copy any that you keep after the loop. Writes to sharded parameters have no effect.
+        If parameters are sharded at rest, every rank must run the loop and leave it at the same unit. Tensors may share the
+        model's memory: only read them, and copy those that you keep after the loop. Writes to sharded parameters have no effect.
 
         Args:
-            to: the rank that gets the weights. On other ranks, the loop yields nothing, and ends when that rank leaves
+            to: the rank that gets the weights. On other ranks, the loop yields nothing and ends when that rank leaves
                 its own loop. None: every rank gets the weights.
             merge_adapters: for a PEFT model, yield the weights that `merge_and_unload` returns, under their names. The
                 model does not change; one layer is copied at a time. Other models are not affected.
@@ -333,13 +333,13 @@ class Sharded:
     """See `Checkpoints.load`."""
 
     def export(self, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Write the model for `from_pretrained`, see `Engine.export`. Every rank must call it, to write its part."""
+        """Write the model for `from_pretrained` (see `Engine.export`). Every rank must call it, to write its part."""
         self._schedule.refuse_aborted_step()
         with self.checkpoints.operation(f'export to "{out}"'):
             export_live(self.checkpoints, out, dtype)
 
     def remove(self) -> None:
-        """End the sharding, and leave the parameters whole, ordinary and current. Every rank must call it.
+        """End the sharding and leave the parameters whole, ordinary and current. Every rank must call it.
 
         The optimizer cannot step afterwards: make a new one. A second call has no effect.
 
@@ -363,7 +363,7 @@ class Sharded:
             self._context.close()
 
     def remove_alone(self) -> None:
-        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again, or deleted."""
+        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again or deleted."""
         if all(unit.state is UnitState.UNSHARDED for unit in self._schedule.units):
             self.remove()
         else:

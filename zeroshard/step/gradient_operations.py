@@ -1,6 +1,6 @@
-"""Operations of torch on `parameter.grad` between the last backward and the step, when the mean over ranks is in shards.
+"""Owns torch's operations on `parameter.grad` between the last backward and the step, when the mean over ranks is in shards.
 
-`torch.nn.utils.clip_grad_norm_` takes each gradient's norm, and multiplies all gradients by one factor. `clip_grad_value_`
+`torch.nn.utils.clip_grad_norm_` takes each gradient's norm and multiplies all gradients by one factor. `clip_grad_value_`
 clamps each gradient. The first norm fetches the norms of all parameters in one message. A factor waits for the step, or for the
 next norm: if all gradients have the same factors, the shards are scaled as `sharded.clip_grad_norm_` scales them.
 
@@ -154,7 +154,7 @@ class GradientOperations:
         """Check that all ranks changed the same gradients, and clear `changed`.
 
         Args:
-            messages: one per rank, in rank order, with one byte a parameter: 0 if the rank left the gradient unchanged.
+            messages: one per rank, in rank order, with one byte per parameter: 0 if the rank left the gradient unchanged.
 
         Raises:
             UsageError: some ranks changed a gradient, and others did not.

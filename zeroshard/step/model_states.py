@@ -151,7 +151,7 @@ class ModelStates:
 
     A parameter's states are "parameters" (master weights; if it is frozen, its values), "gradients", and the optimizer's own, such
     as "exp_avg". "gradients" is the mean over ranks, between the last backward of a step and `zero_grad`.
-    Read `sharded.states` again for each use. While states are parked, this read raises UsageError. The methods raise UsageError
+    Read `sharded.states` again for each use. While states are parked, reading it raises UsageError. The methods raise UsageError
     for unknown parameters.
     """
 
@@ -195,9 +195,9 @@ class ModelStates:
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
         """Return this rank's ranges of a state; an empty list if it has no part of the state. It runs no collective.
 
-        The ranges are live memory, or copies for 16-bit gradients and for states outside the memory in which the optimizer steps.
-        Ranges count the elements of the flattened parameter; for a DTensor, those of its flattened local tensor. For gradients,
-        first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
+        The ranges are live memory, except for 16-bit gradients and for states that are not stored where the optimizer steps,
+        such as states on disk: these are copies. Ranges count the elements of the flattened parameter; for a DTensor, those of
+        its flattened local tensor. For gradients, first call `clip_grad_norm_`, or `get` of any gradient, on every rank.
 
         Raises:
             UsageError: `state` is "gradients", there are none, and the memory for them is freed.

@@ -47,7 +47,7 @@ class OptimizerStates:
             self._is_asked_by_user = True
 
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Complete the state dict of this rank's shards. Run no collective. Copy the states of shards that rest elsewhere."""
+        """Complete the state dict of this rank's shards without a collective. Copy the states of shards that rest elsewhere."""
         if not self._is_asked_by_user:
             return state_dict
         self._is_asked_by_user = False
@@ -77,7 +77,7 @@ class OptimizerStates:
         self._groups.refuse_changes()
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
             state_dict = self._cut(state_dict)
-        # torch numbers parameters, and would assign the states of other shards to the wrong parameters.
+        # torch numbers parameters and would assign the states of other shards to the wrong parameters.
         own = self._names_of_shards()
         if state_dict.get(SHARDS, own) != own:
             raise UsageError(
@@ -129,7 +129,7 @@ class OptimizerStates:
 
     def _after_load(self, _: torch.optim.Optimizer) -> None:
         self._groups.leave_shards()
-        self._step.schedule.is_stepping = False  # all states are of one step again
+        self._step.schedule.is_stepping = False  # all states belong to one step again
         self._take_states()
         for resident in self._step.residents:
             if isinstance(resident, Travelling):  # the new states go to their place

@@ -1,7 +1,7 @@
 """Owns model states that are parked to free their memory: `offload_states`, `reload_states`.
 
-Only memory of the accelerator is parked (without one, CPU memory, which is parked on disk). The memory is freed, and
-the user's tensors show placeholders in the meantime.
+Only the accelerator's memory is parked; without an accelerator, CPU memory is parked on disk. The memory is freed, and the
+user's tensors show placeholders in the meantime.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Parking:
         self._storage: Storage | None = None
 
     def offload(self, states: Iterable[str], place: Place, offload: Offload) -> int:
-        """Park states, and return the number of freed bytes. Nothing happens if `place` is the accelerator's own memory.
+        """Park states and return the number of freed bytes. Nothing happens if `place` is the accelerator's own memory.
 
         Raises:
             UsageError: an unknown name, states parked already, waiting gradients, a pinned unit, or a parameter of a user's class.

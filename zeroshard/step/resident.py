@@ -1,9 +1,10 @@
 """Owns this rank's shards as the optimizer's step sees them: the tensors that it updates, and their mean gradients.
 
-States in memory where the optimizer steps are updated in place, in few calls. For shards that rest elsewhere see travelling.py.
+States that are stored where the optimizer steps are updated in place, in few calls. For shards that rest elsewhere, see
+travelling.py.
 
-The optimizer finds the 1-D tensors that it updates, and the state of each, by identity. So those tensors stay, and their memory is
-exchanged: see `placeholder`.
+The optimizer finds the 1-D tensors that it updates, and the state of each, by identity, so those tensors stay and their memory
+is exchanged (see `placeholder`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def runs_along(state: Any, name: str, value: Tensor) -> TypeGuard[Tensor]:
 
 
 class Resident:
-    """A shard whose values are all in memory where the optimizer steps.
+    """A shard whose values are all stored where the optimizer steps.
 
     Args:
         unit: the unit of its parameters.
@@ -142,7 +143,9 @@ def _cast_numel(resident: Resident) -> int:
 
 
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
-    """Split residents into groups, in their order. With an offload ratio, some residents step on the accelerator, in other groups.
+    """Split residents into groups, in their order.
+
+    With an offload ratio, some residents step on the accelerator, in separate groups.
 
     Args:
         limits: pairs of a function that weighs a resident, and the most that a group of several residents may weigh.
@@ -188,7 +191,7 @@ class SubGroups:
         return 0
 
     def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
-        """Yield each group in turn, in memory. After its turn, start to write its changes back, and call `on_left(group)`."""
+        """Yield each group in turn, in memory. After its turn, start to write its changes back and call `on_left(group)`."""
         with self._abandoned_on_error():
             for residents in self._in_place:
                 yield from self._in_memory(residents)
@@ -203,7 +206,7 @@ class SubGroups:
             resident.leave(write=True, update_rest=True)
 
     def prefetch(self) -> None:
-        """Start to read for the next step all values except its gradients, as far as there is room."""
+        """Start to read the next step's values, except its gradients, as far as there is room."""
 
     @contextmanager
     def opened(self, resident: Resident, *, write: bool = False, read: bool = True) -> Iterator[None]:
@@ -257,7 +260,7 @@ class Casts:
         return buffer.copy_(tensor)
 
     def take_back(self) -> None:
-        """End the use of all casts. Memory that the optimizer has kept stays the optimizer's, and is not used again."""
+        """End the use of all casts. Memory that the optimizer has kept stays the optimizer's and is not used again."""
         for buffer, own_uses in self._lent:
             if storage_users(buffer) <= own_uses:
                 self._pool.release(buffer)

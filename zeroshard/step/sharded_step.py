@@ -1,7 +1,7 @@
 """Owns the step: an unmodified torch optimizer that gets views of shards.
 
-Each parameter that has elements in a shard is one tensor there, usually 1-D, in the parameter's own param group. So each keeps
-its own state, step count and hyperparameters, and a parameter that no rank used in a step is skipped, as in plain PyTorch.
+Each parameter that has elements in a shard is one tensor there, usually 1-D, in the parameter's own param group, so each keeps
+its own state, step count and hyperparameters. A parameter that no rank used in a step is skipped, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShardedStep:
     """The update of this rank's shards by the user's optimizer, once in each call of its `step()`.
 
     Args:
-        inner: the user's optimizer, over the parameters of the units, or several as one. Its `param_groups` hold the shards'
+        inner: the user's optimizer over the units' parameters, or several that act as one. Its `param_groups` hold the shards'
             views while its own code runs, and the user's parameters otherwise.
         context: the ranks, and the places where states rest. If no parameter is cut, `inner` gets tensors of the true shapes.
 
@@ -69,7 +69,7 @@ class ShardedStep:
         self.loss_scale = 1.0
         self._is_driven = False
         self.steps_begun = 0
-        """The number of steps begun since sharding. A save that finds a different number at its end has values of two steps."""
+        """The number of steps begun since sharding. A save that finds a different number at its end has values from two steps."""
         self._norm: float | Tensor = 0.0
         self.schedule = schedule
         self._used: tuple[bool, ...] = ()
@@ -128,7 +128,7 @@ class ShardedStep:
             self._is_driven = False
 
     def refuse_inside(self) -> None:
-        """Raise if model states are of two steps: inside a step or its driver, or after a step that was aborted."""
+        """Raise if model states belong to two steps: inside a step or its driver, or after a step that was aborted."""
         if self._is_driven or self.schedule.is_stepping:
             raise UsageError(
                 "a save inside optimizer.step(), or after one that an exception aborted, would hold parameters of two steps: have "
@@ -154,7 +154,7 @@ class ShardedStep:
             for shard in chain.from_iterable(bucket.shards for bucket in unit.gradients):
                 resident = before.get(id(shard))
                 views = []
-                for number, piece in enumerate(shard.pieces):  # a shard's padding is zero, and has no view
+                for number, piece in enumerate(shard.pieces):  # a shard's padding is zero and has no view
                     named = unit.named[piece.index]
                     if resident is not None:
                         value = resident.views[number].value
@@ -208,7 +208,7 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step(closure)` of each of the user's optimizers, and return the last result. Every rank must call it."""
+        """Call `step(closure)` of each of the user's optimizers and return the last result. Every rank must call it."""
         result: Any = None
         for one in self._optimizers:
             result = one.step(closure)
@@ -340,7 +340,7 @@ class ShardedStep:
                 view.value.grad = part.detach()  # a new tensor: `FlatBuffer.free` detects other code that keeps it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and free the memory of those at rest where that is possible."""
+        """Drop the gradients and free the memory of those at rest where that is possible."""
         warn_of_zeros(set_to_none)
         self._used_at = -1
         self._dropped_by_user = set()

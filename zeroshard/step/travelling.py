@@ -383,7 +383,7 @@ class SubGroupsInFrames(SubGroups):
         return frame
 
     def _notice_other_states(self) -> None:
-        """Form the sub-groups again if the optimizer keeps a different number of states than assumed."""
+        """Form the sub-groups again if the optimizer keeps a number of states other than assumed."""
         kept = max(len(resident.slots) for resident in self._travelling)
         if kept in (0, self._states):
             return
@@ -451,7 +451,7 @@ class SubGroupsInFrames(SubGroups):
                 frame.empty()
 
     def _take_all_back(self) -> None:
-        """Take back the frames of all groups in memory or on their way, and drop the values there."""
+        """Take back the frames of all groups in memory or on their way and drop the values there."""
         for group in self._in_frames:
             if group[0] in self._lent:
                 for resident in group:

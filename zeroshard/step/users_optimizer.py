@@ -28,8 +28,9 @@ DIGEST_NBYTES = 8
 class UsersOptimizer:
     """An optimizer that the user made, whose `step()` runs the sharded step.
 
-    The sharded step runs before the optimizer's own step. For that, the param groups are emptied, or get a zero, and are restored.
-    The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()` is refused.
+    The sharded step runs before the optimizer's own step. For the own step, the param groups are
+    emptied or hold one zero; afterwards they are restored. The user's hooks and schedulers work
+    unchanged. After zeroshard was removed, `step()` is refused.
 
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
@@ -81,7 +82,7 @@ class UsersOptimizer:
         optimizer.zero_grad = torch.compiler.disable(self._drop_gradients)  # type: ignore[method-assign]
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """Call the user's `step()`. If such a call is already under way, run only the sharded step."""
+        """Call the user's `step()`. If a call is already under way, run only the sharded step."""
         if self._is_inside:
             return self._step(self, closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -91,7 +92,7 @@ class UsersOptimizer:
         return chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
 
     def remove(self) -> None:
-        """Remove zeroshard's methods from the optimizer, and refuse its later steps."""
+        """Remove zeroshard's methods from the optimizer and refuse its later steps."""
         self.is_removed = True
         for name in ("zero_grad", "add_param_group"):
             vars(self.optimizer).pop(name, None)
@@ -195,9 +196,10 @@ def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
 class OwnValues:
     """The values that an optimizer keeps beside its states, as they are now: the options of its param groups, and its own numbers.
 
-    In a step its code runs several times: once for each sub-group, and once for nothing (see `UsersOptimizer`). To the
-    optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes keep no numbers in attributes,
-    and change no number in place. What a class keeps for each parameter, in dicts by parameter or `id`, each run changes once.
+    In a step its code runs several times: once for each sub-group, and once with nothing to update (see `UsersOptimizer`). To
+    the optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes keep no numbers in
+    attributes, and change no number in place. Values that a class keeps per parameter, in dicts by parameter or `id`, are
+    changed once by each run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
@@ -216,7 +218,7 @@ class OwnValues:
         return copy.deepcopy(value) if self._copies and is_mutable and _is_plain(value) else value
 
     def restore(self) -> None:
-        """Set the values again, and remove others that the optimizer has set since then."""
+        """Set the values again and remove others that the optimizer has set since then."""
         for live, present, kept in self._kept:
             for key in [key for key, value in live.items() if key not in present and _is_own(key, value)]:
                 del live[key]
@@ -261,7 +263,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def warn_of_zeros(set_to_none: bool) -> None:
-    """Warn if `zero_grad` was asked to leave zeros. The user's call is above the calling method and a wrapper of torch."""
+    """Warn if `zero_grad` was asked to leave zeros. The user's frame is above the caller's and a torch wrapper's."""
     if not set_to_none:
         warnings.warn(
             "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that no "
@@ -306,7 +308,7 @@ class ParamGroups:
         self.are_on_shards = False
 
     def refuse_changes(self) -> None:
-        """Raise if the user has put other parameters into the groups, or has changed the groups."""
+        """Raise if the user has put other parameters into the groups or has changed the groups."""
         groups = chain.from_iterable(one.param_groups for one in self._optimizers)
         now = [[id(parameter) for parameter in group["params"]] for group in groups]
         if len(now) != len(self.ids) or any(own and own != taken for own, taken in zip(now, self.ids, strict=True)):

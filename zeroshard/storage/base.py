@@ -82,7 +82,7 @@ class Slot(ABC):
 
     @abstractmethod
     def wait(self, device: torch.device = CPU) -> None:
-        """Order the later work of `device` after every write that was started. A CPU blocks, and raises a write's error."""
+        """Order the later work of `device` after every write that was started. A CPU blocks and raises a write's error."""
 
     # ------------------------------------------------------------------ content that is not always wanted
 
@@ -157,7 +157,7 @@ class Storage(ABC):
         """Take space for `numel` elements. Without space on the disk, a StorageError names the folder."""
 
     def close(self) -> None:
-        """Wait for transfers in flight, and release everything. Memory is freed with its tensors."""
+        """Wait for transfers in flight and release everything. Memory is freed with its tensors."""
 
     @property
     @abstractmethod
@@ -260,7 +260,7 @@ class AcceleratorStorage(MemoryStorage):
         return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot whose memory is freed while it has no content, see `Slot.empty`."""
+        """Make a slot whose memory is freed while it has no content (see `Slot.empty`)."""
         self.nbytes += numel * dtype.itemsize
         buffer = self._buffer(label, numel, dtype, is_unit=False)
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)

@@ -1,11 +1,11 @@
 """Owns 1-D tensors whose memory can be freed and allocated again while every view of them stays valid.
 
 [Note: freed storage]
-Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer is freed. Before the
-backward, memory is allocated again under the same views, and filled. Until then nothing may read the views, because a read
-of freed memory is a segmentation fault, not an error. So a parameter at rest shows a placeholder instead of this memory, see
-`unit.py`. Memory is kept as long as other code uses it: a view that a module returned, an alias that the user
-keeps, a tensor that autograd saved without our hooks.
+Autograd saves views of parameters. When a sharded unit is resharded, the *memory* of its flat buffer
+is freed. Before the backward, memory is allocated again under the same views, and filled. Until then nothing may read the
+views, because a read of freed memory is a segmentation fault, not an error. So a parameter at rest shows a placeholder
+instead of this memory (see `unit.py`). Memory is kept as long as other code uses it: a view that a module returned, an
+alias that the user keeps, a tensor that autograd saved without our hooks.
 
 The storage of a device's memory, or of small memory, shrinks to nothing and grows again. Larger CPU memory stays at its addresses
 and loses its pages (see pages.py): torch's own way would make the kernel map each page again.
@@ -196,7 +196,7 @@ class BufferPool:
         self._device = device
         self._buffer = buffer
         self._free: list[tuple[Tensor, Transfer]] = []
-        """In the order in which they came back."""
+        """The free tensors, each with the transfer that must end first, in the order of their release."""
         self._out: dict[int, Tensor] = {}
         self.spare_nbytes = 0
 
@@ -232,7 +232,7 @@ class BufferPool:
         return scratch
 
     def release(self, scratch: Tensor, after: Transfer | None = None) -> None:
-        """Take back a tensor of `acquire`; it is used again once `after` is over."""
+        """Take back a tensor that `acquire` returned; it is used again once `after` is over."""
         self._free.append((self._out.pop(id(scratch)), after or LANDED))
 
     def clear(self) -> None:

@@ -1,8 +1,7 @@
 """Owns model states on disk: the files of a rank, and the reads ahead from them.
 
-Threads read and write blocks of a file, with checksums, and bypass the page cache where they can. A file has no name, since it is
-removed from its folder before it is used. So the operating system frees it however this process ends, and no other job can open
-it.
+Threads read and write blocks of a file, with checksums. They bypass the page cache where they can. A file is unlinked before it
+is used, so the operating system frees it however this process ends, and no other job can open it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BOUNCE_NBYTES = 1 << 20
 
 
 class Requests(Transfer):
-    """The reads or writes of the blocks of one transfer."""
+    """One transfer's block reads or writes."""
 
     def __init__(self, futures: Sequence[Future[None]]) -> None:
         self._futures = futures
@@ -141,7 +140,7 @@ class DirectFile:
         return self._start(self._write, start, flat, label, after)
 
     def read(self, start: int, flat: Tensor, label: str) -> Transfer:
-        """Start to fill a contiguous CPU tensor from `start`, and verify the checksums of its blocks."""
+        """Start to fill a contiguous CPU tensor from `start` and verify the checksums of its blocks."""
         return self._start(self._read, start, flat, label, LANDED)
 
     def _start(self, work: Any, start: int, flat: Tensor, label: str, after: Transfer) -> Requests:
@@ -205,7 +204,7 @@ class DirectFile:
             done += count
 
     def close(self) -> None:
-        """Wait for transfers under way, and give the disk its space back."""
+        """Wait for transfers under way and give the disk its space back."""
         self._threads.shutdown()
         self._file.close()
 

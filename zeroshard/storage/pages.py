@@ -230,7 +230,7 @@ class Range:
         return torch.frombuffer(array, dtype=dtype)
 
     def fill(self) -> None:
-        """Give the range memory of undefined content, or raise OSError if there is none left."""
+        """Give the range memory of undefined content or raise OSError if there is none left."""
         try:
             for address, nbytes in self._pieces():
                 self._pages.put(address, nbytes)

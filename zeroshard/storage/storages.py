@@ -83,7 +83,7 @@ class Storages:
         return Staging(count, nbytes, partial(aligned_bytes, pin=pin))
 
     def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
-        """Open a file, and make the staging buffers for it: `count` of at least `nbytes`, in whole blocks of the file."""
+        """Open a file and make the staging buffers for it: `count` of at least `nbytes`, in whole blocks of the file."""
         nbytes = -(-nbytes // offload.block_nbytes) * offload.block_nbytes
         return DiskStorage(self._make_file(offload), self._copies, self._make_staging(count, nbytes, pin=pin))
 

@@ -159,7 +159,7 @@ class Staging:
 
 
 class Copies:
-    """A maker of copies between an accelerator and CPU memory, on a stream for each direction. On a CPU: plain copies."""
+    """An object that copies between an accelerator and CPU memory, on one stream per direction. On a CPU, copies are plain."""
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.staging = Staging(STAGED_COUNT, STAGED_NBYTES, partial(aligned_bytes, pin=pin and device.type != "cpu"))
@@ -198,7 +198,7 @@ class Copies:
         return copy
 
     def _staged(self, target: Tensor, source: Tensor, after: Transfer) -> Transfer:
-        """Copy a 1-D tensor, and convert it in staging buffers on the way: from memory that is not pinned, torch would wait."""
+        """Copy a 1-D tensor and convert it in staging buffers on the way: from memory that is not pinned, torch would wait."""
         copying: Transfer = LANDED
         step = STAGED_NBYTES // target.dtype.itemsize
         for low in range(0, target.numel(), step):

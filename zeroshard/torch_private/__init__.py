@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
-"""Names of torch that other modules import from here."""
+"""torch names that other modules import from here."""
 
 SEEN_TO_WORK = ("2.11", "2.13", "2.14")
-"""Releases of torch on which all tests passed."""
+"""The torch releases on which all quick tests passed."""
 
 
 def _find(name: str) -> Any:
-    """Look up a name of torch.
+    """Look up a torch name.
 
     Raises:
         UsageError: this torch does not have the name.
@@ -105,7 +105,7 @@ def storage_id(tensor: Tensor) -> int:
     The identity of the storage's Python wrapper is not stable, and some tensors have no address.
 
     Raises:
-        RuntimeError, NotImplementedError: the tensor has no storage, like tensors inside transforms of torch.func.
+        RuntimeError, NotImplementedError: the tensor has no storage, like tensors inside torch.func transforms.
     """
     return int(tensor.untyped_storage()._cdata)
 
@@ -203,8 +203,8 @@ def part_as(like: Any, gradient: Any) -> Tensor:
 
 # ---------------------------------------------------------------- trees
 
-# Inputs and outputs of models: trees of lists, dicts and types that libraries register with torch, such as outputs of
-# transformers. torch has no public functions on such trees.
+# Inputs and outputs of models: trees of lists, dicts and types that libraries register with torch, such as transformers'
+# outputs. torch has no public functions on such trees.
 tree_map: Callable[..., Any] = _find("torch.utils._pytree.tree_map")
 tree_map_only: Callable[..., Any] = _find("torch.utils._pytree.tree_map_only")
 tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree.tree_leaves")
@@ -315,7 +315,7 @@ COMPILED_CALL = "compile_wrapper"
 
 
 def is_of_compiler(code: CodeType) -> bool:
-    """Return whether code is in the file of torch.compile's wrappers, whether it wraps a compiled function or not."""
+    """Return whether code is from the file with torch.compile's wrappers, whether or not it wraps a compiled function."""
     return code.co_filename.endswith(COMPILER_FILE)
 
 
@@ -363,7 +363,7 @@ def refuses_saved_tensors_hooks() -> bool:
 
 
 def has_tensor_hooks(parameter: Any) -> bool:
-    """Return whether a parameter has hooks of `register_hook`."""
+    """Return whether a parameter has hooks from `register_hook`."""
     return bool(parameter._backward_hooks)
 
 
@@ -371,7 +371,7 @@ _transform = _find("torch._C._functorch.peek_interpreter_stack")
 
 
 def in_transform() -> bool:
-    """Return whether a transform of torch.func is running, inside which units cannot be gathered."""
+    """Return whether a torch.func transform is running, in which units cannot be gathered."""
     return _transform() is not None
 
 

@@ -65,7 +65,7 @@ _asks("torch._guards.TracingContext.try_get", own.is_traced)
 
 
 class _Told(Tensor):
-    """A tensor that counts the operations on its class, and runs none."""
+    """A tensor that counts the operations on its class and runs none."""
 
     count = 0
 

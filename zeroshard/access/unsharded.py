@@ -87,9 +87,9 @@ def unsharded(
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target has an unsupported type, its parameters are parked, or there is no such rank. Without a modifier rank,
-            a change to parameters also raises it: at the end of the block, unless `undo` is set, or when another block begins
-            inside it. Changes to sharded parameters are then lost.
+        UsageError: the target has an unsupported type, its parameters are parked, or there is no such rank. Without a modifier
+            rank, a change to parameters also raises it: at the end of the block, unless `undo` is set, or when another block
+            begins inside it. Changes to sharded parameters are then lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:

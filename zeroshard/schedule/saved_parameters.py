@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.errors import UsageError
@@ -48,9 +48,9 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    is_itself: bool
-    """Whether the view is the whole parameter, in its shape. A Python autograd function may read its attributes."""
     trained: bool
+    shows_attributes: bool
+    """Whether the view is a whole parameter with attributes, which a Python autograd function may read."""
 
 
 class SavedParameters:
@@ -184,12 +184,17 @@ class SavedParameters:
         index = order[bisect_right(order, place, key=starts.__getitem__) - 1]
         size = tensor.size()
         stride = tensor.stride()
-        like: Any = unit.named[index].parameter
+        entry = unit.named[index]
+        like: Any = entry.parameter
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
         version = version_of(like) - unit.appearance.hides
         itself = unit.appearance.views[index]
         is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
-        return _View(unit, index, version, tensor.dtype, size, stride, offset, is_itself, like.requires_grad)
+        has_attributes = bool(vars(like)) or unit.appearance.whole_class is not nn.Parameter
+        return _View(
+            unit, index, version, tensor.dtype, size, stride, offset, like.requires_grad,
+            shows_attributes=is_itself and has_attributes and not entry.is_distributed,
+        )  # fmt: skip
 
     def _distributed(self, local: _View, distribution: Any) -> Tensor:
         with torch.no_grad():
@@ -207,13 +212,13 @@ class SavedParameters:
         entry = unit.named[packed.index]
         _check(packed.version, version_of(entry.parameter) - unit.appearance.hides, entry.fqn)
         self._before_read(unit)
-        if packed.is_itself and not packed.trained:
+        if packed.shows_attributes and not packed.trained:
             return entry.parameter
         flat = unit.flat.tensor
         if packed.dtype == flat.dtype:
             with torch.no_grad():
                 view = flat.as_strided(packed.size, packed.stride, packed.offset)
-                return _Unpacked(view, entry.parameter) if packed.is_itself else view
+                return _Unpacked(view, entry.parameter) if packed.shows_attributes else view
         other: Any = torch.empty(0, dtype=packed.dtype, device=flat.device)
         return other.set_(flat.untyped_storage(), packed.offset, packed.size, packed.stride)
 

@@ -21,8 +21,8 @@ from zeroshard import CollectiveError, Policy, Precision
 from zeroshard.collectives import choose
 from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.watch import NOTICE_VARIABLE
 from zeroshard.gradients.norm import coefficient_of, norm_of, scale_, sums_of_squares
+from zeroshard.launch import NOTICE_VARIABLE
 from zeroshard.step import replicas
 from zeroshard.step.replicas import digest_of, digests_as_bytes
 

@@ -22,13 +22,14 @@ from ranks import Lines, RankError, on_ranks, run_ranks
 from torch import nn
 
 import zeroshard
-from zeroshard import CollectiveError, Policy, UsageError
+from zeroshard import CollectiveError, Policy, UsageError, launch
 from zeroshard.collectives import watch as watching
 from zeroshard.collectives.base import CHUNK_NUMEL, Alone, Collectives, sum_into
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Neighbours
-from zeroshard.collectives.watch import NOTICE_VARIABLE, Told, describe_failure, spell
+from zeroshard.collectives.watch import Told, describe_failure, spell
+from zeroshard.launch import NOTICE_VARIABLE
 from zeroshard.testing import train
 
 CPU = torch.device("cpu")
@@ -404,13 +405,13 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
 
 
 def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watching.notice_seconds() == 30.0
+    assert launch.notice_seconds() == 30.0
     monkeypatch.setenv(NOTICE_VARIABLE, "inf")
-    assert watching.notice_seconds() == float("inf")
+    assert launch.notice_seconds() == float("inf")
     for bad in ("soon", "0", "-1", "nan"):
         monkeypatch.setenv(NOTICE_VARIABLE, bad)
         with pytest.raises(UsageError, match=NOTICE_VARIABLE):
-            watching.notice_seconds()
+            launch.notice_seconds()
 
 
 def test_a_limit_on_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ports import free_port
 import zeroshard
 from zeroshard import UsageError
 from zeroshard.errors.uncaught import Hook, report_uncaught, restore
-from zeroshard.launch import Launch, first_host, join_ranks, read_launch, trap_of_restarts
+from zeroshard.launch import NOTICE_VARIABLE, Launch, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -241,6 +242,22 @@ def test_a_rank_that_is_not_reached_has_advice(
     with pytest.raises(UsageError, match=r"timed out\. Check that rank 0 runs there"):
         join_ranks(CPU)
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("rank", "advice"), [(0, "all 2 ranks were started"), (1, "rank 0 runs there")], ids=["rank 0", "rank 1"]
+)
+def test_a_rank_that_waits_for_the_others_to_join_is_named(
+    rank: int, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other rank is never started."""
+    port = free_port()
+    named = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, NOTICE_VARIABLE: 1}
+    for name, value in named.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UsageError, match=advice):
+        join_ranks(CPU, timeout=timedelta(seconds=3))
+    assert f"rank {rank} of 2 has waited 1 s at 127.0.0.1:{port} for the other ranks to join" in caplog.text
 
 
 def test_one_process_is_joined_with_itself_where_that_is_required() -> None:

@@ -73,12 +73,12 @@ def test_a_script_finds_zeroshard_as_deepspeed_on_every_rank(script: Path, tmp_p
     real = tmp_path / "site" / "deepspeed"
     real.mkdir(parents=True)
     (real / "__init__.py").write_text("raise RuntimeError('the real one')")
-    done = run(tmp_path, "--nproc-per-node", "2", "train.py", "--help", "-m", "x", before=str(real.parent))
+    done = run(tmp_path, "--nproc-per-node", "2", "train.py", "--help", "-m", "x", "--log", before=str(real.parent))
     assert done.returncode == 0, done.stderr
     ranks = told(tmp_path)
     assert len(ranks) == 2
     for rank in ranks:
-        assert rank["arguments"] == ["--help", "-m", "x"]
+        assert rank["arguments"] == ["--help", "-m", "x", "--log"]
         assert Path(rank["deepspeed"]).is_relative_to(shim_path())
         assert (rank["threads"], rank["world"], rank["joined"]) == ("1", "2", 2)
     assert ours(done) == [f"zeroshard run: DeepSpeed is installed ({real}); this run imports zeroshard in its place."]

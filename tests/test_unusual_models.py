@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unusual import WIDTH, Block, Net, batch
 
 import zeroshard
-from zeroshard import Policy, Precision
+from zeroshard import Place, Policy, Precision
 from zeroshard.testing import run_ranks
 
 # ------------------------------------------------------------------ what cannot be sharded, and what leaves no trace
@@ -214,6 +214,39 @@ def test_parts_of_one_memory_are_no_tie() -> None:
         sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
         model(batch(rank, 0)).backward()
         sharded.optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy.stage(1), Policy.stage(2).offloaded(parameters=Place.CPU), Policy.stage(3)],
+    ids=["1", "2, offloaded", "3"],
+)
+def test_parameters_that_are_views_of_one_tensor_train(policy: Policy) -> None:
+    """They share a version counter, which also counts zeroshard's own writes to the others."""
+
+    def body(rank: int) -> None:
+        def run(policy: Policy) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = Net()
+            flat = torch.randn(3, 2 * WIDTH, WIDTH) / WIDTH
+            model.blocks[0].up.weight, model.blocks[1].up.weight = nn.Parameter(flat[0]), nn.Parameter(flat[1])
+            model.blocks[0].down.weight = nn.Parameter(flat[2].view(WIDTH, 2 * WIDTH))
+            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), policy)
+            for number in range(3):
+                model(batch(rank, number)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
+                model.blocks[0].up.weight.mul_(1 + rank)
+            model(batch(rank, 3)).backward()
+            sharded.optimizer.step()
+            with zeroshard.unsharded(model):
+                return [parameter.detach().clone() for parameter in model.parameters()]
+
+        for one, other in zip(run(Policy.stage(0)), run(policy), strict=True):
+            assert torch.equal(one, other)
 
     on_ranks(body, 2)
 

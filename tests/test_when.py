@@ -221,14 +221,16 @@ class Sparse(Deep):
 
 
 @pytest.mark.parametrize(
-    "units", [Units(leaf_classes=("Mixture",)), Units(leaf_names=("blocks.*",)), Units(leaf_suffixes=(".0", "ocks.1"))],
-    ids=["class", "name", "suffix"],
-)  # fmt: skip
+    "units",
+    [
+        Units(leaf_classes=("Mixture",)),
+        Units(leaf_classes=(Mixture,)),
+        Units(leaf_names=("blocks.0", "blocks.1")),
+        Units(leaf_suffixes=("ocks.0", "ocks.1")),
+    ],
+    ids=["class name", "class", "name", "suffix"],
+)
 def test_a_leaf_is_whole_on_ranks_that_run_different_parts_of_it(units: Units) -> None:
-    if units.leaf_names:
-        units = Units(leaf_names=("blocks.0", "blocks.1"))
-    if units.leaf_suffixes:
-        units = Units(leaf_suffixes=("ocks.0", "ocks.1"))
     expected = on_two_ranks(policy=Policy.stage(0), units=units, make=Sparse)
     result = on_two_ranks(units=units, make=Sparse)
     assert same_parameters(result, expected)

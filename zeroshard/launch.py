@@ -21,8 +21,9 @@ import multiprocessing
 import os
 import re
 import socket
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,8 @@ import torch.distributed as dist
 
 from zeroshard.errors import UsageError
 
+NOTICE_SECONDS = 30.0
+NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
 _LEAVE_SECONDS = 30.0
 _DEFAULT_PORT = 29500
 """torch's own default."""
@@ -203,6 +206,15 @@ def local_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def notice_seconds() -> float:
+    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never."""
+    text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise UsageError(f"{NOTICE_VARIABLE} is {text!r}: give seconds as a positive number, or inf for never.")
+
+
 def init_distributed(
     backend: str | None = None, *, timeout: timedelta | None = None, init_method: str | None = None, rank: int = -1,
     world_size: int = -1, required: bool | None = None,
@@ -281,14 +293,32 @@ def join_ranks(
     unknown = None if launch is None else unknown_address(launch)
     if unknown is not None:
         logging.getLogger("zeroshard").warning("%s This rank tries again until the timeout.", unknown)
+    advice = "Check that rank 0 runs there, and that this machine reaches that port."
+    if rank == 0:
+        advice = f"Check that all {world_size} ranks were started, and with this address and port."
+    seconds = notice_seconds()
+    text = f"rank {rank} of {world_size} has waited {seconds:.0f} s at {place} for the other ranks to join. {advice}"
     try:
-        dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
+        with _log_after(seconds, text):
+            dist.init_process_group(backend, init_method=where, timeout=timeout, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        advice = unknown or trap or "Check that rank 0 runs there, and that this machine reaches that port."
         raise UsageError(
-            f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. {advice}"
+            f"the ranks could not be joined over {backend} at {place}: {str(error).splitlines()[0].rstrip('.')}. "
+            f"{unknown or trap or advice}"
         ) from error
     atexit.register(_leave_ranks, os.getpid())
+
+
+@contextlib.contextmanager
+def _log_after(seconds: float, text: str) -> Iterator[None]:
+    """Log a text if the block takes longer than this."""
+    notice = threading.Timer(min(seconds, threading.TIMEOUT_MAX), logging.getLogger("zeroshard").warning, [text])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def trap_of_restarts(env: Mapping[str, str]) -> str | None:

@@ -334,7 +334,7 @@ class Units:
 
     Attributes:
         leaf_classes, leaf_names, leaf_suffixes: modules that each form one unit with all their submodules. They are
-            given by class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn.
+            given by class or class name (with or without its module), by fqn (`*` matches anything), or by the end of the fqn.
             Declare a module that runs some children on some ranks only, such as a mixture of experts: all ranks then
             gather the whole module.
         min_numel: a block with fewer elements than this belongs to the unit that contains it. None means 0 for models
@@ -347,7 +347,7 @@ class Units:
         UsageError: a string was passed instead of a tuple. (If no module matches, `shard` raises it.)
     """
 
-    leaf_classes: tuple[str, ...] = ()
+    leaf_classes: tuple[type | str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
     min_numel: int | None = None

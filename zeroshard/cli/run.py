@@ -88,6 +88,7 @@ def _options(arguments: Sequence[str]) -> Any:
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
+    parser.allow_abbrev = False  # else argparse also takes the script's own --log for one of torchrun's options
     setattr(parser, "error", _refuse)  # noqa: B010  argparse would print two screens of usage first
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node=None)

@@ -17,8 +17,8 @@ from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.quantized import BITS
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.watch import Watch, notice_seconds
-from zeroshard.launch import mark_use
+from zeroshard.collectives.watch import Watch
+from zeroshard.launch import mark_use, notice_seconds
 from zeroshard.policy import EXACT, Wire
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -28,9 +27,8 @@ from torch.distributed.distributed_c10d import Store
 from zeroshard.collectives.waits import Pairing, Wait, Waits
 from zeroshard.errors import UsageError
 from zeroshard.errors.uncaught import is_users
+from zeroshard.launch import NOTICE_SECONDS
 
-NOTICE_SECONDS = 30.0
-NOTICE_VARIABLE = "ZEROSHARD_NOTICE_SECONDS"
 REPEAT_SECONDS = 300.0
 """The seconds until a continuing wait is logged again."""
 REPORT_SECONDS = 5.0
@@ -43,15 +41,6 @@ _LOOKS = 6
 """The number of looks at the waits before the first notice."""
 _CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
-
-
-def notice_seconds() -> float:
-    """Return the seconds until a wait is logged: from the environment, or 30. Infinity means never."""
-    text = os.environ.get(NOTICE_VARIABLE, NOTICE_SECONDS)
-    with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise UsageError(f"{NOTICE_VARIABLE} is {text!r}: give seconds as a positive number, or inf for never.")
 
 
 def place_of(thread: int) -> str:

@@ -82,10 +82,10 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
     """Return the modules that `rule` or `MIXTURES` declares as units. A class selects the model only if no module inside has it."""
     modules = [(name_of(fqn), module) for fqn, module in model.named_modules() if fqn]
     declared: list[tuple[str, set[nn.Module]]] = []
-    for name in rule.leaf_classes:
-        inside = {module for _, module in modules if _is_of_class(module, name)}
-        itself = {module for module in [model] if _is_of_class(module, name)}
-        declared.append((f"class {name}", inside or itself))
+    for kind in rule.leaf_classes:
+        inside = {module for _, module in modules if _is_of_class(module, kind)}
+        itself = {module for module in [model] if _is_of_class(module, kind)}
+        declared.append((f"class {kind.__name__ if isinstance(kind, type) else kind}", inside or itself))
     for name in rule.leaf_names:
         declared.append((f"name {name}", {module for fqn, module in modules if fnmatchcase(fqn, name)}))
     for name in rule.leaf_suffixes:
@@ -107,8 +107,10 @@ def _leaves(model: nn.Module, rule: Units) -> set[nn.Module]:
     return found.union(module for _, module in modules if any(_is_of_class(module, name) for name in MIXTURES))
 
 
-def _is_of_class(module: nn.Module, name: str) -> bool:
-    return any(name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
+def _is_of_class(module: nn.Module, wanted: type | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return any(wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}") for kind in type(module).__mro__)
 
 
 def _is_callable(module: nn.Module) -> bool:

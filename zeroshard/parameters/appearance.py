@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import NamedParameter
 from zeroshard.parameters.classes import classes_of
+from zeroshard.parameters.context import OwnWrites
 from zeroshard.storage.buffers import in_own_storage
 from zeroshard.torch_private import distributed_class, is_same_memory, past_torch_function, version_of, writes_of
 
@@ -31,13 +32,13 @@ class Appearance:
         views: views of the flat buffer, one for each parameter, in its shape.
         owner: their unit, which is called for reads, and for gradients that the user sets.
         whole: the class of parameters that have their values; it differs for DTensors.
+        own_writes: the counts of each parameter.
         separate: whether to show each view in a storage of its own, as libraries that write files expect. The flat buffer
             must then keep its memory as long as parameters show it.
 
     Attributes:
         views: the views of the values, whose memory may be freed.
         placeholders: the data of parameters without values, one NaN for each; None for integers, whose values never leave.
-        hides: the number of times that the values were freed. Version counters count these, too.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Appearance:
         views: Sequence[Tensor],
         owner: Any,
         whole: type[nn.Parameter],
+        own_writes: Sequence[OwnWrites],
         *,
         separate: bool,
     ) -> None:
         self._named = named
         self._separate = separate
+        self.own_writes = own_writes
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
         self.views = list(views)
@@ -73,13 +76,6 @@ class Appearance:
         self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
         self._in_use = False
-        self._own_writes = [0] * len(self._named)
-        """For each parameter, the number of counted writes that are not the user's, without those that `hides` counts.
-
-        The counts are separate for graphs that saved a sharded parameter as a position in its unit: such a graph stays valid when
-        the values are freed, but not when they are updated.
-        """
-        self.hides = 0
 
     # ------------------------------------------------------------------ the tensors that parameters show
 
@@ -122,10 +118,9 @@ class Appearance:
 
         Do not call it while the user has views: torch would rebuild their gradient functions from the present data.
         """
-        for entry in self._named:
+        for entry, own in zip(self._named, self.own_writes, strict=True):
             torch.autograd.graph.increment_version(entry.parameter)
-        self.hides += 1
-        self._versions = self.versions()
+            own.frees += 1
 
     def make_readers_wait(self) -> None:
         """Make readers wait for values that arrive while Python continues."""
@@ -181,7 +176,10 @@ class Appearance:
         """Return a count for each parameter, which rises with each in-place write by the user."""
         count = writes_of if self._is_distributed else version_of
         with past_torch_function():  # counting reads nothing
-            return [count(entry.parameter) - own for entry, own in zip(self._named, self._own_writes, strict=True)]
+            return [
+                count(entry.parameter) - own.updates - own.frees
+                for entry, own in zip(self._named, self.own_writes, strict=True)
+            ]
 
     def begin_look(self) -> list[int]:
         """Look for writes until `end_look`. Return the write counts to compare with, which `restart_looks` resets."""
@@ -215,7 +213,7 @@ class Appearance:
         for index in indices:
             with past_torch_function():
                 torch.autograd.graph.increment_version(self._named[index].parameter)
-            self._own_writes[index] += 1
+            self.own_writes[index].updates += 1
 
     def collect_written(self) -> set[int]:
         """Return the indices of parameters that were written to in place or assigned new `.data` since the last call."""

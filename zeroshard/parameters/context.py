@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +17,42 @@ from zeroshard.collectives.composed import Everyone
 from zeroshard.policy import DTypes, Policy, Precision
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
+from zeroshard.torch_private import past_torch_function, version_of
+
+
+@dataclass
+class OwnWrites:
+    """The writes that a parameter's version counter counts, and that are not the user's.
+
+    Graphs that saved a sharded parameter stay valid when its values are freed, but not when they are updated.
+
+    Attributes:
+        updates: the number of updates.
+        frees: the number of times that the values were freed.
+    """
+
+    updates: int = 0
+    frees: int = 0
+
+
+def own_writes_of(parameters: Sequence[nn.Parameter]) -> dict[int, OwnWrites]:
+    """Return new counts for each parameter, by `id`. Parameters that share a version counter share them, too.
+
+    Parameters made from views of one tensor share its counter: nn.Parameter(qkv[:n]), or `load_state_dict(assign=True)`.
+    """
+    found = {id(parameter): OwnWrites() for parameter in parameters}
+    with past_torch_function():
+        before = [version_of(parameter) for parameter in parameters]
+        torch.autograd.graph.increment_version(parameters)
+        left = [one for one, count in zip(parameters, before, strict=True) if version_of(one) > count + 1]
+        while left:
+            before = [version_of(parameter) for parameter in left]
+            torch.autograd.graph.increment_version(left[0])
+            changed = [version_of(one) > count for one, count in zip(left, before, strict=True)]
+            for parameter in compress(left, changed):
+                found[id(parameter)] = found[id(left[0])]
+            left = [parameter for parameter, is_changed in zip(left, changed, strict=True) if not is_changed]
+    return found
 
 
 @dataclass
@@ -28,6 +65,7 @@ class Live:
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
         before_later_gradients: called before the first gradients of a further backward are added to those of the step.
         drop_gradients: called when the user has replaced each `grad` of a unit; drops all gradients if every `grad` is None.
+        own_writes: the counts of each parameter, by `id`.
         data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
     """
 
@@ -36,6 +74,7 @@ class Live:
     gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
     before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
+    own_writes: dict[int, OwnWrites] = field(default_factory=dict)
     data_was_read: bool = False
 
 

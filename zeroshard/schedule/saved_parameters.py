@@ -187,7 +187,7 @@ class SavedParameters:
         entry = unit.named[index]
         like: Any = entry.parameter
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
-        version = version_of(like) - unit.appearance.hides
+        version = version_of(like) - unit.appearance.own_writes[index].frees
         itself = unit.appearance.views[index]
         is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
         has_attributes = bool(vars(like)) or unit.appearance.whole_class is not nn.Parameter
@@ -210,7 +210,8 @@ class SavedParameters:
             return packed()
         unit = packed.unit
         entry = unit.named[packed.index]
-        _check(packed.version, version_of(entry.parameter) - unit.appearance.hides, entry.fqn)
+        frees = unit.appearance.own_writes[packed.index].frees
+        _check(packed.version, version_of(entry.parameter) - frees, entry.fqn)
         self._before_read(unit)
         if packed.shows_attributes and not packed.trained:
             return entry.parameter

@@ -159,7 +159,8 @@ class Unit:
         assert whole_class is not None
         # A separate storage would not notice that the flat buffer's memory is freed.
         separate = self.flat.has_address and not self.comes_and_goes
-        self.appearance = Appearance(self.named, views, self, whole_class, separate=separate)
+        own_writes = [context.live.own_writes[id(entry.parameter)] for entry in self.named]
+        self.appearance = Appearance(self.named, views, self, whole_class, own_writes, separate=separate)
         self._written: set[int] = set()
         """The parameters that the user has written to since the last `spread_owners_values`, by index."""
         self._masters_wait = False

@@ -48,7 +48,7 @@ from zeroshard.observe.emulation import warn_if_emulated
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import needs_whole_parameters
 from zeroshard.parameters.classes import notes_data, whole_class
-from zeroshard.parameters.context import Context, Live
+from zeroshard.parameters.context import Context, Live, own_writes_of
 from zeroshard.policy import Place, Policy, Precision, Units
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.module_hooks import refuse_cuda_graphs
@@ -228,6 +228,7 @@ def _shard(
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, context)
+    context.live.own_writes = own_writes_of(list(model.parameters()))
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     if isinstance(optimizer, Several):
         optimizer.connect()  # not before: a refused `shard` leaves the user's optimizers unchanged

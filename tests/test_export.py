@@ -163,7 +163,7 @@ def test_the_commands(tmp_path: Path) -> None:
     run = CliRunner().invoke
     shown = run(app, ["inspect", str(tmp_path / "ckpt")])
     assert shown.exit_code == 0, shown.output
-    assert shown.output.startswith("whole: every file is there")
+    assert shown.output.startswith("complete: all files are present")
     assert "sharded: " in shown.output
     assert "embedding.weight" in shown.output
     told = json.loads(run(app, ["inspect", str(tmp_path / "ckpt"), "--json"]).output)
@@ -177,7 +177,7 @@ def test_the_commands(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-8] + b"12345678")
     broken = run(app, ["inspect", str(tmp_path / "ckpt")])
     assert broken.exit_code == 1
-    assert broken.output.startswith("not whole: load another tag")
+    assert broken.output.startswith("damaged: load another tag")
     assert "is damaged" in flat(broken.output)
     refused = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out2")])
     assert isinstance(refused.exception, CheckpointError)

@@ -186,11 +186,11 @@ def _print(described: dict[str, Any]) -> None:
 
     console = Console()
     if described["problems"]:
-        verdict = "[red]not whole[/red]: load another tag, or pass fall_back=True"
+        verdict = "[red]damaged[/red]: load another tag, or pass fall_back=True"
     elif described["verified"]:
-        verdict = "[green]whole[/green]: every file is there and its checksums are right"
+        verdict = "[green]complete[/green]: all files are present and all checksums match"
     else:
-        verdict = "[green]whole[/green]: every file is there with its size; checksums were not verified"
+        verdict = "[green]complete[/green]: all files are present and have the expected sizes; checksums were not verified"
     console.print(verdict)
     for problem in described["problems"]:
         console.print(problem, style="red", markup=False)

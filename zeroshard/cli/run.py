@@ -74,7 +74,7 @@ def run(context: typer.Context) -> None:
         _launch(options)
         if not mark.exists():
             _say(
-                "warning: the script has ended, and it gave zeroshard nothing to train. Check that it passes a config "
+                "warning: the script ended without using zeroshard. Check that it passes a config "
                 "to its trainer (deepspeed=...). Accelerator(cpu=True) turns DeepSpeed off; it is not needed on a CPU."
             )
 

@@ -43,11 +43,11 @@ def pages() -> dict[str, str]:
         "zeroshard reads DeepSpeed configs. `zeroshard config check FILE` shows how zeroshard resolves your config. Each key "
         "belongs to one of three kinds:\n\n"
         "- It *works*.\n"
-        "- It *has no meaning here*: zeroshard accepts it, and nothing depends on it.\n"
+        "- It *has no meaning here*: zeroshard accepts the key and ignores it.\n"
         "- It is *not supported*: switching it on raises an error.\n\n"
-        'The value "auto" means the default, unless the table names another value. If the table says that you must supply the '
-        'value, pass it to `initialize`, for example as `auto={"lr": 3e-3}`. Also pass each argument of an '
-        'optimizer or scheduler that is "auto" and in no table. A block cannot be "auto". '
+        'The value "auto" means the default, unless the table names another value. If the table says that you must pass the '
+        'value to `initialize`, write for example `auto={"lr": 3e-3}`. Also pass each argument of an '
+        'optimizer or scheduler that is "auto" and not in a table. A block cannot be "auto". '
         "The [glossary](../glossary.md) defines unit, shard, bucket and "
         "other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
@@ -72,7 +72,7 @@ def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 
 def _first() -> str:
-    """Make the table of the keys that most configs set, with a link to each key's row."""
+    """Return the table of the keys that most configs set, with a link to each key's row."""
     rows = ["| key | effect |", "| --- | --- |"]
     blocks: dict[str, type[BaseModel]] = {"": Schema, **dict(_blocks(Schema))}
     for path in _FIRST:
@@ -85,11 +85,13 @@ def _first() -> str:
 
 
 def _tables(prefix: str, block: type[BaseModel]) -> str:
-    """Make the table of the keys that work, and folded tables of the others."""
+    """Return the table of the keys that work, and folded tables of the others."""
     kinds = [effect_of(block, key).kind for key in block.model_fields]
     parts = []
     if Kind.WORKS in kinds:
         parts.append(_table(prefix, block, [Kind.WORKS]))
+    if arguments := _arguments(prefix):
+        parts.append(arguments)
     for kind, title in (
         (Kind.NO_MEANING, "Keys that have no meaning here"),
         (Kind.REFUSED, "Keys that are not supported"),
@@ -101,7 +103,7 @@ def _tables(prefix: str, block: type[BaseModel]) -> str:
 
 
 def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
-    """Make a table of a block's keys of some kinds, one row for each, with the key as its id."""
+    """Return a table of a block's keys of some kinds, one row for each, with the key as its id."""
     rows = ["| key | type; default | effect |", "| --- | --- | --- |"]
     for key in sorted(block.model_fields, key=lambda key: f"{prefix}{key}" not in _FIRST):
         field, effect = block.model_fields[key], effect_of(block, key)
@@ -110,6 +112,8 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         text = effect.text
         if len(kinds) > 1:
             text = f"*{effect.kind}*: {text}"
+        elif effect.kind is Kind.NO_MEANING:
+            text = f"No effect: {text}"
         else:
             text = _sentence(text)
         if block_of(block, key) is not None:
@@ -122,12 +126,20 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         if effect.kind is Kind.WORKS and rule is not rule_of("") and '"auto"' not in text:
             text = f'{text} "auto": {rule.text}.'
         rows.append(_row(f"{_id(key)}`{key}`", f"{_type(field.annotation)}; {default}", text))
-    if Kind.WORKS in kinds:
-        for path in RULES:
-            if path.startswith(f"{prefix}params."):
-                name = path.removeprefix(prefix)
-                rows.append(_row(f"{_id(name)}`{name}`", "", f'"auto": {RULES[path].text}.'))
     return "\n".join(rows) + "\n"
+
+
+def _arguments(prefix: str) -> str:
+    """Return the table of the values of "auto" in a block's `params`; empty if it has none."""
+    rows = []
+    for path in RULES:
+        if path.startswith(f"{prefix}params."):
+            name = path.removeprefix(prefix)
+            rows.append(_row(f"{_id(name)}`{name}`", RULES[path].text))
+    if not rows:
+        return ""
+    header = '`"auto"` in `params` resolves to these values:\n\n| key | value of "auto" |\n| --- | --- |\n'
+    return header + "\n".join(rows) + "\n"
 
 
 def _sentence(text: str) -> str:

@@ -90,7 +90,7 @@ def _make_optimizer(config: Config) -> None:
     scheduler = config.schema.scheduler
     count = 1
     if scheduler is not None:
-        # A scheduler may have a value for each param group: make as many groups as there are values.
+        # A scheduler may have a value for each param group: create as many groups as there are values.
         values = [value for value in scheduler.params.values() if isinstance(value, list | tuple)]
         count = max(map(len, values), default=1) or 1
     groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]

@@ -52,7 +52,7 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
     """Measure the speed of this machine's optimizer step, copies and disk, with the code that training runs.
 
     Args:
-        folder: a folder on the disk to measure; None measures no disk.
+        folder: a folder on the disk to measure; None skips the disk.
         nbytes: the size of each copy, write and read.
 
     Returns:
@@ -217,7 +217,7 @@ def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
 
     Raises:
         UsageError: the ranks cannot be joined.
-        CollectiveError: not every rank made the call.
+        CollectiveError: some ranks did not call it.
     """
     join_ranks(CPU, backend="gloo")
     collectives = create_collectives(None, CPU, what="doctor --net")

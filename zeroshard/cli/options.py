@@ -165,7 +165,7 @@ def picture_file(path: Path, option: str) -> Path:
 
 
 def output_folder(path: Path, option: str) -> Path:
-    """Return the path of a folder to make or write to. Raise `UsageError` if it or a parent is a file."""
+    """Return the path of a folder to create or write to. Raise `UsageError` if it or a parent is a file."""
     for folder in (path, *path.parents):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option}: {folder} is a file, not a folder. Name a folder.")

@@ -139,7 +139,7 @@ def _refuse_unused(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector during imports, since it would take as long as they do and free nothing."""
+    """Pause the garbage collector during imports, since it would take as long as they do without freeing memory."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

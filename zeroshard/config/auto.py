@@ -89,14 +89,14 @@ def _optimizer_lr(facts: Facts, config: Mapping[str, Any]) -> Any:
     return facts.supplied.get("lr", UNKNOWN)
 
 
-_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "you must supply it")
+_ONLY_YOU = Rule(lambda _facts, _config: UNKNOWN, "pass the value to `initialize`")
 _DEFAULT = Rule(lambda _facts, _config: DEFAULT, "the default")
 
 RULES: dict[str, Rule] = {
     # The order matters: keys that a rule reads are resolved before it.
     "train_batch_size": Rule(lambda _facts, _config: DEFAULT, "computed"),
     "train_micro_batch_size_per_gpu": Rule(
-        _micro_batch, "computed if `train_batch_size` is set; otherwise you must supply it"
+        _micro_batch, "computed if `train_batch_size` is set; otherwise pass the value to `initialize`"
     ),
     "gradient_accumulation_steps": Rule(_accumulation, "computed if both other batch sizes are set; otherwise `1`"),
     "gradient_clipping": _constant(1.0),

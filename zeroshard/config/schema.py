@@ -56,15 +56,15 @@ class OptimizerBlock(Block):
         "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
         "the optimizer needs whole parameters, each parameter is whole on one rank for the step.")]
     params: Annotated[dict[str, Any], works(
-        "the optimizer's arguments. Missing ones have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
+        "the optimizer's arguments. Missing arguments have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
         "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
         "true.")] = {}
-    torch_adam: Annotated[bool, no_meaning("set it in `params`.")] = False
-    legacy_fusion: Annotated[bool, no_meaning("it configures DeepSpeed's own kernels.")] = False
+    torch_adam: Annotated[bool, no_meaning("set `params.torch_adam` instead.")] = False
+    legacy_fusion: Annotated[bool, no_meaning("it configures DeepSpeed's kernels, which zeroshard does not use.")] = False
 
 
 class SchedulerBlock(Block):
-    """`scheduler`: the schedule of the learning rate."""
+    """`scheduler`: the learning-rate schedule."""
 
     type: Annotated[str, works(
         "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of torch.optim.lr_scheduler whose arguments "
@@ -96,10 +96,10 @@ class FP16Block(Block):
     hysteresis: Annotated[Positive, works(
         "each overflow halves a dynamic scale, except the first `hysteresis` - 1 overflows.")] = 2
     consecutive_hysteresis: Annotated[bool, works(
-        "true: any step without overflow resets the count of overflows. false: only `loss_scale_window` such steps in a row reset "
-        "it.")] = False
+        "true: any step without overflow resets the count of overflows. false: only `loss_scale_window` consecutive steps without "
+        "overflow reset it.")] = False
     min_loss_scale: Annotated[PositiveNumber, works(
-        "the smallest dynamic scale. An overflow that would halve it raises an error.")] = 1
+        "the smallest dynamic scale. `engine.step` raises an error if an overflow would halve it.")] = 1
     fp16_master_weights_and_grads: Annotated[bool, refused("master weights are never in 16 bits.")] = False
 
 
@@ -123,17 +123,17 @@ class DataTypesBlock(Block):
     param_dtype: Annotated[DType | None, works("the dtype of the parameters in forward and backward. It overrides `fp16` and `bf16`.")] = None
     buffer_dtype: Annotated[DType | None, works("the dtype of floating-point buffers. Default: each buffer keeps its own dtype.")] = None
     keep_in_fp32_modules: Annotated[list[str] | None, refused(
-        "`fp16` and `bf16` convert every parameter. \"auto\" keeps no module in fp32, whereas in DeepSpeed it keeps those that the "
-        "model lists.")] = None
+        "`fp16` and `bf16` convert every parameter. With \"auto\", DeepSpeed keeps in fp32 the modules that the model "
+        "lists; zeroshard does not.")] = None
 
 
 class MonitorBlock(Block):
     """`tensorboard`: event files for TensorBoard, written by rank 0."""
 
     enabled: Annotated[bool, works(
-        "at each step, write `lr`, `loss_scale` and `grad_norm`; if you call `engine.backward`, also `train_loss`. Each is named "
-        "`Train/Samples/<name>` and is recorded against the number of samples. With `wall_clock_breakdown`, "
-        "`memory_breakdown` or `comms_logger.enabled`, write their metrics too.")] = False
+        "writes `lr`, `loss_scale` and `grad_norm` at each step, and `train_loss` if you call `engine.backward`. Also writes the "
+        "metrics of `wall_clock_breakdown`, `memory_breakdown` and `comms_logger`, if they are enabled. A metric is named "
+        "`Train/Samples/<name>` and recorded against the number of samples.")] = False
     output_path: Annotated[str, works("the output folder. Default: the current folder.")] = ""
     job_name: Annotated[str, works("the subfolder of `output_path`.")] = "DeepSpeedJobName"
 
@@ -146,7 +146,7 @@ class CsvMonitorBlock(MonitorBlock):
 
 
 class JsonMonitorBlock(MonitorBlock):
-    """`json_monitor`: a file that rank 0 writes: a JSON line about the run, then one per step.
+    """`json_monitor`: a file, written by rank 0, with a JSON line about the run and one for each step.
 
     [Watching a run](../watching_a_run.md#a-log-of-every-step) lists the keys of a line.
     """
@@ -182,8 +182,8 @@ class CommsLoggerBlock(Block):
     """`comms_logger`: the bytes that rank 0 sends."""
 
     enabled: Annotated[bool, works(
-        "add the bytes that rank 0 sent, by collective, to the line that `steps_per_print` prints, and to the monitors. The "
-        "bytes are counted since the previous line, or, if a monitor is enabled, over the last step.")] = False
+        "log the bytes that rank 0 sent, by collective, in the line that `steps_per_print` prints and in the monitors. The "
+        "count covers the last step if a monitor is enabled, and otherwise all steps since the previous line.")] = False
     verbose: Annotated[bool, no_meaning("bytes are always counted by collective.")] = False
     prof_all: Annotated[bool, no_meaning("all collectives are always counted.")] = True
     prof_ops: Annotated[list[Any], no_meaning("all collectives are always counted.")] = []
@@ -203,7 +203,7 @@ class ActivationCheckpointingBlock(Block):
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
     partition_activations: Annotated[bool, works(
         "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
-        "same inputs. Without such a group (as with `checkpoint_units`), zeroshard warns and keeps saved inputs whole.")] = False
+        "same inputs. Without this group (as with `checkpoint_units`), zeroshard warns and does not shard saved inputs.")] = False
     cpu_checkpointing: Annotated[bool, works(
         "keep saved inputs in pinned CPU memory and prefetch them. It has no effect if the model computes on the CPU.")] = False
     contiguous_memory_optimization: Annotated[bool, works(
@@ -221,20 +221,20 @@ class CheckpointBlock(Block):
     """`checkpoint`: writing and reading of checkpoints. zeroshard has one format."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], _text(str.capitalize), works(
-        "a save's reaction if ranks pass different tags. `Fail`: an error on all ranks. `Warn`: a warning, and rank 0's tag. "
-        "`Ignore`: rank 0's tag, without a warning.")] = "Warn"
+        "controls how a save treats different tags on ranks. `Fail` raises an error on all ranks. `Warn` warns and uses rank 0's tag. "
+        "`Ignore` uses rank 0's tag without a warning.")] = "Warn"
     load_universal: Annotated[bool, no_meaning("every checkpoint loads at any world size and stage.")] = False
     use_node_local_storage: Annotated[bool, works(
         "the folder of checkpoints is local to each host: on a local disk, or in memory (/dev/shm). Each host's "
-        "files are copied to the next host, so losing one host loses nothing. During a load, each host gets the files that it "
-        "lacks from the others.")] = False
+        "files are copied to the next host, so no checkpoint is lost if one host fails. During a load, each host copies its missing "
+        "files from the other hosts.")] = False
     parallel_write: Annotated[Any, no_meaning("every rank writes its own file.")] = None
     checkpoint_serialization: Annotated[bool, no_meaning("files are safetensors, and nothing is pickled.")] = True
     writer: Annotated[Any, no_meaning("files are written directly from the states' memory.")] = None
 
 
 class TensorParallelBlock(Block):
-    """`tensor_parallel`: division of weight matrices over neighbouring ranks.
+    """`tensor_parallel`: division of weight matrices over adjacent ranks.
 
     [Tensor parallelism with sharding](../composing.md) lists the supported models and how each call behaves on a divided model.
     """
@@ -248,14 +248,14 @@ class TensorParallelBlock(Block):
     preset_model: Annotated[str | None, refused("zeroshard uses the model's own plan (transformers' `tp_plan`).")] = None
 
 
-_OF_DEEPCOMPILE = "this is an option of DeepCompile, which zeroshard does not have."
-_COMPILE_YOURSELF = "a config compiles no model. Call `model.compile()` in your script, or set transformers' `torch_compile`."
+_OF_DEEPCOMPILE = "it configures DeepCompile, which zeroshard does not support."
+_COMPILE_YOURSELF = "zeroshard does not compile the model from the config. Call `model.compile()` in your script, or set transformers' `torch_compile`."
 
 
 class CompileBlock(Block):
-    """`compile`: options of DeepSpeed's compilation, none of which compiles a model here."""
+    """`compile`: DeepSpeed's compilation options. zeroshard accepts these options, except `deepcompile`, and ignores them."""
 
-    deepcompile: Annotated[bool, refused("DeepCompile runs compiler passes of DeepSpeed. Compile the model with `model.compile()`.")] = False
+    deepcompile: Annotated[bool, refused("DeepCompile runs DeepSpeed's compiler passes. Use `model.compile()` instead.")] = False
     enabled: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     disable: Annotated[bool, no_meaning(_COMPILE_YOURSELF)] = False
     backend: Annotated[str | None, no_meaning(_COMPILE_YOURSELF)] = None
@@ -285,7 +285,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
     ignored_keys: Annotated[tuple[str, ...], works(
-        "top-level keys that belong to other programs. Any other unknown key raises an error. Not in DeepSpeed.")] = ()
+        "top-level keys that belong to other programs. zeroshard raises an error for any other unknown key. Not in DeepSpeed.")] = ()
     train_batch_size: Annotated[Positive | None, works("samples per optimizer step, over all data-parallel ranks and microbatches.")] = None
     train_micro_batch_size_per_gpu: Annotated[Positive | None, works(
         "samples per forward on one rank. A config for training needs this key or `train_batch_size`.")] = None
@@ -316,7 +316,7 @@ class Schema(BaseModel):
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _text(str.lower), works(
         "average gradients over ranks, or sum them.")] = "mean"
     fp32_allreduce: Annotated[bool, refused('set `"communication_data_type": "fp32"` instead.')] = False
-    graph_harvesting: Annotated[bool, no_meaning("zeroshard captures no graphs.")] = False
+    graph_harvesting: Annotated[bool, no_meaning("zeroshard does not capture graphs.")] = False
     sparse_gradients: Annotated[bool, refused("all gradients are dense.")] = False
     steps_per_print: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=True)] | None, works(
         "the interval in steps at which rank 0 prints step, loss, lr, loss scale, norm, samples/s and memory. "
@@ -339,19 +339,20 @@ class Schema(BaseModel):
     checkpoint: Annotated[CheckpointBlock, works("writing and reading of checkpoints.")] = CheckpointBlock()
     dataloader_drop_last: Annotated[bool, works("drop an incomplete last batch of `initialize`'s `training_data`.")] = False
     zero_allow_untested_optimizer: Annotated[bool, works(
-        "accept optimizer classes that zeroshard does not recognise. For such a class, no parameter is divided between ranks. "
-        "false: such a class raises an error.")] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("with offload, the CPU runs the optimizer that you choose.")] = True
+        "accept optimizer classes that zeroshard does not recognise. Parameters are not divided between ranks for these classes. "
+        "false: zeroshard raises an error for these classes.")] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, no_meaning("with offload, the CPU always runs the optimizer that you choose.")] = True
     disable_allgather: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
     disable_python_gc: Annotated[bool, refused("call `gc.disable()` in your script.")] = False
     vocabulary_size: Annotated[Any, no_meaning("DeepSpeed uses it only for a warning.")] = None
-    log_level: Annotated[Any, no_meaning("set the level of Python's logger `zeroshard` in your script.")] = None
-    timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints includes the speed.")] = None
+    log_level: Annotated[Any, no_meaning("set the level of Python's logger `zeroshard` in your script instead.")] = None
+    timers: Annotated[dict[str, Any] | None, no_meaning("the line that `steps_per_print` prints always includes the speed.")] = None
     pipeline: Annotated[dict[str, Any] | None, no_meaning("DeepSpeed uses it only for pipeline modules.")] = None
     use_data_before_expert_parallelism: Annotated[bool, no_meaning("zeroshard has no expert parallelism.")] = False
     flops_profiler: Annotated[dict[str, Any] | None, refused("use `torch.utils.flop_counter.FlopCounterMode`.")] = None
     autotuning: Annotated[dict[str, Any] | None, refused("choose sizes with `zeroshard plan`.")] = None
-    compile: Annotated[CompileBlock, works("options of DeepSpeed's compilation, none of which compiles a model here.")] = CompileBlock()
+    compile: Annotated[CompileBlock, works(
+        "DeepSpeed's compilation options. zeroshard accepts these options, except `deepcompile`, and ignores them.")] = CompileBlock()
     tensor_parallel: Annotated[TensorParallelBlock, BeforeValidator(_block_of_null), works(
         "division of matrices over ranks.")] = TensorParallelBlock()
     expert_parallel: Annotated[dict[str, Any] | None, refused("zeroshard has no expert parallelism.")] = None

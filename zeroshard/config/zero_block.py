@@ -23,7 +23,7 @@ class OffloadParamBlock(Block):
         "has no effect. At stage 0, neither value has an effect.")] = "none"
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard unlinks its files there, so they disappear with the process.")] = None
-    buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards in transfer.")] = 5
+    buffer_count: Annotated[Positive, works("for `nvme`, the number of buffers in CPU memory for shards that are being transferred.")] = 5
     buffer_size: Annotated[Positive, works(
         "for `nvme`, elements per buffer. zeroshard limits the size of buckets so that each shard fits.")] = 100_000_000
     max_in_cpu: Annotated[Count, works(
@@ -42,21 +42,21 @@ class OffloadOptimizerBlock(Block):
     nvme_path: Annotated[str | None, works(
         "for `nvme`, an existing folder. zeroshard unlinks its files there, so they disappear with the process.")] = None
     buffer_count: Annotated[Positive, works(
-        "for `nvme`: states in transfer or in use take the CPU memory of at most `buffer_count` x `buffer_size` fp32 elements, "
-        "whatever the size of the model.")] = 4
+        "for `nvme`: CPU memory for states that are being transferred or used is limited to `buffer_count` x `buffer_size` fp32 "
+        "elements, regardless of model size.")] = 4
     buffer_size: Annotated[Positive, works(
         "for `nvme`: see `buffer_count`.")] = 100_000_000
     pin_memory: Annotated[bool, works("pin the CPU memory that an accelerator reads and writes.")] = True
     pipeline_read: Annotated[bool | None, works(
-        "for `nvme`, prefetch sub-groups. Default: true. Results do not change.")] = None
+        "for `nvme`, prefetch sub-groups. Default: true. Does not affect results.")] = None
     pipeline_write: Annotated[bool | None, works(
-        "for `nvme`, write each sub-group while the next one is being updated. Default: true. Results do not change.")] = None
-    fast_init: Annotated[bool, no_meaning("disk space is always reserved without writing to it.")] = False
+        "for `nvme`, write each sub-group while the next one is being updated. Default: true. Does not affect results.")] = None
+    fast_init: Annotated[bool, no_meaning("disk space is always preallocated if the file system supports it.")] = False
     ratio: Annotated[NonNegative, Field(le=1), works(
-        "the share of the parameters whose optimizer states are offloaded. zeroshard rounds the share "
-        "down to whole units and begins with the root (such as embeddings).")] = 1.0
+        "the share of the parameters whose optimizer states are offloaded. zeroshard offloads complete units, beginning with the "
+        "root unit (which holds, for example, the embeddings). A unit that would exceed the share stays on the accelerator.")] = 1.0
     super_offload: Annotated[bool, no_meaning("torch's fused optimizer runs the step.")] = False
-    cpuadam_cores_perc: Annotated[NonNegative, no_meaning("torch's own threads run the step.")] = 0.8
+    cpuadam_cores_perc: Annotated[NonNegative, no_meaning("the step uses torch's CPU threads, whatever this value is.")] = 0.8
 
 
 class LeafModuleBlock(Block):
@@ -82,7 +82,7 @@ class ZeroBlock(Block):
     allgather_bucket_size: Annotated[Positive, works(
         "maximum elements per all-gather. The bucket size is the smaller of this and `reduce_bucket_size`.")] = 500_000_000
     overlap_comm: Annotated[bool | None, works(
-        "overlap collectives with computation. Default: true. Results do not change.")] = None
+        "overlap collectives with computation. Default: true. Does not affect results.")] = None
     reduce_scatter: Annotated[bool, no_meaning(
         "gradients are always reduce-scattered. At stages 1 and 2, with the all-gather of updated parameters, this moves as many "
         "bytes as an all-reduce.")] = True
@@ -92,7 +92,7 @@ class ZeroBlock(Block):
     use_multi_rank_bucket_allreduce: Annotated[bool, no_meaning("every bucket is divided evenly over all ranks.")] = True
     round_robin_gradients: Annotated[bool, no_meaning("all shards have equal sizes.")] = False
     legacy_stage1: Annotated[bool, no_meaning("zeroshard has one implementation of stage 1.")] = False
-    elastic_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint formats.")] = False
+    elastic_checkpoint: Annotated[bool, no_meaning("it selects one of DeepSpeed's checkpoint formats, which zeroshard does not write.")] = False
     load_from_fp32_weights: Annotated[bool, no_meaning("master weights are always fp32 or wider.")] = True
     parameter_alignment: Annotated[Any, no_meaning("parameters and shards are padded to multiples of 16 elements.")] = False
     ignore_unused_parameters: Annotated[bool, no_meaning(
@@ -100,13 +100,13 @@ class ZeroBlock(Block):
     compute_grad_norm: Annotated[bool, no_meaning("the norm never needs an extra message, so it is always computed.")] = True
     override_module_apply: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
     memory_efficient_linear: Annotated[bool, no_meaning("zeroshard does not patch torch.")] = True
-    pipeline_loading_checkpoint: Annotated[bool, no_meaning("this key selects one of DeepSpeed's checkpoint readers.")] = False
+    pipeline_loading_checkpoint: Annotated[bool, no_meaning("it selects one of DeepSpeed's checkpoint readers, which zeroshard does not use.")] = False
     log_trace_cache_warnings: Annotated[bool, no_meaning("a change in the order of modules affects only the speed.")] = False
     enable_sanity_checks: Annotated[bool, no_meaning("the checks are always on.")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, no_meaning("Muon's momentum is an ordinary optimizer state.")] = False
     sub_group_size: Annotated[Count, works(
-        "maximum elements per optimizer call for offloaded states, except that a larger shard takes one call. Values above 4 Mi act "
-        "as 4 Mi. 0: one shard per call.")] = 1_000_000_000
+        "maximum elements per optimizer call for offloaded states. A larger shard takes one call. Values above 4 Mi act as 4 Mi. 0: "
+        "one shard per call.")] = 1_000_000_000
     stage3_prefetch_bucket_size: Annotated[Count | None, works(
         "prefetch units until these have at least this many elements in all. 0 turns prefetching off. Default: the next unit.")] = None
     stage3_param_persistence_threshold: Annotated[Count, works(
@@ -114,7 +114,7 @@ class ZeroBlock(Block):
     stage3_model_persistence_threshold: Annotated[Count, works(
         "maximum total elements that `stage3_param_persistence_threshold` keeps unsharded. The smallest parameters count first.")] = 2**63 - 1
     stage3_max_live_parameters: Annotated[Count, works(
-        "the limit on unsharded elements: beyond it, no unit is prefetched, or kept for reuse.")] = 1_000_000_000
+        "the limit on unsharded elements. Above the limit, units are neither prefetched nor kept for reuse.")] = 1_000_000_000
     stage3_max_reuse_distance: Annotated[Count, works(
         "keep a unit unsharded after its forward if at most this many elements are used before its backward. "
         "Default: only the last unit.")] = 0
@@ -130,8 +130,8 @@ class ZeroBlock(Block):
         "does not need this key.")] = None
     stage3_gather_fp16_weights_on_model_save: Annotated[bool | None, works(
         "the old name of `stage3_gather_16bit_weights_on_model_save`.")] = None
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are all-gathered.")] = False
-    stage3_allgather_sequential: Annotated[bool, no_meaning("this key selects one of DeepSpeed's schedules.")] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, no_meaning("parameters are always all-gathered.")] = False
+    stage3_allgather_sequential: Annotated[bool, no_meaning("it selects one of DeepSpeed's schedules, which zeroshard does not use.")] = False
     leaf_module: Annotated[LeafModuleBlock | None, works("modules that each form one unit with all their submodules.")] = None
     offload_param: Annotated[OffloadParamBlock | None, works("the place of parameters: the accelerator, CPU memory or disk.")] = None
     offload_optimizer: Annotated[OffloadOptimizerBlock | None, works("the place of optimizer states: the accelerator, CPU memory or disk.")] = None
@@ -141,7 +141,7 @@ class ZeroBlock(Block):
         "offload memory is pinned, unless a block sets `pin_memory` to false.")] = False
     zero_hpz_partition_size: Annotated[Count, works(
         "ranks per host (ZeRO++ hpZ). At stage 3, parameters are sharded over the ranks of a host, and gradients and "
-        "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard keeps no "
+        "optimizer states over all ranks. Gradients are summed inside each host first. Unlike ZeRO++, zeroshard does not keep a "
         "second copy of parameters. 0 or 1: parameters are sharded over all ranks.")] = 1
     mics_shard_size: Annotated[int, Field(ge=-1), works(
         "MiCS's name for `zero_hpz_partition_size`, except that 1 leaves parameters unsharded. Optimizer states are "

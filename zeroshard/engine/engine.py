@@ -55,7 +55,7 @@ class Engine(Saving, nn.Module):
         checkpointing: the `Checkpointer` of the units, if the config sets `checkpoint_units`.
         training_dataloader: an object whose `state_dict` is its position, by default the loader that `initialize` made.
             A checkpoint holds rank 0's position, and all ranks load it.
-        client_optimizer: the optimizer that was passed to `initialize`, or the callable that makes it.
+        client_optimizer: the optimizer that was passed to `initialize`, or the callable that creates it.
         loss_scaler: the object with the current loss scale (1 except under fp16).
         global_steps, micro_steps, global_samples, skipped_steps: counters since the start of training. A skipped step
             counts in all of them.
@@ -324,7 +324,7 @@ class Engine(Saving, nn.Module):
         """Do nothing: the backward of a step's last microbatch reduces gradients, and `step` reduces the others."""
 
     def _warn_of_narrow_sums(self, what: str) -> None:
-        """Warn if the engine was made for one microbatch per step, whose gradients need no wider dtype for sums."""
+        """Warn if the engine was created for one microbatch per step, so gradients are not summed in a wider dtype."""
         dtype = self._sharded.dtypes.accumulate
         if dtype.itemsize < 4 and self.resolved.schema.data_types.grad_accum_dtype is None:
             warnings.warn(
@@ -493,7 +493,7 @@ class Engine(Saving, nn.Module):
         self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
         data_sampler: Any = None, collate_fn: Callable[..., Any] | None = None, num_local_io_workers: int | None = None,
     ) -> StatefulLoader:  # fmt: skip
-        """Make a loader over this rank's part of a dataset, as `initialize(training_data=...)` does.
+        """Create a loader over this rank's part of a dataset, as `initialize(training_data=...)` does.
 
         Args:
             batch_size: the number of samples in a batch; default: the samples of a microbatch.

@@ -17,7 +17,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     Groups, states, hooks, state dicts and all other attributes come from the user's optimizer.
     """
 
-    # torch's own `__init__` would make other groups and hooks.
+    # torch's own `__init__` would create other groups and hooks.
     def __init__(self, step: ShardedStep, loss_scaler: LossScaler) -> None:
         self._step = step
         self.loss_scaler = loss_scaler

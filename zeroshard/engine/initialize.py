@@ -1,4 +1,4 @@
-"""Owns `initialize(config) -> Engine`, which makes everything that a config names."""
+"""Owns `initialize(config) -> Engine`, which creates everything that a config names."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def initialize(
     dist_init_required: bool | None = None, auto: Mapping[str, Any] | None = None, group: dist.ProcessGroup | None = None,
     attributes: type | None = None,
 ) -> tuple[Engine, EngineOptimizer, DataLoader[Any] | None, Any]:  # fmt: skip
-    """Make an engine from a DeepSpeed config. Every rank must call it.
+    """Create an engine from a DeepSpeed config. Every rank must call it.
 
     Args:
         args: an argparse namespace; its `deepspeed_config` is the config if `config` is not given.
         model: the module to train. `initialize` moves it to this rank's accelerator.
-        optimizer: a torch optimizer, or a callable that makes one from parameters; it replaces the config's block.
-            Without either, the engine is for evaluation only.
+        optimizer: a torch optimizer, or a callable that creates an optimizer from parameters. It replaces the config's
+            block. Without an optimizer here or in the config, the engine is for evaluation only.
         model_parameters: parameters or param groups for the config's optimizer or the callable; default: all that
             require a gradient. It has no effect if `optimizer` is a torch optimizer.
         training_data: a dataset; `initialize` returns a loader over this rank's part of it.
-        lr_scheduler: a scheduler, or a callable that makes one from an optimizer; it replaces the config's block.
+        lr_scheduler: a scheduler, or a callable that creates a scheduler from an optimizer. It replaces the config's block.
         collate_fn: the loader's function that collates samples into a batch.
         config: a path, a dict or any other Mapping.
         dist_init_required: whether to initialise torch.distributed; default: only if the launcher's environment
@@ -143,7 +143,7 @@ def make_engine(
     model_parameters: Iterable[Any] | None = None, lr_scheduler: Any = None, group: dist.ProcessGroup | None = None,
     attributes: type | None = None, backend: Backend = BACKEND,
 ) -> Engine:  # fmt: skip
-    """Make the engine for a resolved config on a backend. Other arguments are as for `initialize`."""
+    """Create the engine for a resolved config on a backend. The other arguments are those of `initialize`."""
     if any(tensor.device != device for tensor in chain(model.parameters(), model.buffers())):
         model.to(device)
     checkpointing = Checkpointer.of(config, model)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _returns(doc: str, read: Callable[[Readers], T]) -> Callable[[Any], T]:
-    """Make a method without arguments that returns one value."""
+    """Create a method without arguments that returns one value."""
 
     def method(self: Readers) -> T:
         return read(self)

@@ -172,7 +172,7 @@ class Saving(Readers):
     ) -> bool:  # fmt: skip
         """Write the model's state dict with `torch.save`, in its training dtypes. Every rank must call it.
 
-        Rank 0 needs memory for the whole model. `export` needs no such memory and writes safetensors.
+        Rank 0 needs memory for the full model. `export` does not, and writes safetensors.
 
         Returns:
             Whether the file was written. False if parameters are sharded and the config forbids gathering them.
@@ -230,7 +230,7 @@ class Saving(Readers):
 
         Ranks other than 0 get an empty dict, which cannot be saved. Scripts call transformers'
         `save_pretrained(state_dict=...)` on every rank. With None, `save_pretrained` would call `model.state_dict()`,
-        which gathers the weights. Those ranks would then wait for rank 0.
+        which gathers the weights. Ranks other than 0 would then wait for rank 0.
 
         Frozen parameters that an adapter's file holds, such as resized embeddings, are never left out.
 

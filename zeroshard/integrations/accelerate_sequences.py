@@ -30,7 +30,7 @@ def get_sequence_parallel_group() -> Any:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Return the number of ranks that share a sequence; 1 without such groups."""
+    """Return the number of ranks that share a sequence; 1 if sequences are not shared."""
     return sequence_groups[0].get_sequence_parallel_world_size() if sequence_groups else 1
 
 
@@ -40,7 +40,7 @@ def get_sequence_parallel_rank() -> int:
 
 
 class SequenceGroups:
-    """Groups of neighbouring ranks, each of which shares sequences. accelerate uses this object as an `mpu`."""
+    """Groups of adjacent ranks, each of which shares sequences. accelerate uses this object as an `mpu`."""
 
     def __init__(self, size: int) -> None:
         world = dist.get_world_size()
@@ -73,7 +73,7 @@ class SequenceGroups:
 
 
 class SequenceAttention:
-    """The attention that exchanges heads for positions. Call only `register_with_transformers` and make no instances."""
+    """The attention that exchanges heads for positions. Call only `register_with_transformers` and do not create instances."""
 
     @classmethod
     def register_with_transformers(

@@ -31,7 +31,7 @@ _PLUGINS = "llamafactory.v1.plugins.trainer_plugins."
 
 
 class ConsolidatingOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer that gathers its whole state on rank 0 every `consolidate_every` steps, before rank 0 saves."""
+    """An optimizer that gathers its full state on rank 0 every `consolidate_every` steps, before rank 0 saves."""
 
     consolidate_every = 0
     _steps = 0
@@ -71,7 +71,7 @@ def wrap_model(model: nn.Module, dist_config: Mapping[str, Any], **_: Any) -> nn
 
 
 def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> ConsolidatingOptimizer:
-    """Make a torch optimizer over the model's trainable parameters, with its state sharded over the ranks.
+    """Create a torch optimizer over the model's trainable parameters, with its state sharded over the ranks.
 
     Args:
         model: the trainer's model.
@@ -79,7 +79,7 @@ def make_optimizer(model: nn.Module, optim_config: Mapping[str, Any]) -> Consoli
             and arguments of the optimizer.
 
     Raises:
-        UsageError: torch.optim has no such optimizer, or there is no `lr`.
+        UsageError: torch.optim does not have the optimizer, or `lr` is missing.
     """
     options = {key: value for key, value in optim_config.items() if key != "name"}
     kind = options.pop("optimizer", "AdamW")

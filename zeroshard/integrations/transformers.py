@@ -75,11 +75,11 @@ def read_settings(zero: Zero, args: Any, model: nn.Module | None, total_steps: i
         zero: the Trainer's argument.
         args: the TrainingArguments.
         model: the model, whose hidden size replaces "auto" in some keys.
-        total_steps: optimizer steps of the whole run, for a schedule whose length is "auto".
+        total_steps: optimizer steps of the run, for a schedule whose length is "auto".
 
     Raises:
         ConfigError: the config cannot be used or contradicts the arguments.
-        PolicyError, UsageError: there is no such stage, or `zero` has a wrong type.
+        PolicyError, UsageError: the stage does not exist, or `zero` has a wrong type.
     """
     if isinstance(zero, bool) or not isinstance(zero, Policy | int | str | os.PathLike | Mapping):
         raise UsageError(
@@ -379,7 +379,7 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a Trainer's checkpoint contains one of zeroshard's."""
+    """Return whether a Trainer's checkpoint contains a zeroshard checkpoint."""
     return Path(folder, "latest").is_file()
 
 
@@ -398,7 +398,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Raises:
         ConfigError: the config contradicts `args`.
-        PolicyError: there is no such stage.
+        PolicyError: the stage does not exist.
         UsageError: `args` enable a feature that is not supported, or the model is sharded already.
     """
 
@@ -416,7 +416,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse settings that exclude each other and then make the accelerator."""
+        """Raise an error for unsupported settings, then create the accelerator."""
         refuse_arguments(self.args)
         if self.sharded is None and self.model is not None and any(map(home_of, self.model.parameters())):
             raise UsageError(
@@ -554,7 +554,7 @@ class ZeroTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         whole: AbstractContextManager[None] = nullcontext()
         if self.sharded is not None and self.sharded.policy.parameters.sharded:
-            # On the rank that writes, PEFT runs prompt encoders and makes state dicts: both need whole adapters.
+            # On the rank that writes, PEFT runs prompt encoders and creates state dicts: both need whole adapters.
             whole = unsharded(adapter_parameters(self.model))
         try:
             with whole:
@@ -631,17 +631,17 @@ class ZeroSeq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type
 
 
 class ZeroConsolidateCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """A callback for a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the whole optimizer state."""
+    """A callback for a stock Trainer with `ZeroRedundancyOptimizer`: checkpoints hold the full optimizer state."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gather the whole optimizer state on rank 0 if a checkpoint follows."""
+        """Gather the full optimizer state on rank 0 if a checkpoint follows."""
         if control.should_save:
             self._consolidate(kwargs["optimizer"])
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Gather the whole optimizer state on rank 0, since the best model may be saved next."""
+        """Gather the full optimizer state on rank 0, since the best model may be saved next."""
         if args.save_strategy == SaveStrategy.BEST:
             self._consolidate(kwargs["optimizer"])
 

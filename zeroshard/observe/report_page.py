@@ -100,7 +100,7 @@ def _subtitle(about: dict[str, Any]) -> str:
 
 
 def summary(run: RunLog) -> dict[str, str]:
-    """Return the main figures of a run, formatted with their units, by name."""
+    """Return a run's key figures by name, as strings with units."""
     found = {"steps": f"{max(one.at[-1] for one in run.series.values()):,.0f}"}
     loss = run.get("loss")
     if loss.finite:
@@ -191,7 +191,7 @@ def _axes() -> tuple[Figure, Axes]:
 
 def _draw(axes: Axes, series: Series, label: str | None = None) -> None:
     thin = thinned(series)
-    marker = "." * (len(thin.finite) < 3)  # one point makes no line
+    marker = "." * (len(thin.finite) < 3)  # a single point does not form a line
     axes.plot(thin.at, thin.values, marker=marker, linewidth=1.2, label=label)
 
 

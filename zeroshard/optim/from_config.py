@@ -44,7 +44,7 @@ def create_optimizer(
         model: for Muon: the model. Matrices outside its blocks (embeddings, heads) get AdamW.
 
     Raises:
-        ConfigError: there is no such optimizer, or it does not accept these arguments.
+        ConfigError: the optimizer does not exist, or it does not accept these arguments.
     """
     params = dict(block.params)
     cls: Any = _class_of(block)

@@ -404,7 +404,7 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, mi
     """Create the scheduler that a config block names, with rates of at least `min_lr`.
 
     Raises:
-        ConfigError: there is no such scheduler, or it does not accept these arguments.
+        ConfigError: the scheduler does not exist, or it does not accept these arguments.
     """
     base = torch.optim.lr_scheduler.LRScheduler
     known: dict[str, type[Any]] = {

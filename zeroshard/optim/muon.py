@@ -1,4 +1,4 @@
-"""Owns Muon for a whole model, with AdamW for the other parameters."""
+"""Owns Muon for a model's matrices, with AdamW for the other parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas, eps, fused: as in torch.optim.AdamW, but betas defaults to (0.9, 0.95), and fused to True.
 
     Raises:
-        ValueError: a group with `"use_muon": True` has a parameter without 2 dimensions.
+        ValueError: a group with `"use_muon": True` contains a parameter that is not two-dimensional.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Several(torch.optim.Optimizer):
         self.connect()
 
     def connect(self) -> None:
-        """Share this optimizer's groups and states with its members. Before this call, the members are as the user made them."""
+        """Share this optimizer's groups and states with its members. Before this call, the members are as the user created them."""
         start = 0
         for member in self.members:
             end = start + len(member.param_groups)
@@ -67,10 +67,10 @@ class Several(torch.optim.Optimizer):
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the user made: the members of a `Several`, or the only one."""
+    """Return the optimizers that the user created: the members of a `Several`, or the only one."""
     return optimizer.members if isinstance(optimizer, Several) else [optimizer]
 
 
 def class_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return, for each param group, the name of the class of the optimizer that the user made for it."""
+    """Return, for each param group, the name of the class of the optimizer that the user created for it."""
     return [type(one).__qualname__ for one in optimizers_of(optimizer) for _ in one.param_groups]

@@ -90,7 +90,7 @@ _NEAREST = 10
 def wants_whole_states() -> bool:
     """Return whether torch.distributed.checkpoint.state_dict is calling. Looking at the stack takes a microsecond.
 
-    That module assumes that parameters are whole. Before `state_dict()`, it makes missing states by a step with learning
+    That module assumes that parameters are whole. Before `state_dict()`, it creates missing states by a step with learning
     rates of 0. After an error, it does not restore the learning rates.
     """
     frame = inspect.currentframe()
@@ -152,7 +152,7 @@ def looks_at_whole_parameters(cls: type[torch.optim.Optimizer]) -> bool | None:
     """
     for base in cls.__mro__:
         if base.__module__.startswith(("torch.optim", "zeroshard.optim")) and base.__name__ in KNOWN:
-            # torch wraps a class's step when the first instance is made.
+            # torch wraps a class's step when the first instance is created.
             has_own_step = inspect.unwrap(cls.step) is not inspect.unwrap(base.step)  # type: ignore[attr-defined]
             return None if has_own_step else not KNOWN[base.__name__].elementwise
     return None

@@ -35,7 +35,7 @@ class FabricZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
     part. `fabric.load` reads the folder with any number of processes and at any stage. `write_single_file(path, out)`
     converts it to one file of weights.
 
-    The arguments are as for `ZeroStrategy`.
+    The arguments are those of `ZeroStrategy`.
     """
 
     _precision_argument = "precision"

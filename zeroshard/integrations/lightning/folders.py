@@ -105,7 +105,7 @@ def write_single_file(
         weights_only: torch.load's argument, for Lightning's own part; False may run code from the folder.
 
     Raises:
-        CheckpointError: there is no such folder, or it is damaged.
+        CheckpointError: the folder does not exist or is damaged.
     """
     reader = open_checkpoint(path, _TAG)
     rest = _rest(reader.values(reader.manifest.values["shared"]), path, weights_only)

@@ -69,7 +69,7 @@ class Facts:
         precision: Lightning's name for the precision, such as "32-true" or "bf16-mixed".
         accumulation: microbatches per step; None if the user's loop decides.
         clipping: the maximum norm of the gradients, 0 for none; None if the user's loop decides.
-        steps: optimizer steps of the whole run, for the config's scheduler; infinite if unknown.
+        steps: optimizer steps of the run, for the config's scheduler; infinite if unknown.
     """
 
     precision: str
@@ -152,7 +152,7 @@ class ShardingStrategy:
         refuse_tensor_parallel(config, "Lightning's strategy")
         is_auto = "gradient_accumulation_steps" in config.auto and config.schema.train_batch_size is None
         if not config.names_accumulation or (is_auto and facts.accumulation is None):
-            # Use the Trainer's number of microbatches. A user's loop may have several: 2 stands for any such number.
+            # Use the Trainer's number of microbatches. A user's loop may have several: 2 stands for any number above 1.
             config = config.with_accumulation(facts.accumulation or 2)
         elif config.batch.accumulation != (facts.accumulation or 1):
             where = "and Fabric's loop is yours: leave it out, and use no_backward_sync."

@@ -33,7 +33,7 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=2)
 
     Importing `zeroshard.integrations.lightning` registers it as "zeroshard" (stage 2) and "zeroshard_stage_1" to
-    "zeroshard_stage_3". Lightning starts the processes, as for DDP, unless torchrun or another launcher does. During
+    "zeroshard_stage_3". Lightning starts the processes, as with DDP, unless torchrun or another launcher does. During
     `fit`, `trainer.strategy.sharded` is the result of `zeroshard.shard`. Afterwards the module is whole and ordinary on
     every rank.
 

@@ -122,7 +122,7 @@ def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """Divide a transformers model over `tp_size` neighbouring ranks, in place, by its `tp_plan`, and return it.
+    """Divide a transformers model over `tp_size` adjacent ranks, in place, by its `tp_plan`, and return it.
 
     Every rank must call it. `dtype` is the parameters' new dtype; None keeps the old. `config` has no effect.
     """

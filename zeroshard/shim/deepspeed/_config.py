@@ -157,5 +157,5 @@ def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping
     names = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
     if not names or not isinstance(zero, Mapping):
         return config
-    # Only the names of existing modules: a module that the model lacks is no error in DeepSpeed.
+    # Only the names of existing modules: DeepSpeed does not raise for a module that the model lacks.
     return {**raw, "zero_optimization": {**zero, "leaf_module": {"names": names}}}

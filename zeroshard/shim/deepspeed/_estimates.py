@@ -38,7 +38,7 @@ def _need(
         factor: a factor for the bytes in CPU memory.
         optimizer: whether optimizer states and sharded gradients are in CPU memory.
         parameters: whether parameters are in CPU memory.
-        born: whether the model is born sharded. Otherwise every rank builds the whole model in fp32 in CPU memory.
+        born: whether the model is born sharded. Otherwise every rank builds the full model in fp32 in CPU memory.
     """
     dtypes = Precision(torch.bfloat16).resolve(torch.bfloat16)
     nbytes = formula(Policy.stage(stage), dtypes, total, gpus * nodes)

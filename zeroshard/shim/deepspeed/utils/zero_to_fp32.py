@@ -18,7 +18,7 @@ Folder = str | os.PathLike[str]
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Return the whole model for `model.load_state_dict`, in fp32 on the CPU. `lazy_mode` has no effect."""
+    """Return the full model for `model.load_state_dict`, in fp32 on the CPU. `lazy_mode` has no effect."""
     return consolidated.state_dict_of(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
 
 
@@ -32,7 +32,7 @@ def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Folder, output_dir: Folder, dtype: torch.dtype | str = torch.float32, max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False, tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write the whole model of a checkpoint to a folder, with torch.save or as safetensors."""
+    """Write the full model of a checkpoint to a folder, with torch.save or as safetensors."""
     wanted: Any = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     limit = float("inf") if max_shard_size is None else nbytes_of(str(max_shard_size))
     write = hugging_face.export if safe_serialization else consolidated.write_files

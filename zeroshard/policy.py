@@ -46,7 +46,7 @@ class Residency:
             host has all of them.
 
     Raises:
-        PolicyError: there is no such place.
+        PolicyError: `place` is unknown.
     """
 
     sharded: bool
@@ -109,8 +109,9 @@ class Offload:
 def largest_shard_numel(offload: Offload) -> int:
     """Return the most elements that a shard of an optimizer on disk may have, so that the buffers hold enough shards.
 
-    At any time, one shard is being read, one updated and one written. So the buffers must hold four shards (one to spare), each
-    with master weights, gradients and two states, as for Adam. Half of the buffers stay free for other shapes.
+    At any time, one shard is being read, one updated and one written. The buffers must therefore hold four shards (one
+    to spare), each with master weights, gradients and two states, as with Adam. Half of the buffers stay free for other
+    shapes.
     """
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
@@ -126,7 +127,7 @@ class Wire:
         gradients: "int8" or "int4", for gradient sums sent between hosts (`Policy.within`). Sums are computed in fp32.
 
     Raises:
-        PolicyError: there is no such code.
+        PolicyError: `gradients` is not a supported value.
     """
 
     gradients: Literal["int8", "int4"] | None = None
@@ -161,7 +162,7 @@ class Policy:
         prefetch_numel: for sharded parameters: units are gathered ahead of their use until the prefetched ones have
             this many elements. 0 disables prefetching; None prefetches one unit.
         max_live_numel: for sharded parameters: the number of unsharded elements beyond which no unit is prefetched or
-            kept. The units in use (the root, and the block that is running) may exceed it.
+            kept. The units in use (the root unit, and the block that is running) may exceed it.
         max_reuse_numel: for sharded parameters: a unit is kept after its forward if at most this many elements are used
             before its backward. With 0, only the last unit of the forward is kept.
         offload_parameters, offload_optimizer: the settings for transfers of parameters and of optimizer states that are
@@ -176,7 +177,7 @@ class Policy:
             bytes less each, and results are bit-identical. It has no effect with `per_host` parameters.
 
     Raises:
-        PolicyError: a value is invalid, a disk has no folder, or values exclude each other.
+        PolicyError: a value is invalid, a disk does not have a folder, or values exclude each other.
     """
 
     parameters: Residency
@@ -282,7 +283,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: there is no such stage, `within` is invalid, or `wire` is lossy without `within`.
+            PolicyError: the stage is unknown, `within` is invalid, or `wire` is lossy without `within`.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -310,7 +311,7 @@ class Policy:
             path: the folder for states on disk. It replaces `offload.path`.
 
         Raises:
-            PolicyError: this policy cannot store states there, there is no such place, or a disk has no path.
+            PolicyError: a place is unknown, this policy cannot store states there, or a disk does not have a path.
         """
         how = offload or Offload()
         if path is not None:

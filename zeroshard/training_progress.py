@@ -49,8 +49,8 @@ def progress(
     """Show the progress of the loop in a `with` block on rank 0's terminal and log its steps. Every rank must call it.
 
     The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
-    time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory. No
-    step waits for an accelerator: figures are shown once they have arrived. The loss is rank 0's own loss,
+    time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory.
+    Steps do not wait for an accelerator: the line shows metrics once they have arrived. The loss is rank 0's own loss,
     but an engine's log has the mean over ranks.
 
     Args:
@@ -63,7 +63,7 @@ def progress(
         flops: the FLOPs of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
         peak_flops: the peak of one accelerator in FLOPs per second, for MFU; default: the value in
-            zeroshard's table for this accelerator and dtype. Without a peak, no MFU is shown.
+            zeroshard's table for this accelerator and dtype. Without a peak, the line does not show MFU.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -145,7 +145,7 @@ class TrainingProgress:
                 self._read()
 
     def stop(self) -> None:
-        """Wait for the last figures, show them, and leave the line on the terminal.
+        """Wait for the last metrics, show them, and leave the line on the terminal.
 
         The `with` block calls this method at its end, unless an exception ends the block.
         """
@@ -214,7 +214,7 @@ class TrainingProgress:
             step=step,
             samples=samples,
             loss=None,
-            lr=math.nan,  # `_read` replaces the figures that are NaN here, and the loss
+            lr=math.nan,  # `_read` replaces the values that are NaN here, and the loss
             loss_scale=report.loss_scale,
             grad_norm=math.nan,
             applied=report.applied,
@@ -227,7 +227,7 @@ class TrainingProgress:
     def _read(self, *, wait: bool = False) -> None:
         """Show and log the metrics whose copies from the device are complete; with `wait`, all of them.
 
-        Only the last step gets memory figures, and the bytes sent since the last read.
+        Only the last step gets memory metrics, and the bytes sent since the last read.
         """
         self._read_at = monotonic()
         arrived = self._readings.take(wait=wait)
@@ -269,7 +269,7 @@ class TrainingRow(Row):
     """The progress line of a training run.
 
     Attributes:
-        loss, norm, lr: the latest figures that have arrived.
+        loss, norm, lr: the latest values that have arrived.
         samples: the samples since the start of the run.
     """
 

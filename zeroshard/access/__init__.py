@@ -1,1 +1,1 @@
-"""Access of users to sharded parameters: reads, writes and their model states."""
+"""User access to sharded parameters: reads, writes and model states."""

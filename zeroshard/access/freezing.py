@@ -1,4 +1,4 @@
-"""Owns changes to the set of trained parameters: frozen ones lose their states, unfrozen ones begin with new states."""
+"""Owns changes to the set of trained parameters: frozen parameters lose their states, and unfrozen ones begin with new states."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Freezing:
                 self._step.list_group(param_group)
             self._schedule.optimized = listed
             for entry in freed:
-                entry.parameter.grad = None  # the gradient of a parameter outside the optimizer belongs to no step
+                entry.parameter.grad = None  # no step uses the gradient of a parameter outside the optimizer
             self._frozen = self._frozen_names()
             for unit in list(self._schedule.units):
                 now = {id(entry.parameter) for entry in unit.named if entry.parameter.requires_grad} & listed

@@ -1,4 +1,4 @@
-"""Owns `named_weights`: the complete weights of an export, one unit at a time and without files.
+"""Owns `named_weights`, which yields the weights that an export would write, one unit at a time, without writing files.
 
 If parameters are sharded at rest, all ranks loop over the units together. After each unit they exchange one byte, so
 that a rank that left its loop early is found before the next all-gather. If parameters are unsharded at rest, no rank
@@ -236,7 +236,7 @@ def _base_parameters(layer: nn.Module) -> Sequence[nn.Parameter]:
 
 
 def _merge(name: str, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Let PEFT merge a copy of one of its layers and yield the weights. The layer's parameters must be whole."""
+    """Let PEFT merge a copy of one of its layers and yield the weights. The layer's parameters must be unsharded."""
     bases = {id(parameter) for parameter in _base_parameters(layer)}
     copies: dict[int, Any] = {}
     for parameter in layer.parameters():

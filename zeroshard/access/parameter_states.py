@@ -2,7 +2,7 @@
 
 states = zeroshard.parameter_states(model.head.weight)
 states.is_sharded, states.is_here
-states.get(), states.get("gradients"), states.get("exp_avg")     the whole, on every rank
+states.get(), states.get("gradients"), states.get("exp_avg")     the complete states, on every rank
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class ParameterStates:
     the model again, call `parameter_states` again.
 
     Attributes:
-        fqn: the parameter's first name in the model; "" if it was made under `sharded_init` and its model is not sharded yet.
-        number: its number in the order in which parameters were sharded or, under `sharded_init`, made. It is the same
-            on every rank.
+        fqn: the parameter's first name in the model; "" if it was created under `sharded_init` and its model is not
+            sharded yet.
+        number: its number in the order in which parameters were sharded or, under `sharded_init`, created. It is the
+            same on every rank.
         is_trained: whether a step updates it.
         is_sharded: whether this rank stores only its part at rest.
     """
@@ -76,27 +77,27 @@ class ParameterStates:
         """Set a state from a complete tensor. Every rank must call it, with the same values.
 
         Raises:
-            UsageError: there is no such state, no gradient yet, or `value` has a different shape.
+            UsageError: the parameter does not have this state, or no gradient yet, or `value` has a different shape.
         """
         self._states.set(self.fqn, state, value)
 
     def local(self, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of the flattened state; see `ModelStates.local`. It runs no collective."""
+        """Return this rank's ranges of the flattened state, without a collective; see `ModelStates.local`."""
         return self._states.local(self.fqn, state)
 
     def set_local(self, ranges: Sequence[Range], state: str = PARAMETERS) -> None:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own values.
 
         Raises:
-            UsageError: this rank does not hold such a range, or there is no such state.
+            UsageError: this rank does not hold one of the ranges, or the parameter does not have this state.
         """
         self._states.set_local(self.fqn, state, ranges)
 
     def own_gradient(self) -> Tensor | None:
-        """Return a copy of this rank's sum of gradients, if it has not been reduced yet. It runs no collective.
+        """Return a copy of this rank's sum of gradients, without a collective, if the sum has not been reduced yet.
 
-        The copy has the parameter's local shape. Without such a sum, return None: after the reduction, `get("gradients")` returns
-        the mean.
+        The copy has the parameter's local shape. If there is no unreduced sum, return None: after the reduction,
+        `get("gradients")` returns the mean.
         """
         shape = self._unit.named[self._index].shape
         sums = [bucket.local_sum(self._index) for bucket in self._unit.gradients]
@@ -108,7 +109,8 @@ class ParameterStates:
     def flat(self, state: str = PARAMETERS) -> Tensor | None:
         """Return a copy of this rank's elements of a state, 1-D, range by range.
 
-        The result is empty if this rank holds no elements, and None if there is no such state.
+        The result is empty if this rank does not hold elements of it, and None if the parameter does not have this
+        state.
         """
         parts = [part.tensor.view(-1) for part in self.local(state)]
         if not parts:
@@ -119,7 +121,7 @@ class ParameterStates:
         """Overwrite the elements that `flat` returns. Every rank must call it, with its own values.
 
         Raises:
-            UsageError: there is no such state, or `value` has a different number of elements.
+            UsageError: the parameter does not have this state, or `value` has a different number of elements.
         """
         ranges = self.local(state)
         sizes = [part.tensor.numel() for part in ranges]
@@ -133,7 +135,7 @@ class ParameterStates:
 
 
 def parameter_states(parameter: Tensor) -> ParameterStates:
-    """Find the model states of a parameter of a sharded model, or of one made under `sharded_init`.
+    """Find the model states of a parameter of a sharded model, or of one created under `sharded_init`.
 
     Raises:
         UsageError: the tensor is neither.
@@ -152,7 +154,7 @@ def parameter_states(parameter: Tensor) -> ParameterStates:
 
 
 class _Born(ParameterStates):
-    """The states of a parameter that was made sharded and belongs to no unit yet: it has only values."""
+    """The states of a parameter that was created sharded and is not in a unit yet: only its values."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter

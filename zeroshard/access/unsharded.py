@@ -1,4 +1,4 @@
-"""Owns `unsharded`, which makes parameters whole inside a block, and the map from a parameter to its unit."""
+"""Owns `unsharded`, which unshards parameters inside a block, and the map from a parameter to its unit."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def unsharded(
 ) -> Iterator[None]:
     """Unshard the parameters of a module, or given parameters, inside the block.
 
-    This works under every policy, and for parameters made under `sharded_init`. Parameters stay unsharded while the
+    This works under every policy, and for parameters created under `sharded_init`. Parameters stay unsharded while the
     model runs, so each rank may run it any number of times inside the block, for example to generate. If parameters are
     sharded at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If
     an exception leaves the block, changes to parameters that are sharded at rest are lost. With `undo`, all other
@@ -80,16 +80,16 @@ def unsharded(
 
     Args:
         target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
-            too. Tensors that belong to no sharded model, and None, are ignored.
+            too. None, and tensors outside of sharded models, are ignored.
         modifier_rank: the data-parallel rank whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is read-only.
         undo: without a modifier rank, whether to undo changes at the end of the block instead of raising an error. This copies
             parameters that are unsharded at rest.
 
     Raises:
-        UsageError: the target has an unsupported type, its parameters are parked, or there is no such rank. Without a modifier
-            rank, a change to parameters also raises it: at the end of the block, unless `undo` is set, or when another block
-            begins inside it. Changes to sharded parameters are then lost.
+        UsageError: the target has an unsupported type, its parameters are parked, or `modifier_rank` is not a rank of
+            the group. Without a modifier rank, the block also raises it if parameters were changed: at its end, unless
+            `undo` is set, or when another block begins inside it. Changes to sharded parameters are then lost.
     """
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:

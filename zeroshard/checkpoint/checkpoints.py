@@ -87,7 +87,7 @@ class Checkpoints:
 
     @cached_property
     def control(self) -> Collectives:
-        """The connections for saves, made at first use: their messages must not mix with the messages of training."""
+        """The connections for saves, opened at first use: their messages must not mix with those of training."""
         return self.live.collectives.control()
 
     @cached_property
@@ -102,8 +102,8 @@ class Checkpoints:
     def operation(self, name: str) -> Iterator[None]:
         """Name the waits of a save, a load or an export. Every rank must enter it.
 
-        An error that other ranks may not have, such as an interrupt, closes the connections, unless an asynchronous save is using
-        them. So no other rank waits for this rank. The next call makes new connections.
+        After an error that other ranks may not have, such as an interrupt, this rank closes the connections, unless an
+        asynchronous save is using them, so no other rank waits for it. The next call opens new connections.
         """
         try:
             with self.live.collectives.operation(name):
@@ -120,7 +120,7 @@ class Checkpoints:
             del self.control
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Raise any rank's exception in the block as a `CheckpointError` on all ranks. Every rank must enter it."""
+        """If the block raises on any rank, raise a `CheckpointError` on all ranks. Every rank must enter it."""
         return together(self.control, what)
 
     def _hosts_of(self, node_local: bool) -> Hosts:
@@ -163,9 +163,9 @@ class Checkpoints:
             keep_last: the number of newest checkpoints to keep, at least 1; older ones are removed, except the one in
                 `latest`. None keeps all.
             within_step: whether to allow a save between a backward and its step. Gradients are not saved: after a load,
-                the step starts again.
+                the step begins again at its first microbatch.
             node_local: whether the folder is local to each host, on a disk or in memory (/dev/shm). Each rank's file is
-                copied to the next host, so that losing one host loses no data.
+                copied to the next host, so that no data is lost if one host fails.
 
         Raises:
             CheckpointError: `tag` is not a folder name, a value cannot be packed, a step began during the save, some rank could
@@ -293,7 +293,7 @@ class Checkpoints:
         Args:
             folder: the folder of all checkpoints.
             tag: the checkpoint's name; default: the one in the file `latest`.
-            strict: whether to raise an error for parameters and buffers that the checkpoint or the model lacks.
+            strict: whether to raise an error if the checkpoint or the model lacks a parameter or buffer.
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
             fall_back: whether to load the newest intact checkpoint if the chosen one cannot be loaded. The reason is logged.
@@ -332,7 +332,7 @@ class Checkpoints:
     def _load_any(
         self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
     ) -> Loaded:
-        """Load the first complete candidate. If there is none, raise the errors of all candidates."""
+        """Load the first candidate that is intact. If there is none, raise the errors of all candidates."""
         hosts = self._hosts_of(node_local)
         holdings = None
         if not node_local:

@@ -169,7 +169,7 @@ class Description(BaseModel):
 
     @classmethod
     def of(cls, found: Any) -> Description:
-        """Make a description from a manifest.
+        """Create a description from a manifest.
 
         Raises:
             CheckpointError: `found` is not a description or names a file or folder that no export writes.
@@ -185,7 +185,7 @@ class Description(BaseModel):
 
 
 def describe(live: LiveModel) -> Description:
-    """Describe the model as it is now. If that fails, saves still succeed, and only exports raise an error.
+    """Describe the model as it is now. If that fails, saves still succeed, and only `export` raises an error.
 
     Every rank must call it: PEFT calls `state_dict()` on modules, which gathers units.
     """

@@ -1,4 +1,4 @@
-"""Owns the loading of a checkpoint: each rank reads the ranges that it needs, from a save at any world size."""
+"""Owns checkpoint loading: each rank reads the ranges that it needs, from a save at any world size."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> R
 
 
 def requests_for(state: StateRecord, span: Span, placement: Placement, out: Tensor) -> list[ReadRequest]:
-    """Make the requests that read a span of this rank's part of a parameter into the 1-D tensor `out`.
+    """Create the requests that read a span of this rank's part of a parameter into the 1-D tensor `out`.
 
     `placement` is the position of that part in the whole parameter. Rows of a saved range share a request,
     unless they are far apart.
@@ -167,7 +167,8 @@ def _shared(state: StateRecord, fqn: str, runs: Runs) -> list[tuple[RangeRecord,
 class Loader:
     """The load of one checkpoint into a model's units: call `read`, then `apply`.
 
-    The constructor checks the checkpoint and changes nothing. `nbytes` is the number of bytes of model states that `read` reads.
+    The constructor checks the checkpoint but does not change the model. `nbytes` is the number of bytes of model states
+    that `read` reads.
 
     Raises:
         CheckpointError: the checkpoint is of a different model or optimizer, or lacks elements.
@@ -324,7 +325,7 @@ class Loader:
         self._buffers = self.reader.values({**manifest.buffers(), **manifest.buffers(self._live.rank)})
 
     def _requests_of(self, held: Held, record: ParameterRecord) -> list[ReadRequest]:
-        """Make the requests for all states of one part that is in memory, and allocate new optimizer states."""
+        """Create the requests for all states of one part that is in memory, and allocate new optimizer states."""
         requests = []
         state: dict[str, Any] = {}
         for name, saved in self._wanted(held, record):

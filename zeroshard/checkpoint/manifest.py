@@ -121,6 +121,7 @@ class ParameterRecord(_Record):
     names: list[str] = Field(min_length=1)
     """All its names; more than one if it is tied."""
     trained: bool
+    """Whether the saved run updated it; False if it was frozen."""
     states: dict[str, StateRecord]
     """"parameters" (the master weights), and the optimizer's states of the same shape."""
     values: dict[str, Any] = {}
@@ -416,7 +417,7 @@ def replace_file(path: Path, data: bytes, save: str) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove the leftovers of incomplete saves: files that no manifest names, and folders with only such files."""
+    """Remove the leftovers of incomplete saves: files that no manifest names, and folders with only these files."""
     for path in _folders(folder):
         with suppress(OSError):  # another program's, or unreadable: leave it
             _clean_tag(path)

@@ -1,7 +1,7 @@
 """Owns checkpoints in folders that hosts do not share: copies on the next host, and the transfer of missing files before a load.
 
 The folder is on a local disk, or in memory (/dev/shm). Each rank's file is on the rank's host and on the next one. The
-manifest is on all hosts, so losing one host loses no file.
+manifest is on all hosts, so no file is lost if one host fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Hosts:
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def leads(self, rank: int) -> bool:
-        """Return whether a rank does the work that its host needs only once."""
+        """Return whether a rank does the work that only one rank of its host needs to do."""
         return self.ranks[self.host(rank)][0] == rank
 
     def member(self, host: int, number: int) -> int:
@@ -211,7 +211,7 @@ class Holdings:
                 )
 
     def bring(self, tag: str) -> None:
-        """Send each host its missing files of a checkpoint. Every rank must call it, and raises any rank's error."""
+        """Send each host its missing files of a checkpoint. Every rank must call it. If any rank fails, all raise its error."""
         version = self._newest(tag)
         if version is None:
             self._refuse_lost(tag)

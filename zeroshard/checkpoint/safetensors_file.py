@@ -178,7 +178,7 @@ class Source:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Source:
-        """Make a source of a tensor that is in memory."""
+        """Create a source from a tensor that is in memory."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: nullcontext(tensor))
 
 

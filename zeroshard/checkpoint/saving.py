@@ -1,4 +1,4 @@
-"""Owns the saving of a checkpoint: every rank writes its own shards, all ranks agree, and then the checkpoint exists.
+"""Owns checkpoint saving: every rank writes its own shards, all ranks agree, and then the checkpoint exists.
 
 No rank ever holds a complete state. A save writes the stored tensors themselves. An asynchronous save writes a copy in
 CPU memory while training continues.
@@ -209,7 +209,7 @@ def _extra_states(live: LiveModel, packer: Packer) -> dict[str, Any]:
 
 
 def _source(held: Held, state: str) -> Source:
-    """Make a source of one state. It opens the whole shard, which stays in memory for the spans that follow."""
+    """Create a source for one state. It opens the whole shard, which stays in memory for the spans that follow."""
 
     @contextmanager
     def opened() -> Iterator[Tensor]:
@@ -231,8 +231,8 @@ def write_checkpoint(
 ) -> None:  # fmt: skip
     """Write this rank's part, agree with the other ranks, and write the manifest. Every rank must call it.
 
-    `advance` is called with the number of bytes written. `refuse` is called after the part is written, and raises if the values
-    changed meanwhile.
+    `advance` is called with the number of bytes written. `refuse` is called after the part is written and raises if the
+    values changed meanwhile.
 
     Raises:
         CheckpointError: some rank could not write. Every rank raises it, and the message has the reason. Earlier
@@ -320,7 +320,7 @@ def file_name(rank: int, save: str) -> str:
 
 
 def complete(outline: Mapping[str, Any], tag: str, created: float, reports: Sequence[dict[str, Any]]) -> Manifest:
-    """Make a manifest from rank 0's outline and each rank's report (the result of `write_part`)."""
+    """Create a manifest from rank 0's outline and each rank's report (the result of `write_part`)."""
     states: dict[str, dict[str, StateRecord]] = {}
     values: dict[str, dict[str, Any]] = {}
     tensors: dict[str, TensorRecord] = {}

@@ -4,6 +4,6 @@
 apart if two ranks diverge. `SharedMemory` is for CPU ranks of one host. `Native` is for backends whose own collectives can be used
 (NCCL and similar ones). `Alone` is one rank. `composed` combines two transports: one inside hosts, and one across them.
 
-On CPUs, all of them sum over ranks in rank order (with `within`: inside each host, then over hosts), and then divide the sum. So a
-sum does not depend on the policy. `Native` leaves the order of a sum to its backend.
+On CPUs, all of them sum over ranks in rank order (with `within`: inside each host, then over hosts) and then divide the
+sum. So a sum does not depend on the policy. `Native` leaves the order of a sum to its backend.
 """

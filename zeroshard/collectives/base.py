@@ -1,8 +1,8 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
-A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other method
-has a default that is correct for all transports, except `discard` (for memory that the system lends) and `scatter_rows` (for
-parts of other transports), which have none. No caller depends on the kind of transport.
+A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other
+method has a default that is correct for all transports, except `discard` (for memory that the system lends) and
+`scatter_rows` (for parts of other transports), which have no default. Callers do not depend on the kind of transport.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ class Collectives(ABC):
         return [(operation,) for operation in operations]
 
     def numel_in_flight(self, units: Sequence[int]) -> int:
-        """Return how many elements of reductions may be under way while the next gradients are made.
+        """Return how many elements of reductions may be under way while the next gradients are computed.
 
         Args:
-            units: elements of each unit, the largest first. The largest is usually the root, which is not typical: the default
-                uses the second.
+            units: elements of each unit, the largest first. The largest is usually the root unit, which is not typical:
+                the default uses the second.
         """
         if not units:
             return 0
@@ -189,7 +189,7 @@ class Collectives(ABC):
     # ------------------------------------------------------------------ sums
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of `dtype` are sent, so that sums are made in fp32 at least."""
+        """Return the dtype in which gradients of `dtype` are sent, so that sums are computed in fp32 at least."""
         return dtype
 
     # ------------------------------------------------------------------ hosts
@@ -213,12 +213,12 @@ class Collectives(ABC):
 
     @property
     def inside(self) -> Collectives:
-        """The collectives of this host's ranks, whose rows are adjacent; this object if hosts make no difference."""
+        """The collectives of this host's ranks, whose rows are adjacent; this object if the transport ignores hosts."""
         return self
 
     @property
     def across(self) -> Collectives | None:
-        """The collectives of the ranks that hold the same rows, one on each host; None if hosts make no difference."""
+        """The collectives of the ranks that hold the same rows, one on each host; None if the transport ignores hosts."""
         return None
 
     # ------------------------------------------------------------------ messages
@@ -234,7 +234,7 @@ class Collectives(ABC):
         """Return every rank's `value` (fp64, shape []) as [world_size], and its `data` as `exchange` does, in rank order.
 
         The host waits for a value on a device, except in `Native` and `Alone`: there it stays on the device, in stream order.
-        If no rank gives a `value`, the values are zeros. If only some do, a CollectiveError is raised.
+        If no rank gives a `value`, the values are zeros. If only some do, the call raises CollectiveError.
         """
         own = struct.pack("<d", 0.0 if value is None else float(value))
         messages = self.agreed(value is not None, own + data, label)
@@ -258,7 +258,7 @@ class Collectives(ABC):
         """Name this thread's waits inside the block for reports, such as `save "step_10"`. The outermost name counts."""
         return nullcontext()
 
-    # ------------------------------------------------------------------ transports that are made of others
+    # ------------------------------------------------------------------ transports that consist of others
 
     def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
         """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this rank.

@@ -31,14 +31,14 @@ def create_collectives(
     within: Within | None = None,
     wire: Wire = EXACT,
 ) -> Collectives:
-    """Make the collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
+    """Create the collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
 
     Every rank of the group must call it.
 
     Args:
         what: the operation that needs them, such as "shard()", for the error if a rank is missing.
         lasting: False for a few operations at points where the user's collectives could run too. A backend with expensive
-            communicators then uses those of the user's group and makes and closes none.
+            communicators then uses those of the user's group and does not create or close any.
         within: the policy's `within`: sums are computed host by host.
         wire: the policy's lossy communication, used only between the hosts of `within`.
 

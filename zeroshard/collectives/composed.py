@@ -30,7 +30,7 @@ class OneHost(Exception):
 
 
 class Composed(Grouped):
-    """A transport that is made of two: one inside hosts, whose memory it uses, and one between them."""
+    """A transport that consists of two: one inside hosts, whose memory it uses, and one between them."""
 
     def compose(self, near: Collectives, far: Grouped) -> None:
         """Send through `near` inside the host, and through `far` to other hosts."""
@@ -101,12 +101,13 @@ class OverHosts(Composed):
     """A transport over several hosts: shared memory inside them, gloo between them.
 
     With H hosts of S ranks each, which follow one another in the group, rank h * S + s is at place s of host h. A gathered row
-    crosses to the rank at its owner's place on each other host, which shares it with its neighbours. The rows of a reduction go
-    to their owners directly, so a sum is in the order of all ranks and is bit-identical to the sum over gloo.
+    crosses to the rank at its owner's place on each other host, which shares it with the other ranks of that host. The
+    rows of a reduction go to their owners directly, so a sum is in the order of all ranks and is bit-identical to the
+    sum over gloo.
 
     Args:
         hosts: the members of each host, in the order of ranks. All hosts have the same number.
-        make: makes the collectives for the members of a host.
+        make: creates the collectives for the members of a host.
     """
 
     _far: PointToPoint
@@ -184,7 +185,7 @@ class TwoLevel(Composed):
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
-        make: makes the collectives for some of the members. Each of these must call it.
+        make: creates the collectives for some of the members. Each of these must call it.
         bits: the number of bits of rounded gradients that are sent across hosts; None sends exact gradients.
 
     Raises:
@@ -359,7 +360,7 @@ class _Mean(Reduction):
 
 
 def cut(world_size: int, within: Within) -> list[list[int]]:
-    """Return the members of each host, if `within` neighbours count as one host. With "host", all are on one host.
+    """Return the members of each host, if `within` adjacent ranks count as one host. With "host", all are on one host.
 
     Raises:
         UsageError: `within` does not divide the number of ranks.

@@ -35,7 +35,7 @@ Posted = tuple[dist.Work, int | None]
 
 
 class Grouped(Collectives):
-    """The collectives of several ranks, for tensors on `device`. Several transports may share a watch."""
+    """The collectives of several ranks, for tensors on `device`. Several transports may share a watchdog."""
 
     def __init__(self, members: Members, device: torch.device, watch: Watch) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class Grouped(Collectives):
         self.rank = members.rank
         self.world_size = len(members.ranks)
         self.peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-        """The other ranks, starting with this rank's neighbour, so that not all ranks send to rank 0 first."""
+        """The other ranks, starting with the next rank, so that not all ranks send to rank 0 first."""
         self.end_watch: Callable[[], object] = nothing
-        """Ends the watch, if this transport owns it."""
+        """Ends the watchdog, if this transport owns it."""
 
     def close(self) -> None:
         self.end_watch()
@@ -74,7 +74,7 @@ class Grouped(Collectives):
             self.watch.leave()
 
     def _made(self, make: Callable[[], T]) -> T:
-        """Make connections, under the watch. Every member must call it."""
+        """Open connections, under the watchdog. Every member must call it."""
         with self.guarded("the others, to make connections"):
             self.watch.begin(self.members.root)
             return make()
@@ -177,8 +177,8 @@ class PointToPoint(Grouped):
         self._begun: dict[int, int] = {}
         """The last tag, by channel."""
         # torch registers process groups, names each by the number of groups before it, and never frees a subgroup's
-        # resources. Ranks that had made different numbers of groups would wait for each other under different names. So the
-        # store counts instead, for these members only, and any ranks may make groups in any order.
+        # resources. Ranks that had created different numbers of groups would wait for each other under different names.
+        # So the store counts instead, for these members only, and any ranks may create groups in any order.
         self._name = members.counted_name("gloo")
         store = PrefixStore(self._name, members.store)
         # torch's stubs lack its send, recv and broadcast.
@@ -306,7 +306,7 @@ class PointToPoint(Grouped):
         return [found[rank] for rank in range(self.world_size)]
 
     def exchange_with_peers(self, data: bytes, label: str) -> dict[int, bytes]:
-        """Return every peer's `data`, which must have the same length on all peers."""
+        """Send `data` to every peer and return theirs; all must have the same length."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = {peer: torch.empty_like(own) for peer in self.peers}
         self.sent["exchange"] += own.nbytes * len(self.peers)

@@ -1,4 +1,4 @@
-"""Owns the membership of a group and makes process groups and names in the store for its members."""
+"""Owns the membership of a group and creates process groups and names in the store for its members."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Members:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The user's own group. A group that was destroyed raises `UsageError`."""
+        """The user's own group. Raises `UsageError` if it was destroyed."""
         group = self.own_group()
         if group is None:
             raise UsageError(
@@ -137,7 +137,7 @@ class Members:
         return f"{family}/{number}"
 
     def registered(self) -> dist.ProcessGroup:
-        """Make a group with the members' own backend, registered with torch. Every member must call it."""
+        """Create a group with the members' own backend, registered with torch. Every member must call it."""
         options: dict[str, Any] = {}
         if list(self.ranks) != sorted(self.ranks):
             if "sort_ranks" not in inspect.signature(dist.new_group).parameters:

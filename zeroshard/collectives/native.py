@@ -55,7 +55,7 @@ class _Move(NamedTuple):
 
 
 class _OnDevice(Transfer):
-    """A transfer for which only the device waits, under the watch, while the host continues."""
+    """A transfer for which only the device waits, under the watchdog, while the host continues."""
 
     def wait(self) -> None:
         super().wait()

@@ -97,7 +97,7 @@ class Neighbours:
         self._sent[peer] += 1
 
     def send_if_there(self, peer: int, tag: int, data: bytes) -> bool:
-        """Send; return False if the peer has finished and so needs nothing more. Its earlier messages can still be read."""
+        """Send; return False if the peer has finished and does not need anything more. Its earlier messages can still be read."""
         try:
             self.send(peer, tag, data)
         except Lost:

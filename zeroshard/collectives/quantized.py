@@ -1,6 +1,6 @@
 """Lossy reductions: the contributions of other ranks arrive as blocks of small integers, each block with a scale.
 
-The sum over ranks is made in fp32 at least, in rank order. This rank's own contribution is exact.
+The sum over ranks is computed in fp32 at least, in rank order. This rank's own contribution is exact.
 
 A block has 256 elements; the last block of a row may be shorter. The scale is the largest magnitude over the largest code, in
 fp32 (fp64 for fp64). An element arrives as its code times the scale, which is off by half a scale at most. A block with an
@@ -128,7 +128,7 @@ class Codes:
     def decode(self, coded: Tensor, numel: int, low: int = 0, high: int | None = None) -> Tensor:
         """Return elements [low, high) of a row of `numel`, in the wide dtype. `low` begins a block; `high` ends one, or the row.
 
-        Several rows [..., nbytes(numel)] need no more launches.
+        Several rows [..., nbytes(numel)] take the same number of launches.
         """
         scales, codes, _ = self._parts(coded, numel)
         high = numel if high is None else high

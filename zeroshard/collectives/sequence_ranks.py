@@ -1,6 +1,7 @@
 """Owns the messages that a computation itself sends: parts of activations, sums, small objects.
 
-They belong to no step and no bucket, so they go over the user's own process group, at the same point of the model on every rank.
+They do not belong to a step or a bucket, so they go over the user's own process group, at the same point of the model
+on every rank.
 """
 
 from __future__ import annotations

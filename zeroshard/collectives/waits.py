@@ -1,4 +1,4 @@
-"""Owns the record of this rank's waits. A training step only writes the record; the watch's thread reads it (`watch.py`)."""
+"""Owns the record of this rank's waits. A training step only writes the record; the watchdog's thread reads it (`watch.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATION_SHIFT = 26
 
 @dataclass(eq=False)
 class Pairing:
-    """A record by which a watch detects that two ranks wait for each other, over connections that do not detect it.
+    """A record by which a watchdog detects that two ranks wait for each other, over connections that do not detect it.
 
     Attributes:
         _connections: a name for the connections, the same on every rank.

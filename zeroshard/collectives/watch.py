@@ -1,7 +1,7 @@
-"""Owns the watch over waits: it logs long ones, reports failed ones, and shares each rank's current wait through the store.
+"""Owns the watchdog: it logs long waits, reports failed ones, and shares each rank's current wait through the store.
 
-Each watch has its own thread. Except in `begin`, only this thread uses the store, over its own connection, so a store that does
-not answer blocks no wait for other ranks.
+Each watchdog has its own thread. Except in `begin`, only this thread uses the store, over its own connection, so a
+store that does not answer does not block waits for other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GONE_SECONDS = 0.4
 """The seconds that such a rank waits if another is known to be dead."""
 
 _LOOKS = 6
-"""The number of looks at the waits before the first notice."""
+"""The number of checks of the waits before the first notice."""
 _CLOSE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 
@@ -66,7 +66,7 @@ def make_current(device: torch.device | None) -> None:
 
 
 class Told(NamedTuple):
-    """A rank's message about the operation that it is waiting for, or waited for in vain.
+    """A rank's message about the operation that it is waiting for, or that failed while it waited.
 
     Attributes:
         operation: the user's call that this belongs to, such as `save "step_10"`; None for a forward, a backward or a step.
@@ -169,12 +169,14 @@ class _Question:
 
 
 class Watch(Waits):
-    """A watch over the waits of this rank (see the module's docstring).
+    """A watchdog for this rank's blocking operations (see the module's docstring).
 
     Args:
-        store: a store that all members reach. Messages are stored by global rank, so they also cover other groups.
+        store: a store that all members reach. Messages are keyed by global rank, so ranks see each other's waits in
+            other groups, too.
         ranks: the global ranks of the members.
         own: this process's global rank.
+        notice_seconds: the seconds until a wait is logged; infinity means never.
         device: the accelerator whose events are watched, if there is one.
     """
 
@@ -215,7 +217,8 @@ class Watch(Waits):
         The call takes a few seconds if the other ranks or the store do not answer. Ranks that sent nothing are not in the result.
 
         Args:
-            gone: the ranks that cannot answer. If there are any, the other ranks notice this at once too, and the wait is short.
+            gone: the ranks that cannot answer. If there are any, the other ranks detect this at once too, and the wait
+                is short.
         """
         wait = Wait(self._of_thread.operation, label, time.monotonic())
         told = Told(wait.text, True, wait.operation, place_of(threading.get_ident()))
@@ -223,7 +226,8 @@ class Watch(Waits):
         if self._thread.is_alive():
             self._question = question
             self._wake.set()
-            # The store may have ended with a rank: then the watch's thread waits in vain, and this thread stops waiting for it.
+            # The store may have ended with a rank: then the watchdog's thread waits in vain, and this thread stops
+            # waiting for it.
             question.answered.wait(GONE_SECONDS + 0.2 if gone else REPORT_SECONDS + 1)
         reaches_store = question.is_heard  # read before `found` is copied: it is complete if the store has answered
         return told, dict(question.found), reaches_store
@@ -236,7 +240,7 @@ class Watch(Waits):
             self._thread.join(_CLOSE_SECONDS)  # it may hang in the store
 
     def begin(self, store: Store) -> None:
-        """Delete this rank's last message, and watch again after a wait that failed, since new connections are made."""
+        """Delete this rank's last message, and watch again after a wait that failed, since ranks open new connections."""
         store.set(self._key(self._own), "")
         self._has_failed = False
 
@@ -298,7 +302,7 @@ class Watch(Waits):
             self._log(overdue[0], now - overdue[0].since)
 
     def _interrupt_in_vain(self, pairing: Pairing) -> None:
-        """End a wait for a rank that is itself waiting for this one."""
+        """End a wait for a rank that is waiting for this one."""
         rank = pairing.awaited
         text = self._read(self._key(rank))
         other = Told(*json.loads(text)) if text else None

@@ -1,4 +1,4 @@
-"""Owns models that are born sharded: no rank ever holds the whole model.
+"""Owns models that are born sharded: no rank ever holds the full model.
 
     with zeroshard.sharded_init():
         model = MyModel()          # the same values as without sharded_init, under the same seed
@@ -376,7 +376,8 @@ def sharded_init(
             memory.
         dtype: torch's default dtype in the context.
         source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
-            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values and send none.
+            (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values and do not
+            send any.
         attributes: a class whose properties these parameters get in addition to their own (see `shard`).
         detached_stay_cut: whether `parameter.detach()` and state dicts stay divided too. An operation on one of their tensors
             then gathers it, so every rank must run it. Otherwise detached tensors and state dicts are whole on every rank.
@@ -441,7 +442,7 @@ def cut(
 
     Args:
         module: the model, which is changed in place. Parameters that are already divided do not change.
-        group, folder, attributes, detached_stay_cut: as for `sharded_init`.
+        group, folder, attributes, detached_stay_cut: see `sharded_init`.
         source: the rank of the group whose values all ranks get; None if the values are the same on all ranks.
 
     Raises:

@@ -69,7 +69,7 @@ def placed(parameter: Tensor) -> str:
 def refuse_beside_others(
     model: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, precision: Precision, *, whole_parameters: bool
 ) -> None:
-    """Raise for settings of a model with DTensors that need more than each rank's own part.
+    """Raise if settings require more than each rank's own part of a model with DTensors.
 
     Args:
         model: the model.

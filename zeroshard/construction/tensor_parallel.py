@@ -108,7 +108,7 @@ def refuse_uneven(size: int, world: int) -> None:
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:
-    """Create the mesh of the `size` neighbouring ranks that divide one model. Every rank of the job must call it.
+    """Create the mesh of the `size` adjacent ranks that divide one model. Every rank of the job must call it.
 
     Raises:
         UsageError: `size` does not divide the number of ranks, or differs between ranks.

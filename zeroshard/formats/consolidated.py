@@ -1,4 +1,4 @@
-"""Owns the conversion of checkpoints to whole state dicts, in memory or in files of `torch.save`.
+"""Owns the conversion of checkpoints to complete state dicts, in memory or in `torch.save` files.
 
 One process reads a zeroshard checkpoint, or, through the import, a DeepSpeed checkpoint.
 """
@@ -43,7 +43,7 @@ def state_dict_of(
     folder: str | os.PathLike[str], tag: str | None = None, *, dtype: torch.dtype | None = torch.float32,
     exclude_frozen: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the state dict of a checkpoint's whole model, on the CPU, for `model.load_state_dict`.
+    """Return a checkpoint's complete model state dict, on the CPU, for `model.load_state_dict`.
 
     A tied parameter appears under all its names.
 
@@ -103,7 +103,7 @@ def written(path: Path, state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _tensors(reader: Reader, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Exported]:
-    """List the parameters and buffers of a whole model. Buffers keep their dtypes."""
+    """List the parameters and buffers of the complete model. Buffers keep their dtypes."""
     excluded = reader.manifest.excluded
     if excluded and not exclude_frozen:
         raise CheckpointError(

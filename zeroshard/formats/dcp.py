@@ -148,11 +148,11 @@ class DistributedState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return the states in the memory that training uses, without a copy.
 
-        Before the first step, the call makes the optimizer's states, so that a load can read into them.
+        Before the first step, the call creates the optimizer's states, so that `dcp.load` can read into them.
 
         Raises:
             UsageError: some states are on disk, or not on the device that updates them; or, before the first step, the
-                optimizer's states cannot be made without a step (Adafactor, ASGD, Rprop, SGD with dampening, classes
+                optimizer's states cannot be created without a step (Adafactor, ASGD, Rprop, SGD with dampening, classes
                 outside torch and zeroshard).
         """
         self._live.schedule.refuse_unseen_changes()
@@ -214,7 +214,7 @@ class DistributedState(Stateful):
             unit.load_masters()
 
     def _make_states(self) -> None:
-        """Make the optimizer's initial states by a step with zero gradients and a zero learning rate, and reset its step count."""
+        """Create the optimizer's initial states by a step with zero gradients and learning rate, and reset its step count."""
         step = self._live.step
         if step.inner.state or not step.views:
             return
@@ -239,7 +239,7 @@ class DistributedState(Stateful):
 
 @contextmanager
 def _updates_nothing(step: ShardedStep) -> Iterator[None]:
-    """Make the optimizer's first step in the block change no parameter. After an error, remove the states: some may be partial."""
+    """Keep the first step in the block from changing parameters. After an error, remove the states: some may be partial."""
     kept = [dict(group) for group in step.inner.param_groups]
     for group in step.inner.param_groups:
         group["lr"] = group["lr"] * 0.0

@@ -1,8 +1,8 @@
 """Owns the import from DeepSpeed, which converts a checkpoint of ZeRO stage 1, 2 or 3 to zeroshard's format.
 
-DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files and runs no code from them. This module has
-stubs of the few classes that the files name, so DeepSpeed need not be installed. No whole tensor is made: each rank's
-flat partitions are mapped into memory, and their fragments become spans of new files.
+DeepSpeed's checkpoints are pickled. torch's `weights_only` reads the files without running code from them. This module
+has stubs of the few classes that the files name, so DeepSpeed need not be installed. Tensors are not merged: each
+rank's flat partitions are mapped into memory, and their fragments become spans of new files.
 
 The position of an element, as DeepSpeed 0.19 writes it: at stages 1 and 2, `param_slice_mappings` gives each rank's
 fragments. At stage 3, every parameter is divided into world_size pieces of ceil(numel / world_size), in the order of
@@ -446,7 +446,7 @@ def _flat(partition: Tensor, base: Mapping[str, Any], number: int) -> _Flat:
 
 
 def _frozen(model: Mapping[str, Any], trained: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Return the shapes of the frozen parameters. Stages 1 and 2 may list them only in the module, which has them whole."""
+    """Return the shapes of the frozen parameters. Stages 1 and 2 may list them only in the module, which has them complete."""
     listed = dict(model.get("frozen_param_shapes") or {})
     if listed:
         return {name: torch.Size(shape) for name, shape in listed.items()}

@@ -1,7 +1,7 @@
 """Owns the export in the Hugging Face layout, with bounded memory, from a checkpoint or from a model in training.
 
-From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files and sends
-no tensor. transformers' `from_pretrained` loads the result: `model.safetensors`, or several files and
+From a checkpoint, one process writes everything. From a model, each rank writes its own ranges into the files and does
+not send tensors. transformers' `from_pretrained` loads the result: `model.safetensors`, or several files and
 `model.safetensors.index.json`. Tied parameters are stored once, under their first name.
 """
 
@@ -44,7 +44,7 @@ _OF_ADAPTERS = re.compile(rf"{re.escape(ADAPTER)}(\.tmp)?|adapter_config\.json")
 _OF_MODELS = re.compile(
     rf"{_OF_ADAPTERS.pattern}|{re.escape(INDEX)}|{re.escape(SINGLE)}(\.tmp)?|model-\d{{5}}-of-\d{{5}}\.safetensors(\.tmp)?"
 )
-"""The files that an export of a whole model replaces. An export of adapters replaces only `_OF_ADAPTERS` and keeps their base."""
+"""The files that a complete model's export replaces. An export of adapters replaces only `_OF_ADAPTERS` and keeps their base."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def spread(tensors: Sequence[Exported], max_shard_nbytes: float, single: str) ->
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and, if its file system has locks, lock it against other exports."""
+    """Create a folder, and, if its file system has locks, lock it against other exports."""
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -173,7 +173,7 @@ def write_json(path: Path, content: Any) -> None:
 
 @contextmanager
 def _begun(folder: Path, plans: Sequence[FilePlan]) -> Iterator[None]:
-    """Claim a folder and make temporary files of full size with their headers. After the block, no such file is left."""
+    """Claim a folder and create temporary files of full size with their headers. After the block, no such file is left."""
     with claimed(folder):
         try:
             for plan in plans:
@@ -302,7 +302,7 @@ def _stream(reader: Reader, wanted: Sequence[StoredTensor]) -> Iterator[tuple[Sp
 def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
     """Write a model in training; see `export`. Every rank must call it.
 
-    Each rank writes its own ranges. An error on any rank is raised on all.
+    Each rank writes its own ranges. If any rank fails, all ranks raise its error.
     """
     live = checkpoints.live
     live.schedule.refuse_undecided("an export")

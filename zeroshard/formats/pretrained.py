@@ -6,7 +6,7 @@
     zeroshard.load_pretrained(model, "folder with model.safetensors.index.json")
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
 
-Parameters are sharded as they are made (see born.py), so no rank ever holds the whole model.
+Parameters are sharded as they are created (see born.py), so no rank ever holds the full model.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:  # fmt: skip
     """Load a model's values from safetensors files.
 
-    If a floating-point parameter was made inside `sharded_init` or is on the meta device, each rank reads only its own
-    part, 1/world_size of the parameter. Other parameters, and buffers, are read whole. Non-persistent buffers
-    stay on the meta device: call `materialise` first.
+    If a floating-point parameter was created inside `sharded_init` or is on the meta device, each rank reads only its
+    own part, 1/world_size of the parameter. Other parameters, and buffers, are read whole. Non-persistent buffers stay
+    on the meta device: call `materialise` first.
 
     Args:
-        model: a model that is not sharded yet. Its parameters may be whole, made inside `sharded_init`, or on the meta
-            device. They keep their dtypes. Parameters on the meta device are made on `device`. Tied parameters are
-            found under any of their names.
+        model: a model that is not sharded yet. Its parameters may be whole, created inside `sharded_init`, or on the
+            meta device. They keep their dtypes. Parameters on the meta device are created on `device`. Tied parameters
+            are found under any of their names.
         path: a file, an index (`*.index.json`), or a folder with `model.safetensors` or `model.safetensors.index.json`.
         strict: whether to raise an error for missing and unexpected names.
         rename: a function from a name in the model to the name in the file.
@@ -99,10 +99,10 @@ def materialise(
     model: nn.Module, initialise: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None, folder: str | os.PathLike[str] | None = None,
 ) -> None:  # fmt: skip
-    """Initialise a model on the meta device and shard each module as soon as it is initialised. Every rank must call it.
+    """Initialise a model on the meta device, sharding each module as soon as it is initialised. Every rank must call it.
 
     Args:
-        model: the model. Modules with no tensor of their own on the meta device do not change.
+        model: the model. Modules without a tensor of their own on the meta device do not change.
         initialise: a function that fills a module's own parameters and buffers; default: the module's `reset_parameters`. Random
             numbers must be the same on all ranks. (For a transformers model: `model._init_weights`.)
         device: default: torch's default device.

@@ -1,1 +1,1 @@
-"""Gradients: gathered from autograd, reduced over ranks."""
+"""Gradients: collected from autograd, reduced over ranks."""

@@ -1,8 +1,8 @@
-"""Owns the gradients of one bucket: gathered from autograd, summed over microbatches, reduced to the mean over ranks.
+"""Owns the gradients of one bucket: collected from autograd, summed over microbatches, reduced to the mean over ranks.
 
 For a bucket of n elements on one of W ranks (S = n / W), unsharded gradients are a tensor [W, S]: this rank's sum between
-microbatches, then the mean. Sharded gradients are the mean [S] of this rank's shard. A microbatch's gradients are collected in
-scratch, or taken as autograd made them.
+microbatches, then the mean. Sharded gradients are the mean [S] of this rank's shard. A microbatch's gradients are
+collected in scratch, or taken as autograd returned them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ TAKEN_AT_ONCE = 1 << 16
 
 @dataclass(eq=False)
 class Shard:
-    """A shard of a bucket, as the optimizer sees it: slots of [shard_numel].
+    """A shard of a bucket, as the optimizer sees it: slots of `shard_numel` elements.
 
     Attributes:
         number: its number in the bucket.
-        rest: the parameters at rest, in the dtype of the forward, or the master weights that are rounded to it.
+        rest: the shard as stored between steps: parameters in the forward's dtype, or master weights that are rounded
+            to that dtype.
         master: the values that the optimizer updates; `rest` itself if the dtype is the same.
         gradient: the mean over ranks.
         step: the storage in which the optimizer steps.
@@ -89,7 +90,7 @@ class Microbatch:
     Attributes:
         missing: the parameters whose gradient has not arrived.
         is_closed: whether no more gradients will arrive, so that missing ones count as zeros.
-        whole: [n] in scratch; or a part of the tensor that autograd made, which must not be written to.
+        whole: [n] in scratch; or a part of the tensor that autograd returned, which must not be written to.
         is_scratch: whether `whole` is scratch.
     """
 
@@ -133,8 +134,8 @@ class Waiting:
 
     Passing one gradient through hooks, schedule, unit and bucket takes a CPU as long as copying some 10,000 elements, so
     small gradients are passed together. The first one passes through all but the bucket. Later ones join it by a short path,
-    which only stores them. Other events (the unit's last gradient, the end of the backward, a second gradient of a parameter,
-    `zero_grad`) find them here.
+    which only stores them. Other events (the unit's last gradient, the end of the backward, a second gradient of a
+    parameter, `zero_grad`) find them here.
 
     A parameter's hook refers to this object, so it must not hold parameters, or buckets or units, which own them.
 

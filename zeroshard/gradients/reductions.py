@@ -11,8 +11,9 @@ Buckets that the backend launches at once are a group: the buckets of a unit are
 Where several units are sharded, a rank starts all-gathers inside its backward and waits for them. A rank must not wait there while
 another waits for one of its reductions. So a unit whose backward is over is closed, with zeros for missing gradients, before the
 wait for the next unit. No reduction starts before that (`in_turn`): ranks differ in the time of a unit's last gradient, but close
-it at the same point. The root is closed last: a head that one rank does not use must not keep that rank's other buckets waiting.
-So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for their turn on the device.
+it at the same point. The root unit is closed last: a head that one rank does not use must not keep that rank's other
+buckets waiting. So all ranks start gathers and reductions in one order. Backends need this if their kernels wait for
+their turn on the device.
 
 Reductions are finished in the order in which they started. A rank that finishes one waits for the others to start it. Before the
 rank writes to the scratch again, it waits for the others to finish that reduction. If ranks finished in different orders, they

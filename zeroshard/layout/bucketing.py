@@ -1,8 +1,8 @@
 """Owns the grouping of a model's parameters into units and refuses parameters that no flat buffer can hold.
 
-Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model needs no
-preparation. All other parameters, and those that several units share (tied weights), belong to the root. A `Units` rule
-changes this.
+Units are the children of the outermost `ModuleList`s and `Sequential`s (a transformer's blocks). The model does not
+need preparation. All other parameters, and those that several units share (tied weights), belong to the root unit. A
+`Units` rule changes this.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Group:
 
 
 def find_units(model: nn.Module, rule: Units | None = None) -> list[tuple[str, nn.Module]]:
-    """Return (fqn, module) of each unit except the root, in the order of registration."""
+    """Return (fqn, module) of each unit except the root unit, in the order of registration."""
     rule = rule or Units()
     leaves = _leaves(model, rule)
     if model in leaves:

@@ -7,7 +7,7 @@ A unit's parameters follow one another in one flat buffer. The buffer is cut int
     buckets    |         bucket 0         |      bucket 1      |      bucket 2      |
     shards     |   rank 0   |   rank 1    |  rank 0  |  rank 1 |  rank 0  |  rank 1 |
 
-An optimizer that needs whole matrices (Muon) gets a layout that cuts no parameter (see `lay_out_whole`).
+An optimizer that needs whole matrices (Muon) gets a layout that does not cut parameters (see `lay_out_whole`).
 
 The layout depends only on shapes, `world_size` and `bucket_numel`, never on the policy, so an optimizer always gets the same
 1-D views. The last bits of a fused kernel's results depend on tensor boundaries, so these bits are equal, too.
@@ -25,8 +25,9 @@ ALIGNMENT = 16
 need an alignment of 16 bytes."""
 
 SOLO_NUMEL = 1 << 20
-"""A parameter that has at least this many elements, and needs no padding in its shards, has separate buckets. If the transport and
-the dtype allow it, its gradient is sent from the tensor that autograd made, without a copy into a buffer."""
+"""A parameter that has at least this many elements, and does not need padding in its shards, has separate buckets.
+If the transport and the dtype allow it, its gradient is sent from the tensor that autograd returned, without a copy into
+a buffer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from zeroshard.torch_private import own_parameters, own_parts
 
 
 class ModelTree:
-    """The modules and parameters that a model has when this object is made."""
+    """The modules and parameters that a model has when this object is created."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Finds modules of a model by patterns of names, and replaces the forwards of some."""
+"""Finds modules of a model by name patterns and replaces the forwards of some."""
 
 from __future__ import annotations
 

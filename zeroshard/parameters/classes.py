@@ -23,7 +23,7 @@ METADATA = {
     "register_hook", "register_post_accumulate_grad_hook", "grad", "backward", "new_empty", "new_full", "new_ones", "new_tensor",
     "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like",
 }  # fmt: skip
-"""torch operations that need no values of the tensor, among them getters and setters of attributes."""
+"""torch operations that do not need the tensor's values, among them getters and setters of attributes."""
 VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 """Attributes that show values. All other attributes describe the tensor."""
 CONVERSIONS = {"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16"}

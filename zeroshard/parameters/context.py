@@ -38,7 +38,8 @@ class OwnWrites:
 def own_writes_of(parameters: Sequence[nn.Parameter]) -> dict[int, OwnWrites]:
     """Return new counts for each parameter, by `id`. Parameters that share a version counter share them, too.
 
-    Parameters made from views of one tensor share its counter: nn.Parameter(qkv[:n]), or `load_state_dict(assign=True)`.
+    Parameters created from views of one tensor share its counter: nn.Parameter(qkv[:n]), or
+    `load_state_dict(assign=True)`.
     """
     found = {id(parameter): OwnWrites() for parameter in parameters}
     with past_torch_function():
@@ -66,7 +67,8 @@ class Live:
         before_later_gradients: called before the first gradients of a further backward are added to those of the step.
         drop_gradients: called when the user has replaced each `grad` of a unit; drops all gradients if every `grad` is None.
         own_writes: the counts of each parameter, by `id`.
-        data_was_read: whether the user has read a parameter's `data`: writes through it change no version counter.
+        data_was_read: whether the user has read a parameter's `data`: writes through it do not change a version
+            counter.
     """
 
     numels: Counter[Any] = field(default_factory=Counter)

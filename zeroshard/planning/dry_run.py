@@ -1,7 +1,8 @@
 """Owns one dry run: the real engine takes two steps as one rank of many, on tensors without values.
 
-It needs no weights, accelerator or other processes. torch's FakeTensorMode replaces the tensors, `SimulatedRanks` the
-other ranks, and `SimulatedStorages` memory and disk. `Ledger` counts the bytes. The engine's code does not change.
+It does not need weights, an accelerator or other processes. torch's FakeTensorMode replaces the tensors,
+`SimulatedRanks` the other ranks, and `SimulatedStorages` memory and disk. `Ledger` counts the bytes. The engine's code
+does not change.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from zeroshard.storage.transfers import CPU
 from zeroshard.torch_private import FakeTensor, FakeTensorMode, outside_of_modes, tree_leaves, tree_map_only
 
 STEPS = 2
-"""The number of steps. The first fixes the order of units, makes the optimizer's states and fills the pool of buffers.
-The second is like all later ones."""
+"""The number of steps. The first fixes the order of units, creates the optimizer's states and fills the pool of
+buffers. The second is like all later ones."""
 MOST_MICROBATCHES = 3
 """The maximum number of a step's microbatches that are run: the first, the last, and one for all between them."""
 _SILENT = (
@@ -71,7 +72,8 @@ class Job:
     Attributes:
         hosts: the number of hosts, over which the ranks are spread evenly.
         born_sharded: whether the model is built inside `sharded_init`.
-        tensor_parallel: the number of ranks that divide one model. The groups of such ranks are data-parallel.
+        tensor_parallel: the number of ranks that divide one model. These groups of ranks are data-parallel to each
+            other.
     """
 
     factory: Callable[[], nn.Module]
@@ -109,11 +111,11 @@ class Figures:
         rest: live bytes on the device between steps, by category.
         states: live bytes on the device when the optimizer begins its step, with all gradients, by category.
         disk: bytes on disk.
-        sent, calls: bytes that this rank sends and calls that it makes in one step, by collective.
+        sent, calls: bytes that this rank sends and the number of its calls in one step, by collective.
         seconds: the time of one step.
         spent: this time by cause: "computing", "CPU step", and waits for lines.
         numel, trained: the number of elements of all parameters, and of trained ones, on this rank before sharding.
-        model_nbytes: bytes of all parameters as the factory made them, before tensor parallelism divides them.
+        model_nbytes: bytes of all parameters as the factory created them, before tensor parallelism divides them.
         timeline: live bytes after each operation of the last step, if the run `draws`.
     """
 
@@ -141,7 +143,7 @@ def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, dra
     """Run two steps as one rank of a training run and return the results.
 
     Args:
-        config, auto: a config and the values of its "auto" keys, as for `initialize`.
+        config, auto: a config and the values of its "auto" keys, as passed to `initialize`.
         draws: whether to keep the timeline.
 
     Raises:
@@ -183,7 +185,7 @@ def _run(
     line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
 
     def send_parts(kind: str, nbytes: int) -> None:
-        """Send to the neighbours that share a sequence or a model and wait until as many bytes have arrived."""
+        """Send to the adjacent ranks that share a sequence or a model and wait until as many bytes have arrived."""
         collectives.sent[kind] += nbytes
         collectives.calls[kind] += 1
         line.send(nbytes).wait()
@@ -394,7 +396,7 @@ def _loss(job: Job, output: Any) -> Tensor:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype, without values: the user may have made this one before the mode began."""
+    """Return a tensor of the same shape and dtype, without values: the user may have created this one before the mode began."""
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -431,8 +433,8 @@ def _name_states(engine: Engine, ledger: Ledger) -> None:
 def _untraced() -> Iterator[None]:
     """Make transformers build the same masks inside the block as in a real run.
 
-    Otherwise transformers treats tensors without values as if torch.compile traced them: it reads no values and makes a
-    full mask, [batch, 1, length, length]. In a dry run, `Ledger` answers reads of values.
+    Otherwise transformers treats tensors without values as if torch.compile traced them: it does not read values and
+    creates a full mask, [batch, 1, length, length]. In a dry run, `Ledger` answers reads of values.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -500,8 +502,8 @@ def _located(model: nn.Module, ledger: Ledger) -> Iterator[None]:
 def _random_states(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Count the memory of one random state for each forward of these modules, until its backward ends.
 
-    On a CPU, torch's checkpointing keeps such a state for each call, and the ledger sees no operation that makes it. If
-    the input needs no gradient, the state stays until the module's next forward.
+    On a CPU, torch's checkpointing keeps such a state for each call, and the ledger does not see an operation that
+    allocates it. If the input does not require a gradient, the state stays until the module's next forward.
     """
     kept: dict[nn.Module, Tensor] = {}
 

@@ -4,7 +4,7 @@ On an accelerator, a storage takes a block of the allocator (see segments.py). I
 
 The ledger intercepts each operation below autograd. It counts a storage from the operation that first returns it until
 torch drops it. Code that resizes a storage calls `resized`. The category of a tensor comes from `purpose` or `name`,
-otherwise from the phase that made it.
+otherwise from the phase that allocated it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 INPUTS = "model buffers and inputs"
 CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARIES, INPUTS)
-"""The categories of device memory. Temporaries are live tensors that start-up, a backward or a step made."""
+"""The categories of device memory. Temporaries are live tensors that start-up, a backward or a step allocated."""
 
 aten: Any = torch.ops.aten
 
@@ -159,7 +159,7 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage_id(tensor)
         nbytes = storage.nbytes()
-        is_meta = isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"  # made only for its shape
+        is_meta = isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"  # created only for its shape
         if key in self._live or not nbytes or is_meta:
             return
         category = self.born
@@ -249,7 +249,7 @@ _ASKS = {aten._local_scalar_dense.default, aten.equal.default}
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Return whether an operation only makes a view and so allocates and moves no memory."""
+    """Return whether an operation only creates a view, without allocating or moving memory."""
     returns = func._schema.returns
     is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     return is_alias or func._overloadpacket is aten.detach

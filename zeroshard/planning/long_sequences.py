@@ -1,4 +1,4 @@
-"""Owns a dry run's cut sequences, and its tiled losses, MLPs and norms. `zeroshard.sequence` makes them as in a real run."""
+"""Owns a dry run's cut sequences, and its tiled losses, MLPs and norms. `zeroshard.sequence` creates them, as in a real run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LongSequences:
     tile_tokens: int = 0
 
     def refuse(self, world_size: int) -> None:
-        """Raise UsageError if the ranks cannot be divided into groups that hold sequences."""
+        """Raise UsageError if the ranks cannot be divided into groups that each hold a sequence."""
         if self.ranks < 1 or self.tile_tokens < 0:
             raise UsageError(
                 f"sequence_parallel is {self.ranks} and tile_tokens {self.tile_tokens}: the first is at least 1, and the second at "

@@ -210,11 +210,11 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Plan a training run: run two steps of the engine as one rank of many, on tensors without values.
 
-    It needs no weights, accelerator or other processes.
+    It does not need weights, an accelerator or other processes.
 
     Args:
-        model_factory: a function that builds the model without reading weights. Tensors that it makes take no memory.
-        config: a config, as for `initialize`.
+        model_factory: a function that builds the model without reading weights. Its tensors do not take memory.
+        config: a config, as passed to `initialize`.
         world_size: the number of ranks, each with one accelerator. All are data-parallel unless `sequence_parallel` or
             `tensor_parallel` is above 1.
         batch: the arguments of one call of the model (a tuple, a mapping of keywords, or a tensor), or a function that
@@ -225,10 +225,10 @@ def plan(
         hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
             first element.
-        optimizer: a function that makes an optimizer from parameters; default: the config's optimizer, or AdamW if the
-            config names none.
-        micro_batch: the samples of one call, if the config names no batch size, or leaves it "auto"; default: the samples
-            in `batch`, unless `batch` is a function.
+        optimizer: a function that creates an optimizer from parameters; default: the config's optimizer, or AdamW if
+            the config does not name one.
+        micro_batch: the samples of one call, if the config does not set a batch size, or leaves it "auto"; default: the
+            samples in `batch`, unless `batch` is a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
         timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
         sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
@@ -236,8 +236,9 @@ def plan(
         tile_tokens: the number of tokens in a tile of the loss, each MLP and each norm; 0 means no tiles. This and
             `sequence_parallel` are for causal transformers models, whose batch has `input_ids` and `labels`.
         tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
-            Divided modules have their local size, and send sums of activations. The plan does not count the separate buckets of
-            parameters that stay whole, or the exchange in which these ranks compute each step's gradient norm.
+            Divided modules have their local size and send sums of activations. The plan does not count the separate
+            buckets of parameters that stay whole, or the exchange with which these ranks compute each step's gradient
+            norm.
 
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run
@@ -276,10 +277,10 @@ def job_of(
     sequences: LongSequences | None = None, tensor_parallel: int = 1,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None, memory: int | None = None, host_memory: int | None = None,
 ) -> Job:  # fmt: skip
-    """Make the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
+    """Create the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
 
     Raises:
-        ConfigError, UsageError: the config cannot be read; there is no such machine; `world_size` does not fit `hosts`,
+        ConfigError, UsageError: the config cannot be read; the machine is unknown; `world_size` does not fit `hosts`,
             `sequences` or `tensor_parallel`; or `tensor_parallel` contradicts the config or another argument.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)

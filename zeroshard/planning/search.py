@@ -1,7 +1,7 @@
 """Owns the search for settings: single changes of a config, the largest microbatch, and the fastest settings that fit.
 
-Results come from dry runs. A deep model is first run at two small depths, which show a block's time and memory. Promising
-settings are then run at full depth. Settings that cannot be the result are not run: see [Note: pruning].
+Results come from dry runs. A deep model is first run at two small depths, which show a block's time and memory.
+Promising settings are then run at full depth. Settings that cannot be the result are not run (see [Note: pruning]).
 
 [Note: pruning]
 With a larger microbatch, a step is not slower, so each setting is tried from the largest down, until one fits. The
@@ -211,7 +211,7 @@ def single_changes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def judge(plan: Plan, told: Told) -> list[Change]:
-    """Run each single change and return the changes, the largest gain first. Those that the engine refuses are left out."""
+    """Dry-run each change on its own and return the valid changes, largest gain first."""
     changes = single_changes(plan)
     found = []
     for done, (number, figures) in enumerate(
@@ -226,7 +226,7 @@ def judge(plan: Plan, told: Told) -> list[Change]:
 
 
 def largest_micro_batch(plan: Plan) -> int:
-    """Return the largest microbatch that accelerators and hosts hold, with the same accumulation; 0 if they hold none.
+    """Return the largest microbatch that accelerators and hosts hold, with the same accumulation; 0 if not even 1 fits.
 
     Above `MOST_SAMPLES`, the result may be smaller than the largest.
     """
@@ -313,7 +313,7 @@ class Choice:
     def is_dearer_than(self, other: Choice) -> bool:
         """Return whether this choice differs from another only by settings that cost time and save memory.
 
-        A smaller microbatch is such a setting too.
+        A smaller microbatch also costs time and saves memory.
         """
         same = (self.stage, self.within) == (other.stage, other.within) and self.micro <= other.micro
         on_cpu = (self.optimizer_on_cpu, self.parameters_on_cpu)
@@ -324,7 +324,7 @@ class Choice:
 
 
 def micros(per_rank: int) -> list[int]:
-    """Return the microbatches to try, the largest first: powers of two up to 64 that divide the samples of each rank."""
+    """Return the microbatches to try, largest first: powers of two up to 64 that divide the samples of each rank."""
     return [size for size in (64, 32, 16, 8, 4, 2, 1) if per_rank % size == 0]
 
 
@@ -368,8 +368,8 @@ class Search:
         base: the config that all choices share.
         per_rank: samples of a step on each rank.
         depth: the number of blocks of the model; 0 if it is unknown.
-        shallow: a function that takes a number of blocks and returns a factory of such a model; None: all runs are at full
-            depth.
+        shallow: a function that takes a number of blocks and returns a factory of a model with that many blocks; None:
+            all runs are at full depth.
         told: a function that is called with the progress.
     """
 
@@ -435,7 +435,7 @@ class Search:
     def _add_what_misses_least(self, sizes: Sequence[int]) -> None:
         """Run the choices that lack the least memory, with the smallest microbatch or the largest.
 
-        With the largest, a step may have only one microbatch, and then keeps no gradients between microbatches.
+        With the largest, a step may have only one microbatch and then does not keep gradients between microbatches.
         """
         extremes = dict.fromkeys(replace(one, micro=micro) for one in self._known for micro in (sizes[-1], sizes[0]))
         found = self._known | self._estimates(extremes)

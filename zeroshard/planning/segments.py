@@ -2,7 +2,7 @@
 
 The rules follow torch's caching allocator with default settings, on one stream (torch 2.11 to 2.13: constants in
 c10/core/AllocatorConfig.h, rules in c10/cuda/CUDACachingAllocator.cpp). Segments are never returned to the driver:
-torch does that only when memory runs out, and then tries again.
+torch does that only when memory runs out, after which it retries.
 """
 
 from __future__ import annotations

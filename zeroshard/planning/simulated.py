@@ -1,10 +1,10 @@
-"""Owns the simulated ranks, hosts and storages of a dry run, which count bytes and move no data.
+"""Owns the simulated ranks, hosts and storages of a dry run, which count bytes but do not move data.
 
 [Note: ranks and shards]
-If every rank updates all parameters (an unsharded optimizer), the engine makes a view for each rank's shard of each
-parameter. A plan for 1,024 ranks would make 1,024 times as many views, although each rank holds everything. So the engine
-gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with their
-padding.)
+If every rank updates all parameters (an unsharded optimizer), the engine creates a view for each rank's shard of each
+parameter. A plan for 1,024 ranks would create 1,024 times as many views, although each rank holds everything. So the
+engine gets a single shard, and scratch and bytes are counted for all ranks. (A few ranks are simulated exactly, with
+their padding.)
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Hosts:
         return self.ledger.clock.machine
 
     def collectives(self, policy: Policy) -> SimulatedRanks | SimulatedTwoLevel:
-        """Make simulated collectives, as `create_collectives` makes real ones.
+        """Create simulated collectives; the counterpart of `create_collectives`.
 
         Raises:
             UsageError: communication is lossy; or `within` does not divide the ranks, or is "host" and hosts have
@@ -239,13 +239,13 @@ class Hosts:
             return self._flat(policy)
 
     def neighbours_line(self, size: int) -> Line:
-        """Return the line for messages among `size` neighbours that share one sequence or one model."""
+        """Return the line for messages among `size` adjacent ranks that share one sequence or one model."""
         if self._are_together(size):
             return self._line(INSIDE, self.machine.inside)
         return self._line(ACROSS, self.machine.between)
 
     def _are_together(self, size: int) -> bool:
-        """Return whether `size` neighbours are on one machine. A policy's host may be part of a machine, or several."""
+        """Return whether `size` adjacent ranks are on one machine. A policy's host may be part of a machine, or several."""
         return self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
 
     def _flat(self, policy: Policy) -> SimulatedRanks:
@@ -405,7 +405,7 @@ class SimulatedHostCopies(HostCopies):
 
 
 class _File(DirectFile):
-    """A file that writes nothing, on a disk that `sharers` ranks share."""
+    """A file that does not write anything, on a disk that `sharers` ranks share."""
 
     def __init__(self, clock: Clock, sharers: int, offload: Offload) -> None:
         self._write_line = Line(clock, "disk", Link(bandwidth=clock.machine.disk_write / sharers, latency=1e-4))
@@ -445,7 +445,7 @@ class SimulatedStorages(Storages):
         super().__init__(policy, device, param_itemsize, collectives)
 
     def host_copies(self, slots: Slots | None) -> SimulatedHostCopies:
-        """Make the object that keeps recomputation's inputs in CPU memory."""
+        """Create the object that keeps recomputation's inputs in CPU memory."""
         return SimulatedHostCopies(slots, self._ledger, self._copies)
 
     def _make_copies(self, device: torch.device) -> Copies:

@@ -47,7 +47,8 @@ def from_config_file(path: Path, sequence: int) -> Subject:
         sequence: the number of tokens of a sample.
 
     Raises:
-        UsageError: the file is missing or describes no model, or transformers is missing or has no such architecture.
+        UsageError: the file is missing or does not describe a model, or transformers is missing or lacks the
+            architecture.
     """
     file = path
     if path.is_dir():

@@ -51,7 +51,7 @@ class Checkpointing:
         model_parallel_group: the ranks that divide each layer and have the same inputs.
 
     Raises:
-        UsageError: `contiguous_memory_optimization` without `number_checkpoints`.
+        UsageError: `contiguous_memory_optimization` is set without `number_checkpoints`.
     """
 
     partition_activations: bool = False
@@ -88,7 +88,7 @@ class Cost:
 class Checkpointer:
     """An object that runs functions and recomputes their activations in the backward.
 
-    One per model is enough; one per process works, too.
+    One checkpointer per model is enough; one per process works, too.
 
     Args:
         options: see `Checkpointing`; default: torch's own checkpointing.
@@ -102,7 +102,7 @@ class Checkpointer:
             self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
         self._keepers: dict[torch.device, Keeper] = {}
         self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """A function that makes the keeper of inputs in CPU memory, for dry runs.
+        """A function that creates the keeper of inputs in CPU memory, for dry runs.
 
         None: `HostCopies`, if the inputs are on an accelerator.
         """
@@ -110,7 +110,7 @@ class Checkpointer:
 
     @classmethod
     def of(cls, config: Config, model: nn.Module) -> Checkpointer | None:
-        """Checkpoint the units that a config names and return the checkpointer; None if the config names none."""
+        """Checkpoint the units that a config names and return the checkpointer; None if the config does not name any."""
         block = config.schema.activation_checkpointing
         if block.checkpoint_units is None:
             return None
@@ -228,7 +228,7 @@ class Checkpointer:
             units: for "auto": the definition of units, as passed to `shard`.
 
         Raises:
-            UsageError: the model has no such modules.
+            UsageError: the model has no list of blocks, or a pattern does not match any module.
         """
         if patterns == "auto":
             chosen = dict(find_units(model, units))

@@ -4,7 +4,7 @@
     x = zeroshard.checkpointing.checkpoint(block, x)
 
 These calls share one `Checkpointer` in the process. To avoid that, create a `Checkpointer`, or set
-`"activation_checkpointing": {"checkpoint_units": "auto"}` in the config, which needs no change to the model.
+`"activation_checkpointing": {"checkpoint_units": "auto"}` in the config, which does not require a change to the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def configure(
 
     Raises:
         ConfigError: the config cannot be used.
-        UsageError: `contiguous_checkpointing` lacks `num_checkpoints`, or `mpu_` gives no process group.
+        UsageError: `contiguous_checkpointing` is set without `num_checkpoints`, or `mpu_` does not give a process
+            group.
     """
     options = Checkpointing()
     if deepspeed_config is not None:

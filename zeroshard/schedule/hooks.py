@@ -67,7 +67,7 @@ from zeroshard.torch_private import (
 )
 
 Take = Callable[[Unit, int, Tensor], None]
-"""A function that receives this rank's unreduced gradient of parameter `index` of a unit, as autograd made it."""
+"""A function that receives this rank's unreduced gradient of parameter `index` of a unit, as autograd returned it."""
 
 
 class Forward:
@@ -141,7 +141,7 @@ class Hooks:
         units: dict[nn.Module, list[Unit]] = {}
         for unit in schedule.units:
             units.setdefault(unit.module, []).append(unit)
-        # The root is always among them, since it begins a forward.
+        # The root unit is always among them, since it begins a forward.
         self._units: dict[nn.Module, Run] = {model: (), **{module: tuple(used) for module, used in units.items()}}
         self._saved = SavedParameters(schedule.units, self._before_saved_read)
         self._one_thread = OneThread(schedule.units)
@@ -313,7 +313,8 @@ class Hooks:
             self._on_leaves[key] = handle
         return others + len(self._on_leaves) - before
 
-    # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root does not run.
+    # A part of a unit's module that is called by itself: `model.lm_head(x)`, or the model inside a model, whose root
+    # module does not run.
 
     def _pre_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
@@ -418,7 +419,7 @@ class Hooks:
                     unit.refuse_unreported_gradients()
         self._begin_backward()
         call.begin()
-        if module is not self._root:  # the root begins with its last child, at the same tensor
+        if module is not self._root:  # the root module begins with its last child, at the same tensor
             for other in list(self._in_progress):  # see [Note: when a module's backward is over]
                 is_alone = any(unit.is_pinned for unit in self._units[other])
                 if other is module or is_alone or any(forward.to_come[other] for forward in self._forwards):
@@ -444,7 +445,7 @@ class Hooks:
                 self._schedule.close(other)
         unit = self._schedule.units[number]
         gradient = grad_of(parameter)
-        if gradient is None:  # frozen since the forward: autograd makes none, but calls this hook anyway
+        if gradient is None:  # frozen since the forward: autograd computes no gradient, but calls this hook anyway
             return
         forget_grad(parameter)
         with self._schedule.stream.here():

@@ -83,8 +83,8 @@ _Kind = TypeVar("_Kind", Hook, WeakHook)
 def untraced(kind: type[_Kind], reason: str = BORDER) -> type[_Kind]:
     """Return a subclass of `kind` that torch.compile does not trace: its graph breaks there, by default at a unit's border.
 
-    Parameters' hooks need it too, since a backward may run inside a compiled function. The class is made at its first use:
-    torch.compiler.disable imports the compiler, which takes a second.
+    Parameters' hooks need it too, since a backward may run inside a compiled function. The class is created at its
+    first use: torch.compiler.disable imports the compiler, which takes a second.
     """
     call = torch.compiler.disable(kind.__call__, reason=reason)
     return type(kind.__name__, (kind,), {"__call__": call})

@@ -145,7 +145,7 @@ class SavedParameters:
             self._pop_last()
 
     def _pack(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None, tensor: Tensor) -> Any:
-        """Pack a tensor. A tensor of no unit goes to `others`, the hooks `(pack, unpack)` that are active outside these."""
+        """Pack a tensor. A tensor outside the units goes to `others`, the hooks `(pack, unpack)` that are active outside these."""
         if self._has_distributed and is_distributed(tensor):
             local = self._view_of(local_of(tensor))
             if local is not None:

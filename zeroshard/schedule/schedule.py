@@ -25,7 +25,7 @@ from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.torch_private import forget_grad, grad_of
 
 USED_AT_ONCE = 3
-"""The number of units that are unsharded at once, if each is resharded after its use: the root, the running one, the next."""
+"""The number of units that are unsharded at once, if each is resharded after its use: the root unit, the running one, the next."""
 
 PREFETCHED = 4
 """The maximum number of modules (after a step: of units) that are read ahead from disk. There may be buffers for fewer."""
@@ -139,7 +139,7 @@ class _Order:
 
 
 class ForwardStream:
-    """The stream that a model runs on, which the user may have made. On a CPU there is none, and the methods do nothing.
+    """The stream that a model runs on, which the user may have created. A CPU has no stream, and the methods do nothing.
 
     Autograd runs a node on the stream of its forward. It adds up gradients on the stream where the
     parameter was first seen and ends on the stream that called the backward. Scratch memory and the
@@ -189,8 +189,8 @@ class Schedule:
         self.tree = tree
         self.state = StepState.CLEAN
         self.arrivals = 0
-        """The number of `Move.GRADIENT` moves since the model was sharded. While it stays the same, no new backward has made a
-        gradient."""
+        """The number of `Move.GRADIENT` moves since the model was sharded. While it stays the same, no new backward has
+        computed a gradient."""
         self.gradients_taken = 0
         """The number of times that a unit's waiting gradients were taken since the model was sharded."""
         self.optimized: set[int] = set()
@@ -258,7 +258,7 @@ class Schedule:
     # ------------------------------------------------------------------ parameters
 
     def begin_forward(self) -> None:
-        """Begin a forward of the root, outside a backward."""
+        """Begin a forward of the root module, outside a backward."""
         self._backward_ended = False
         self.refuse_aborted_step()
         self.tree.refuse_replaced_modules()
@@ -406,13 +406,13 @@ class Schedule:
             unit.appearance.show_taken(unit.used)
 
     def end_backward_once(self) -> None:
-        """End the backward if torch did not report its end, since this rank's loss used no parameter."""
+        """End the backward if torch did not report its end, since this rank's loss did not use any parameter."""
         if not self._backward_ended:
             self.end_backward()
         self._backward_ended = False
 
     def abort(self) -> None:
-        """End a backward that raised an exception. The step is lost if the backward had made a gradient."""
+        """End a backward that raised an exception. The step is lost if the backward had computed a gradient."""
         self._move(Move.BREAK_OFF)
         if self.state is StepState.BROKEN:
             self.reductions.forget()
@@ -427,7 +427,7 @@ class Schedule:
     def finish_gradients(self) -> None:
         """Block until every gradient that this rank's update uses is the mean over ranks.
 
-        Each `parameter.grad` that the user set counts as this rank's gradient, as if a backward had made it.
+        Each `parameter.grad` that the user set counts as this rank's gradient, as if a backward had computed it.
         """
         self.refuse_parked("a step, or a gradient norm,")
         given = self.gradients_of_users()
@@ -445,7 +445,7 @@ class Schedule:
                 del gradient  # its memory is free once it is in a bucket
             self.end_backward()
         if self.state is StepState.CLEAN:
-            self.end_backward()  # this rank's loss used no parameter; the other ranks are waiting for its zeros
+            self.end_backward()  # this rank's loss did not use any parameter; the other ranks are waiting for its zeros
         with self.stream.here():  # gradients are freed in the order of the stream that made them
             self.reductions.finish()
 

@@ -38,7 +38,7 @@ def hooks_for_state_dicts(units_of: Mapping[nn.Module, Sequence[Unit]]) -> list[
 
 
 class _Held:
-    """The units of one module, which stay unsharded while its state dict is made or loaded.
+    """The units of one module, which stay unsharded while its state dict is created or loaded.
 
     Args:
         names: the names of the units' parameters in the module, with the parameters' `id`s.

@@ -1,7 +1,7 @@
 """Owns a unit: the parameters that are unsharded together, their flat buffer and its buckets.
 
-A user's parameter is always the object that the user made, with its name and true shape. The tensor that it shows, and its class,
-depend on the unit's state (see appearance.py and classes.py in parameters/):
+A user's parameter is always the object that the user created, with its name and true shape. The tensor that it shows,
+and its class, depend on the unit's state (see appearance.py and classes.py in parameters/):
 
     SHARDED     a placeholder: one NaN expanded to the true shape. Shape, numel and dtype are right; a read of its values
                 raises an error that names it
@@ -13,8 +13,9 @@ depend on the unit's state (see appearance.py and classes.py in parameters/):
     PARKED      the placeholder: the values at rest are elsewhere until `reload_states`
 
 `UNIT_MOVES` has the moves between them, and each change of a unit's state goes through it. Besides its state, a unit has two
-flags. While `is_pinned` is true (an `unsharded` block is open, or a state dict is being made or loaded), the unit makes no move
-to rest. While `is_held` is true (a graph that outlives its backward may read the unit), it is not resharded.
+flags. While `is_pinned` is true (an `unsharded` block is open, or a state dict is being created or loaded), the unit
+does not move to rest. While `is_held` is true (a graph that outlives its backward may read the unit), it is not
+resharded.
 
 The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
 weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
@@ -147,7 +148,7 @@ class Unit:
         self.undecided = 0
         """The number of these blocks that store or undo their changes at their end."""
         self.state_dicts = 0
-        """The number of state dicts that are being made or loaded. One that raised is counted until `refuse_pinned`."""
+        """The number of state dicts that are being created or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
         """Whether the unit stays unsharded for a graph, until a step, `zero_grad`, or a backward that leaves no graph."""
         self._live = context.live
@@ -172,7 +173,7 @@ class Unit:
         self.offload()
 
     def _make_buckets(self, first_bucket: int, context: Context) -> None:
-        """Make the flat buffer and the buckets, with rank 0's values. This takes memory for a second copy of the unit."""
+        """Create the flat buffer and the buckets, with rank 0's values. This takes memory for a second copy of the unit."""
         dtypes = context.dtypes(self.group.dtype)
         self.master_dtype = dtypes.master if self.trainable else dtypes.param
         numels = [entry.shape.numel() for entry in self.named]
@@ -565,7 +566,7 @@ class Unit:
         return any(bucket.holds is Holds.LOCAL_SUM for bucket, _ in self._homes[index])
 
     def before_read(self, parameter: Tensor, what: str) -> None:
-        """Make the values current for the operation `what`, if that needs no other rank. Otherwise raise."""
+        """Make the values current for the operation `what`, if that does not require other ranks. Otherwise raise."""
         if not self.sharded_at_rest and self.state is not UnitState.PARKED:
             self.unshard()
             return
@@ -665,7 +666,7 @@ class Unit:
             )
 
     def refuse_unreported_gradients(self) -> None:
-        """Raise, as `refuse_replaced_gradients` does, for parameters of a user's own class, which report no such change.
+        """Raise, as `refuse_replaced_gradients` does, for parameters of a user's own class, which do not report a new `grad`.
 
         Call it before a backward adds its gradients to `grad`.
         """
@@ -735,7 +736,7 @@ class Unit:
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
-    """Make a unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
+    """Create a unit for each group, with buckets numbered from `first_bucket` on. Every rank must call it."""
     units = list[Unit]()
     trained = [sum(entry.shape.numel() for entry in group.named) if group.trainable else 0 for group in groups]
     room = context.policy.offload_optimizer.ratio * sum(trained)

@@ -1,4 +1,4 @@
-"""Long sequences: slices on several ranks, losses without whole logits, and modules that run in tiles."""
+"""Long sequences: slices on several ranks, losses that do not materialize the full logits, and modules that run in tiles."""
 
 from zeroshard.sequence.loss import head_log_probabilities, head_loss, token_mean
 from zeroshard.sequence.sequences import Sequences

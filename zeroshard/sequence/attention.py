@@ -8,7 +8,7 @@ documents, sliding windows and chunks are masked as on one process.
 A cut batch has a slice of the tokens, and all positions of their sequences. These two lengths differ, which identifies
 a cut batch. A hook before the decoder compares the lengths, slices the positions, and passes the whole positions to
 each attention as a keyword. The recomputation of a checkpointed layer gets the same keyword. Forwards of whole
-sequences (evaluation, generation) send nothing.
+sequences (evaluation, generation) do not exchange anything.
 """
 
 from __future__ import annotations

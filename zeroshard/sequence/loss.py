@@ -1,7 +1,7 @@
-"""Owns losses of a language model's head without whole logits, and their mean over the tokens of all ranks.
+"""Owns losses of a language model's head that do not materialize the full logits, and their mean over all ranks' tokens.
 
 Logits of 32k tokens over a vocabulary of 128k take 16 GiB in fp32. These losses compute logits for one tile of tokens at
-a time, in the forward and again in the backward. The forward keeps no logits and returns one number per token.
+a time, in the forward and again in the backward. The forward does not keep logits; it returns one number per token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def head_log_probabilities(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, tiles: int = 1,
     ignore_index: int = IGNORED, transform: Transform = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the log-probability of each token's label from a language model's head, without whole logits.
+    """Compute the log-probability of each token's label without materializing the full logits.
 
     If parameters are sharded, call it where the head's weight has values: inside the model's forward, or through
     `Sequences.log_probabilities`.
@@ -39,7 +39,7 @@ def head_log_probabilities(
         bias: the head's bias, [V], if it has one.
         tiles: the number of tiles of tokens. Logits exist for one tile at a time. Gradients of weight and bias are
             summed in fp32 over tiles.
-        ignore_index: the label of tokens that do not count. Their log-probability is 0.
+        ignore_index: the label of tokens to ignore. Their log-probability is 0.
         transform: the function that the model applies to its logits (softcapping, a scale), for a tile [tokens, V].
 
     Returns:
@@ -74,18 +74,20 @@ def head_loss(
     group: dist.ProcessGroup | DeviceMesh | None = None, tokens: Tensor | int | None = None, ignore_index: int = IGNORED,
     transform: Transform = None,
 ) -> Tensor:  # fmt: skip
-    """Compute the mean cross-entropy over the tokens of all ranks, without whole logits.
+    """Compute the mean cross-entropy over the tokens of all ranks, without materializing the full logits.
 
     Every rank of the group must call it.
 
     Args:
-        hidden, weight, labels, bias, tiles, ignore_index, transform: as for `head_log_probabilities`, with the same errors.
+        hidden, weight, labels, bias, tiles, ignore_index, transform: see `head_log_probabilities`, which raises the
+            same errors.
         group: the ranks over which gradients are averaged, as passed to `shard`; default: all ranks.
-        tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels
+        tokens: the number of labels that are not ignored, over all ranks and microbatches of the step; default: those
             of this call on all ranks.
 
     Returns:
-        The mean in nats, [], fp32, the same on every rank; 0 if no label counts. `token_mean` describes its gradient.
+        The mean in nats, [], fp32, the same on every rank; 0 if all labels are ignored. `token_mean` describes its
+        gradient.
     """
     found = head_log_probabilities(
         hidden, weight, labels, bias=bias, tiles=tiles, ignore_index=ignore_index, transform=transform
@@ -107,12 +109,13 @@ def token_mean(
 
     Args:
         values: one value for each token of this rank, [...].
-        counted: the tokens that count, [...], bool. Other tokens add nothing to the sum.
+        counted: the tokens to include in the mean, [...], bool.
         group: the ranks over which gradients are averaged; default: all ranks.
-        tokens: as for `head_loss`.
+        tokens: see `head_loss`.
 
     Returns:
-        The mean, [], the same on every rank; 0 if no token counts. Its dtype is that of the values, and at least fp32.
+        The mean, [], the same on every rank; 0 if `counted` is False for all tokens. Its dtype is that of the values,
+        and at least fp32.
     """
     total = torch.where(counted, values, 0).sum(dtype=torch.promote_types(values.dtype, torch.float32))
     mean: Tensor = _Mean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]

@@ -87,10 +87,10 @@ class Sequences:
     # ------------------------------------------------------------------ models
 
     def attach(self, model: nn.Module) -> Sequences:
-        """Prepare a transformers model to accept cut batches.
+        """Prepare a transformers model for cut batches.
 
         Every rank must call it, before or after `shard`. Outside of training, batches that are not cut (evaluation,
-        generation) run as before, on each rank separately. In training, they raise UsageError.
+        generation) run as before, on each rank separately. In training, the model raises UsageError for them.
 
         Args:
             model: a causal model that finds its attention in transformers' registry. It may be inside a PEFT model.
@@ -154,9 +154,9 @@ class Sequences:
     def cut(self, batches: Any, *, in_turn: bool = False) -> Any:
         """Return this rank's slice of a batch, or an iterator over slices of a loader's batches.
 
-        `labels` are shifted before the cut and become `shift_labels`. `position_ids` [B, S] stay whole and are added
-        if they are missing. A document begins where positions are not consecutive. An `attention_mask` of padding on the
-        right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Sequences
+        `labels` are shifted before the cut and become `shift_labels`. `position_ids` [B, S] are not cut; they are added
+        if they are missing. A document begins where positions are not consecutive. An `attention_mask` of padding on
+        the right is removed, since causal attention does not need it. Other tensors [B, S, ...] are cut too. Sequences
         whose length is not a multiple of the number of ranks are padded.
 
         Args:
@@ -190,17 +190,17 @@ class Sequences:
         self, model: nn.Module, batch: Mapping[str, Any], *, tiles: int = 1, tokens: Tensor | int | None = None,
         transform: Transform = None,
     ) -> Tensor:  # fmt: skip
-        """Compute a causal language model's mean cross-entropy over the tokens of all ranks, without whole logits.
+        """Compute a causal language model's mean cross-entropy over all ranks' tokens, without materializing the full logits.
 
         Every rank of the group must call it.
 
         Args:
             model: a transformers model, or an engine or wrapper whose `.module` is one.
             batch: a cut batch, with `shift_labels`.
-            tiles: as for `head_loss`.
-            tokens: the number of labels that count, over all ranks and microbatches of the step; default: the labels of
-                this batch on all ranks.
-            transform: the function that the model applies to its logits after the head, as for `head_loss`.
+            tiles: see `head_loss`.
+            tokens: the number of labels that are not ignored, over all ranks and microbatches of the step; default:
+                those of this batch on all ranks.
+            transform: the function that the model applies to its logits after the head; see `head_loss`.
 
         Returns:
             The mean in nats, [], the same on every rank. The average of its gradients over all ranks is the gradient of
@@ -219,7 +219,7 @@ class Sequences:
         """Compute the log-probability of each label of this rank's slice: [B, S/P], fp32, 0 where the label is -100.
 
         Every rank of the sequence must call it. If `found` is the result, the log-probability of each whole sequence,
-        [B], is `sequences.sum(found.sum(1))`, as in DPO and KTO. Arguments and errors are as for `loss`.
+        [B], is `sequences.sum(found.sum(1))`, as in DPO and KTO. Arguments and errors are the same as those of `loss`.
         """
         inputs = dict(batch)
         labels = inputs.pop("shift_labels", None)

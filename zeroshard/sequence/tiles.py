@@ -47,10 +47,10 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         tokens: the maximum number of positions in a tile. Positions are the second dimension of a module's argument.
 
     Raises:
-        UsageError: `tokens` is below 1, no module has such a name, or a module cannot run in tiles: it combines positions,
-            takes arguments other than one tensor [rows, positions, ...], returns another shape, changes its input in
-            place, uses parameters of other modules, or has hooks on parameters. Some of these errors are raised only in
-            the first forward or backward.
+        UsageError: `tokens` is below 1, a pattern does not match any module, or a module cannot run in tiles: it
+            combines positions, takes arguments other than one tensor [rows, positions, ...], returns another shape,
+            changes its input in place, uses parameters of other modules, or has hooks on parameters. Some of these
+            errors are raised only in the first forward or backward.
     """
     if tokens < 1:
         raise UsageError(
@@ -76,7 +76,7 @@ class Tiles:
             self._forwards.replace(module, _Tiled(name, module, module.forward, tokens))
 
     def remove(self) -> None:
-        """Undo `tile`: the modules run whole again."""
+        """Undo `tile`: the modules no longer run in tiles."""
         self._forwards.restore()
 
 

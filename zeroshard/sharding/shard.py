@@ -107,16 +107,16 @@ def shard(
 
     Args:
         model: any module. It stays the user's own and keeps its parameters.
-        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that makes one
-            from those that require a gradient. Its `step` becomes the sharded step, and its states cover this rank's
-            shards. In a list of several optimizers, each steps its own parameters. None: the model is for evaluation
-            only and needs no memory for gradients or optimizer states.
+        optimizer: a torch optimizer over the model's parameters that has not stepped yet, or a callable that creates
+            one from the parameters that require a gradient. Its `step` becomes the sharded step, and its states cover
+            this rank's shards. In a list of several optimizers, each steps its own parameters. None: the model is for
+            evaluation only and does not take memory for gradients or optimizer states.
         policy: the residencies of model states, or the number of a ZeRO stage; default: stage 2.
         precision: the dtypes; by default, each parameter keeps its own dtype and has fp32 master weights.
         bucket_numel: the most elements that are communicated at once. It limits the size of transient buffers.
         overlap: whether to overlap collectives with the computation. Results are bit-identical with and without it.
-        elementwise: a fact about the optimizer. Without this argument, an optimizer of an unknown class is refused.
-            True: it updates each element only from that element's own history, so ranks may divide a parameter.
+        elementwise: a fact about the optimizer. Without this argument, `shard` refuses an optimizer of an unknown
+            class. True: it updates each element only from that element's own history, so ranks may divide a parameter.
             False: it reads whole parameters, so each parameter stays whole on one rank. An optimizer that reads several
             parameters together, for example to compute a norm of all gradients, cannot be sharded.
         units: the parameters that are unsharded together; by default, each block in a list of blocks is one unit.
@@ -129,8 +129,8 @@ def shard(
 
     Raises:
         UsageError: the model or the optimizer cannot be sharded; the message names the parameter and the remedy.
-        PolicyError: there is no such stage.
-        StorageError: a folder or the memory has no room for the model states.
+        PolicyError: `policy` is not the number of a ZeRO stage.
+        StorageError: a folder or the memory does not have room for the model states.
         CollectiveError: some ranks did not call it.
     """
     sharded = shard_on(
@@ -251,7 +251,7 @@ def policy_of(policy: Policy | int | None) -> Policy:
 
     Raises:
         UsageError: the argument has a wrong type.
-        PolicyError: there is no such stage.
+        PolicyError: `policy` is not the number of a ZeRO stage.
     """
     if policy is None:
         return Policy.stage(2)

@@ -73,7 +73,7 @@ class Sharded:
     sharded_step: ShardedStep
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the norm before scaling.
+        """Scale the gradients so that their global L2 norm is at most `max_norm` and return the norm before scaling.
 
         Every rank must call it after the last backward of the step. torch.nn.utils.clip_grad_norm_ works too, if all
         ranks used the same parameters.
@@ -93,8 +93,8 @@ class Sharded:
     def accumulate(self, active: bool = True) -> Iterator[None]:
         """Declare that the backwards inside are not the last of their step.
 
-        If gradients are not sharded, this rank only sums them and sends nothing. With `active` False, the block has no
-        effect, so a loop can write `with sharded.accumulate(i < n - 1): loss.backward()`.
+        If gradients are not sharded, this rank only sums them and does not send them. With `active` False, the block
+        has no effect, so a loop can write `with sharded.accumulate(i < n - 1): loss.backward()`.
         """
         before = self._schedule.reductions.is_last_microbatch
         self._schedule.reductions.is_last_microbatch = before and not active
@@ -113,7 +113,7 @@ class Sharded:
         self._schedule.reductions.is_last_microbatch = is_last
 
     def end_backward(self) -> None:
-        """End this microbatch's backward. Call it only if `backwards_ended` shows that torch reported no end."""
+        """End this microbatch's backward. Call it only if `backwards_ended` shows that torch did not report it."""
         self._schedule.end_backward()
 
     def end_accumulation(self) -> None:
@@ -157,7 +157,7 @@ class Sharded:
         first of them gets the state dict.
 
         Raises:
-            UsageError: there is no such rank, or a step was aborted.
+            UsageError: `to` is not a rank, or a step was aborted.
         """
         refuse_no_rank(f"consolidated_state_dict(to={to})", to, self.world_size)
         self._schedule.refuse_aborted_step()
@@ -168,10 +168,10 @@ class Sharded:
     def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's weights one by one, for another program such as vLLM or SGLang.
 
-        At most one unit is whole at a time, and no files are written. Names are as in an export. Values and dtypes
-        are as in the forward. Persistent buffers are included, and tied parameters come once, under the first name.
-        For a PEFT model, only its adapters are included. Names for an adapter other than "default" begin with
-        the adapter's name.
+        At most one unit is whole at a time, and no files are written. Names are the same as in an export, and values
+        and dtypes the same as in the forward. Persistent buffers are included, and tied parameters come once, under the
+        first name. For a PEFT model, only its adapters are included. Names for an adapter other than "default" begin
+        with the adapter's name.
 
         If parameters are sharded at rest, every rank must run the loop and leave it at the same unit. Tensors may share the
         model's memory: only read them, and copy those that you keep after the loop. Writes to sharded parameters have no effect.
@@ -186,7 +186,7 @@ class Sharded:
             The name, and the whole tensor on the device that computes.
 
         Raises:
-            UsageError: there is no such rank, an adapter cannot be merged or handed over, or the model has DTensors.
+            UsageError: `to` is not a rank, an adapter cannot be merged or handed over, or the model has DTensors.
                 During the loop: some ranks left it early, the optimizer stepped, or unsharded weights were written to.
         """
         return named_weights(self.checkpoints.live, to, merge_adapters=merge_adapters)
@@ -199,7 +199,7 @@ class Sharded:
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
-        """End this microbatch's backward if torch reported no end, as when the loss used no parameter on this rank."""
+        """End this microbatch's backward if torch did not report its end, as when this rank's loss did not use any parameter."""
         self._schedule.end_backward_once()
 
     @property
@@ -231,9 +231,9 @@ class Sharded:
     ) -> int:
         """Park model states off the accelerator between steps, so that other code may use its memory.
 
-        A rank may call it without the others. Until `reload_states`, a backward, a step or a save raises an error, and
-        so does a forward if parameters are parked. The memory of parameters stays allocated while other code refers to
-        it, such as a kept `parameter.detach()`.
+        A rank may call it without the others. Until `reload_states`, backwards, steps and saves raise an error, and so
+        do forwards if parameters are parked. The memory of parameters stays allocated while other code refers to it,
+        such as a kept `parameter.detach()`.
 
         Args:
             states: some of "parameters", "gradients" and "optimizer" (optimizer states, and master weights that are
@@ -247,7 +247,7 @@ class Sharded:
         Raises:
             UsageError: gradients are waiting for a step, an `unsharded` block is open, states are parked already, a name is
                 not a model state, or a parameter to park is of a class of your own.
-            PolicyError: there is no such place, or the place is the disk and `offload` names no folder.
+            PolicyError: `place` is unknown, or it is the disk and `offload` does not name a folder.
             StorageError: there is no room; nothing has changed.
         """
         return self._parking.offload(states, place_of(place), offload or Offload())
@@ -321,8 +321,8 @@ class Sharded:
                 The user's own `optimizer.add_param_group(param_group)` does the same.
 
         Raises:
-            UsageError: gradients are waiting for a step, or an unfrozen parameter is in no group of the optimizer. For a
-                new group: it repeats a parameter, or the optimizer is `MuonWithAdamW` or one of several.
+            UsageError: gradients are waiting for a step, or an unfrozen parameter is not in a group of the optimizer.
+                For a new group: it repeats a parameter, or the optimizer is `MuonWithAdamW` or one of several.
         """
         self._freezing.update(param_group)
 
@@ -341,7 +341,7 @@ class Sharded:
     def remove(self) -> None:
         """End the sharding and leave the parameters whole, ordinary and current. Every rank must call it.
 
-        The optimizer cannot step afterwards: make a new one. A second call has no effect.
+        The optimizer cannot step afterwards: create a new one. A second call has no effect.
 
         Raises:
             UsageError: an `unsharded` block or a loop over `named_weights` is open.
@@ -363,7 +363,7 @@ class Sharded:
             self._context.close()
 
     def remove_alone(self) -> None:
-        """Call `remove` if this rank has all parameters. If not, the model stays sharded until it is sharded again or deleted."""
+        """Call `remove` if this rank has all parameters. If not, the model stays sharded until you shard it again or delete it."""
         if all(unit.state is UnitState.UNSHARDED for unit in self._schedule.units):
             self.remove()
         else:

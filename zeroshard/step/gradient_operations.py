@@ -30,7 +30,7 @@ Flag = tuple[Unit, int]
 
 
 class GradientOperations:
-    """The operations on gradients in one step. The first operation makes this object. See the module's docstring.
+    """The operations on gradients in one step. The first operation creates this object. See the module's docstring.
 
     Args:
         gradients: the mean over ranks, in this rank's shards.
@@ -184,7 +184,8 @@ class GradientOperations:
         """Multiply gradients by their factors. If all have the same factors, the shards are scaled as a whole.
 
         Args:
-            used: the numbers of parameters for which a rank made and kept a gradient; None if ranks have not agreed on them.
+            used: the numbers of parameters for which a rank computed and kept a gradient; None if ranks have not agreed
+                on them.
         """
         if not self.factors:
             return
@@ -195,7 +196,7 @@ class GradientOperations:
             # Ranks that have exchanged norms see the same gradients.
             visible = self._visible()
             used = {number for number, (unit, index) in enumerate(self._flags) if index in visible[unit]}
-        # A shard also has parts of gradients that only other ranks made.
+        # A shard also has parts of gradients that only other ranks computed.
         if used is not None and used <= factors.keys() and len({tuple(each) for each in factors.values()}) == 1:
             for factor in next(iter(factors.values())):
                 self._gradients.scale((resident.shard for resident in self._residents), factor)

@@ -1,8 +1,8 @@
-"""Owns the lookup of model states by a parameter's name: whole, or the spans that this rank holds.
+"""Owns the lookup of model states by parameter name: the complete state, or the spans that this rank holds.
 
     states = sharded.states
-    states.get("head.weight")                  the whole master weights, on every rank
-    states.get("head.weight", "exp_avg")       a whole state of the optimizer
+    states.get("head.weight")                  the complete master weights, on every rank
+    states.get("head.weight", "exp_avg")       a complete optimizer state
     states.set("head.weight", "exp_avg", x)    gives every rank its part
     states.local("head.weight", "gradients")   the ranges that this rank holds
 
@@ -193,7 +193,7 @@ class ModelStates:
         return sorted({name for names in everyone for name in names})
 
     def local(self, fqn: str, state: str = PARAMETERS) -> list[Range]:
-        """Return this rank's ranges of a state; an empty list if it has no part of the state. It runs no collective.
+        """Return this rank's ranges of a state; an empty list if it has no part of the state. It does not run a collective.
 
         The ranges are live memory, except for 16-bit gradients and for states that are not stored where the optimizer steps,
         such as states on disk: these are copies. Ranges count the elements of the flattened parameter; for a DTensor, those of
@@ -216,7 +216,7 @@ class ModelStates:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges.
 
         Raises:
-            UsageError: this rank does not hold such a range, or there is no such state.
+            UsageError: this rank does not hold one of the ranges, or the parameter does not have this state.
         """
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
         if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
@@ -234,7 +234,7 @@ class ModelStates:
             unit.load_masters([index])
 
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
-        """Gather a whole state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
+        """Gather a complete state, in the parameter's shape, on every rank; None if there is none. Every rank must call it.
 
         A state without one number for each element (a step count) is returned as a new tensor, on torch's default device.
         """
@@ -281,10 +281,11 @@ class ModelStates:
         return _of_all(whole.view(entry.shape), entry.placement, unit.others)
 
     def set(self, fqn: str, state: str, value: Tensor) -> None:
-        """Set a state from a whole tensor, of which each rank takes its part. Every rank must call it, with the same values.
+        """Set a state from a complete tensor, of which each rank takes its part. Every rank must call it, with the same values.
 
         Raises:
-            UsageError: the shape differs, there is no such state or gradient, or ranks that divide the model got different values.
+            UsageError: the shape differs, the parameter does not have this state, there is no gradient yet, or ranks
+                that divide the model got different values.
         """
         unit, index = self._find(fqn)
         placement = unit.named[index].placement

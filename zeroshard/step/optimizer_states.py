@@ -188,8 +188,10 @@ class ShardStates(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, which replace an optimizer's `state`.
 
     Args:
-        find: returns the states of a parameter of the model, by its `id`; None if the optimizer lists no such parameter.
-        renew: makes the initial states of parameters that have no states, for optimizers that make states before the first step.
+        find: returns the states of a parameter of the model, by its `id`; None if the optimizer does not list the
+            parameter.
+        renew: creates the initial states of parameters without states, for optimizers that create states before the
+            first step.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ from zeroshard.storage.base import Storage
 from zeroshard.torch_private import grad_of, in_backward, step_without_hooks, version_of
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
-"""The flags of a parameter on one rank in the step's small message: the rank made a gradient, wrote to the parameter, changed the
-mean gradient, or set the gradient to None."""
+"""The flags of a parameter on one rank in the step's small message: the rank computed a gradient, wrote to the
+parameter, changed the mean gradient, or set the gradient to None."""
 
 
 class ShardedStep:
@@ -378,7 +378,7 @@ class ShardedStep:
         return self._mean_gradients
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> float | Tensor:
-        """Scale the gradients so that their global L2 norm is at most `max_norm`, and return the unclipped norm.
+        """Scale the gradients so that their global L2 norm is at most `max_norm` and return the unclipped norm.
 
         See `Sharded.clip_grad_norm_`.
         """
@@ -605,7 +605,7 @@ class ShardedStep:
 
 
 def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return a closure that returns the loss of an evaluation that is over. It makes no gradients: a second call raises."""
+    """Return a closure that returns the loss of an evaluation that is over. It does not compute gradients: a second call raises."""
     left = [loss]
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     versions = [version_of(parameter) for parameter in listed]

@@ -229,7 +229,7 @@ class Travelling(Resident):
         self._frame.hold(transfer)
 
     def _adopt(self) -> None:
-        """Move states that the optimizer made, or that were set, into the frame, and give each a slot."""
+        """Move states that the optimizer created, or that were set, into the frame, and give each a slot."""
         assert self._frame is not None
         names = [
             name
@@ -310,7 +310,8 @@ class SubGroupsInFrames(SubGroups):
         self._frame_nbytes = max(min(typical, self._limit // 4), self._largest)
         self._in_frames = packed(self._travelling, (needs.__getitem__, self._frame_nbytes), (numel_of, self._most))
         steps = dict.fromkeys(resident.shard.step for resident in self._travelling)
-        # One frame's worth is left over: for states that the first step makes, and for gradients in 16 bits as they are lent.
+        # One frame's worth is left over: for states that the first step creates, and for gradients in 16 bits as they
+        # are lent.
         in_flight = 1 + self._offload.read_ahead + self._offload.write_behind
         frames = self._limit // max(self._frame_nbytes, 1) - 1
         if in_flight < 3:

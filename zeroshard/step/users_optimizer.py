@@ -1,4 +1,4 @@
-"""Owns the optimizers that the user made: their steps, which run the sharded step, and their param groups."""
+"""Owns the optimizers that the user created: their steps, which run the sharded step, and their param groups."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DIGEST_NBYTES = 8
 
 
 class UsersOptimizer:
-    """An optimizer that the user made, whose `step()` runs the sharded step.
+    """An optimizer that the user created, whose `step()` runs the sharded step.
 
-    The sharded step runs before the optimizer's own step. For the own step, the param groups are
-    emptied or hold one zero; afterwards they are restored. The user's hooks and schedulers work
-    unchanged. After zeroshard was removed, `step()` is refused.
+    The sharded step runs before the optimizer's own step. For the optimizer's own step, the param groups are emptied or
+    hold one zero; afterwards they are restored. The user's hooks and schedulers work unchanged. After zeroshard was
+    removed, `step()` is refused.
 
     Args:
         step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
@@ -184,7 +184,7 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer has states that belong to no parameter: no shard has them, and no checkpoint would."""
+    """Raise if an optimizer has states that do not belong to a parameter: shards and checkpoints would lack them."""
     others = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if others:
         raise UsageError(
@@ -197,9 +197,9 @@ class OwnValues:
     """The values that an optimizer keeps beside its states, as they are now: the options of its param groups, and its own numbers.
 
     In a step its code runs several times: once for each sub-group, and once with nothing to update (see `UsersOptimizer`). To
-    the optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes keep no numbers in
-    attributes, and change no number in place. Values that a class keeps per parameter, in dicts by parameter or `id`, are
-    changed once by each run.
+    the optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes do not keep numbers
+    in attributes or change a number in place. Values that a class keeps per parameter, in dicts by parameter or `id`,
+    are changed once by each run.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
@@ -263,7 +263,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def warn_of_zeros(set_to_none: bool) -> None:
-    """Warn if `zero_grad` was asked to leave zeros. The user's frame is above the caller's and a torch wrapper's."""
+    """Warn if `zero_grad` was asked to leave zeros. The user's frame is above the caller's frame and a torch wrapper's."""
     if not set_to_none:
         warnings.warn(
             "zero_grad(set_to_none=False) drops gradients under zeroshard, as zero_grad() does: a step leaves parameters that no "
@@ -328,7 +328,7 @@ class ParamGroups:
         """Add a group of the user's parameters.
 
         Raises:
-            UsageError: the optimizer takes no more groups, or another group has one of the parameters.
+            UsageError: the optimizer does not take more groups, or another group has one of the parameters.
         """
         if isinstance(self._inner, MuonWithAdamW | Several):
             raise UsageError(
@@ -447,7 +447,7 @@ class DroppedGradients:
         return len(self._dropped) == len(self._optimizers)
 
     def reset(self) -> None:
-        """Forget which optimizers have dropped their gradients."""
+        """Clear the record of which optimizers have dropped their gradients."""
         self._dropped = []
 
     def __contains__(self, parameter: int) -> bool:

@@ -63,7 +63,7 @@ class Slot(ABC):
     def memory_in(self, storage: Storage) -> Tensor | None:
         """Return the content itself, [numel], to use in place after `wait`; None if it is not memory of `storage`.
 
-        While the slot `is_empty`, no code may read or write there.
+        While the slot `is_empty`, do not read or write there.
         """
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Storage(ABC):
 
     @abstractmethod
     def slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Take space for `numel` elements. Without space on the disk, a StorageError names the folder."""
+        """Take space for `numel` elements. If the disk has no space, raise a StorageError that names the folder."""
 
     def close(self) -> None:
         """Wait for transfers in flight and release everything. Memory is freed with its tensors."""
@@ -175,7 +175,7 @@ class MemoryStorage(Storage):
         self._copies = copies
 
     def around(self, label: str, memory: Tensor, whole: Slot | None = None) -> Slot:
-        """Make a slot around existing memory, which may be a part of the memory of the slot `whole`."""
+        """Create a slot around existing memory, which may be a part of the memory of the slot `whole`."""
         assert whole is None or isinstance(whole, MemorySlot)
         return MemorySlot(label, memory, self, self._copies, whole)
 
@@ -255,18 +255,18 @@ class AcceleratorStorage(MemoryStorage):
         return self.around(label, torch.zeros(numel, dtype=dtype, device=self.device))
 
     def taking(self, label: str, memory: Tensor, before_write: Callable[[], None]) -> Slot:
-        """Make a slot in memory that was allocated for it. The slot calls `before_write` before each write."""
+        """Create a slot in memory that was allocated for it. The slot calls `before_write` before each write."""
         self.nbytes += memory.nbytes
         return MemorySlot(label, memory, self, self._copies, before_write=before_write)
 
     def transient_slot(self, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot whose memory is freed while it has no content (see `Slot.empty`)."""
+        """Create a slot whose memory is freed while it has no content (see `Slot.empty`)."""
         self.nbytes += numel * dtype.itemsize
         buffer = self._buffer(label, numel, dtype, is_unit=False)
         return MemorySlot(label, buffer.tensor, self, self._copies, buffer=buffer)
 
     def flat_buffer(self, label: str, numel: int, dtype: torch.dtype, *, comes_and_goes: bool) -> FlatBuffer:
-        """Make a buffer of zeros [numel]. With `comes_and_goes`, its memory is cheap to free and allocate often."""
+        """Create a buffer of zeros [numel]. With `comes_and_goes`, its memory is cheap to free and allocate often."""
         if comes_and_goes:
             return self._buffer(label, numel, dtype, is_unit=True)
         return ResizedBuffer(label, torch.zeros(numel, dtype=dtype, device=self.device))

@@ -69,7 +69,7 @@ class FlatBuffer(ABC):
 
     @final
     def allocate(self) -> None:
-        """Take memory again; its content is undefined. If there is none, a StorageError or torch's own error is raised."""
+        """Take memory again; its content is undefined. If there is none, raise a StorageError or torch's own error."""
         if not self.nbytes:
             self._take()
             self.count_uses()
@@ -184,7 +184,7 @@ class BufferPool:
     holds at most as many buffers as were ever acquired at once, each at most as large as the largest request.
 
     Args:
-        buffer: makes CPU memory that other ranks may be able to read; default: ordinary memory.
+        buffer: allocates CPU memory that other ranks may be able to read; default: ordinary memory.
 
     Attributes:
         spare_nbytes: the maximum number of bytes that wait for copies to CPU memory while the computation continues in
@@ -265,7 +265,8 @@ def in_own_storage(view: Tensor) -> Tensor:
 def memory_of(flat: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, to be read from or written to.
 
-    The result is made from the address, since a storage with a view from `Tensor.numpy` can never be freed and refilled again.
+    The result is created from the address, since a storage with a view from `Tensor.numpy` can never be freed and
+    refilled again.
     """
     if flat.numel() == 0:
         return memoryview(b"")

@@ -6,7 +6,8 @@ resharded unit are moved aside (0.1 ms), and then to the addresses of the next u
 of units together exceed neither `limit_nbytes` nor the most that units have held at once. Other pages go to the kernel.
 
 `BufferPool` cannot do this: it lends other addresses each time, while autograd and the optimizer keep views of units and gradients.
-An accelerator needs none of this: torch's allocator frees and allocates memory under such views, in the order of its streams.
+An accelerator does not need any of this: torch's allocator frees and allocates memory under such views, in the order of
+its streams.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ def _unmap_all(kernel: KernelMemory, mapped: dict[int, int]) -> None:
 class Range:
     """Addresses of at least one byte, with memory or without. The memory is freed when neither this object nor its tensor is alive.
 
-    The pool counts the memory of a unit (`is_unit`). Without addresses (RLIMIT_AS), an OSError is raised.
+    The pool counts the memory of a unit (`is_unit`). If no addresses are left (RLIMIT_AS), the constructor raises
+    OSError.
     """
 
     def __init__(self, pages: Pages, nbytes: int, *, is_unit: bool = False) -> None:

@@ -83,7 +83,7 @@ class Storages:
         return Staging(count, nbytes, partial(aligned_bytes, pin=pin))
 
     def _disk(self, offload: Offload, count: int, nbytes: int, *, pin: bool) -> DiskStorage:
-        """Open a file and make the staging buffers for it: `count` of at least `nbytes`, in whole blocks of the file."""
+        """Open a file and create the staging buffers for it: `count` of at least `nbytes`, in whole blocks of the file."""
         nbytes = -(-nbytes // offload.block_nbytes) * offload.block_nbytes
         return DiskStorage(self._make_file(offload), self._copies, self._make_staging(count, nbytes, pin=pin))
 
@@ -96,14 +96,14 @@ class Storages:
         return self._at(policy.optimizer.place, "optimizer")
 
     def gradient_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for a shard of gradients. Its memory on the accelerator is freed while it is empty."""
+        """Create a slot for a shard of gradients. Its memory on the accelerator is freed while it is empty."""
         storage = self._at(policy.gradients.place, "optimizer")
         if storage is self.accelerator:
             return self.accelerator.transient_slot(label, numel, dtype)
         return storage.slot(label, numel, dtype)
 
     def parameter_slot(self, policy: Policy, label: str, numel: int, dtype: torch.dtype) -> Slot:
-        """Make a slot for parameters at rest. Parameters for the disk stay in CPU memory up to the policy's limit."""
+        """Create a slot for parameters at rest. Parameters for the disk stay in CPU memory up to the policy's limit."""
         storage = self._at(policy.parameters.place, "parameters")
         if (
             policy.parameters.place is Place.DISK

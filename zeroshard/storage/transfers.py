@@ -42,7 +42,7 @@ class _Lane:
 
     Freed memory is used again in the order of the computing stream. So each copy keeps its tensor on the device until that stream
     waits for the copy, or the host has seen its end. `record_stream` would keep freed memory until the host sees the end. But the
-    host runs ahead of the device by a whole forward, so each unit would take memory of its own.
+    host runs ahead of the device by a whole forward, so each unit would take separate memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,8 +125,8 @@ class Staging:
     """A ring of at most `count` buffers of `nbytes` in CPU memory, which data passes through between two other places.
 
     The host takes a buffer, fills it or starts a transfer into it, and releases it with the last transfer that uses it. The host
-    waits only while all buffers are in transfers. Buffers are made when they are first needed (by `make`, for a number of bytes),
-    and kept.
+    waits only while all buffers are in transfers. Buffers are created when they are first needed (by `make`, for a
+    number of bytes), and kept.
     """
 
     def __init__(self, count: int, nbytes: int, make: Callable[[int], Tensor]) -> None:
@@ -135,7 +135,7 @@ class Staging:
         self._make = make
         self._free: deque[tuple[Tensor, Transfer]] = deque()
         self.nbytes = 0
-        """The number of bytes of all buffers that were made."""
+        """The number of bytes of all buffers that were created."""
 
     @property
     def has_buffer(self) -> bool:

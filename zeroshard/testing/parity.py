@@ -40,8 +40,8 @@ class Workload:
     Attributes:
         make_model: builds the module. Every rank calls it under the same seed.
         make_batch: returns the module's positional arguments for a rank and a microbatch, counted over all steps.
-        make_optimizer: makes an optimizer for parameters or param groups.
-        compute_loss: returns the scalar loss of the model for such a batch; default: the module's output.
+        make_optimizer: creates an optimizer for parameters or param groups.
+        compute_loss: returns the scalar loss of the model for a batch of `make_batch`; default: the module's output.
         param_groups: returns the parameters or groups for the optimizer; default: the model's parameters.
         steps: the number of optimizer steps.
         microbatches: the number of forwards in each step.
@@ -162,7 +162,7 @@ def train(
     Args:
         rank: this rank, for `workload.make_batch`.
         workload: the description of the run.
-        policy, precision, bucket_numel, overlap, elementwise: as for `shard`.
+        policy, precision, bucket_numel, overlap, elementwise: see `shard`.
         inspect: a function that is called after each step with the result of `shard`.
     """
     model, optimizer = workload.build()

@@ -1,6 +1,6 @@
 """Owns torch's private names: every name that zeroshard uses and torch may change without notice.
 
-torch has no public equivalents of these names, except where a docstring names one.
+torch does not have public equivalents of these names, unless a docstring names one.
 
 Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
 are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
@@ -185,7 +185,7 @@ def distribution_of(tensor: Any) -> Any:
 
 
 def distributed_by(distribution: Any, local: Tensor) -> Tensor:
-    """Make a DTensor with the given distribution, without autograd. The public `DTensor.from_local` takes ten times as long."""
+    """Create a DTensor with the given distribution, without autograd. The public `DTensor.from_local` takes ten times as long."""
     kind: Any = distributed_class()
     made: Tensor = kind(local, distribution, requires_grad=False)
     return made

@@ -32,16 +32,16 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """Make a DDP hook that runs `hook` on each bucket and steps when the last bucket of the backward is reduced.
+    """Create a DDP hook that runs `hook` on each bucket and steps when the last bucket of the backward is reduced.
 
     Args:
         hook: a hook that reduces a bucket, such as torch's `allreduce_hook`.
         ddp: accepted for compatibility with torch.
-        zero: the optimizer, made with `overlap_with_ddp=True`.
+        zero: the optimizer, created with `overlap_with_ddp=True`.
         shard_buckets: accepted for compatibility with torch; it has no effect.
 
     Raises:
-        UsageError: the optimizer was made without `overlap_with_ddp=True`.
+        UsageError: the optimizer was created without `overlap_with_ddp=True`.
     """
     return _StepInBackward(hook, zero, interleaved=False).on_bucket
 
@@ -52,7 +52,7 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,  # noqa: ARG001
 ) -> CommHook:
-    """Make a hook like `hook_with_zero_step` that updates and gathers parameters as soon as their gradients are reduced."""
+    """Create a hook like `hook_with_zero_step` that updates and gathers parameters as soon as their gradients are reduced."""
     return _StepInBackward(hook, zero, interleaved=True).on_bucket
 
 

@@ -59,7 +59,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         process_group: the ranks that share the optimizer's states; default: all ranks.
         parameters_as_bucket_view: whether to make the parameters views of flat buffers, into which the all-gather
             writes directly. Otherwise they keep their own storages, and small ones pass through scratch.
-        overlap_with_ddp: whether the step runs inside DDP's backward, by `hook_with_zero_step` or
+        overlap_with_ddp: whether the step runs inside DDP's backward, through `hook_with_zero_step` or
             `hook_with_zero_step_interleaved`. `step()` then only warns.
         elementwise: whether the optimizer updates each element only from that element's own history; default: the
             right value for optimizers of torch and zeroshard, and False for other classes.
@@ -68,7 +68,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     Raises:
         TypeError, ValueError: as in torch's class.
         UsageError: the class needs all parameters at once (LBFGS, Prodigy) or sparse gradients, or a parameter is a DTensor.
-        CollectiveError: some ranks did not make the optimizer.
+        CollectiveError: some ranks did not create the optimizer.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             kwargs: arguments of the local optimizer's step.
 
         Raises:
-            UsageError: a gradient is sparse, or a parameter was moved or cast after the optimizer was made.
+            UsageError: a gradient is sparse, or a parameter was moved or cast after the optimizer was created.
         """
         if wants_whole_states():
             return None  # `state_dict` is called next and raises
@@ -292,10 +292,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that joins the steps of ranks that still have inputs.
+        """Return a join hook. A rank that has run out of inputs shadows the remaining ranks' steps.
 
-        A rank without inputs receives its shards' gradients from a rank with inputs. (In torch's class, such a rank uses its own
-        last gradients.)
+        It receives its shards' gradients from a rank that still has inputs. (In torch's class, it uses its own last
+        gradients.)
         """
         return _StepAlong(self)
 
@@ -307,8 +307,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _share_gradients(self, *, joined: bool) -> None:
         """Send ranks that have run out of inputs the reduced gradients of their shards. Every rank must call it.
 
-        In DDP, such a rank takes part in all-reduces and drops the results, which every other rank has. If this rank has `joined`
-        (it has no inputs left), its gradients are overwritten.
+        In DDP, a rank without inputs takes part in all-reduces and drops the results, which every other rank has. If
+        this rank has `joined` (it has run out of inputs), its gradients are overwritten.
         """
         collectives = self._collectives
         parameters = self._all_parameters
@@ -355,11 +355,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shards, or, after a consolidation, a plain optimizer's state dict on the rank that has it.
+        """Return this rank's shards.
 
-        A consolidated state is returned until the next step, load or new param group. The call runs no collective and works
-        without a consolidation. The key "zeroshard" describes shards. Each number in "state" is an index into its list `pieces`
-        of [parameter index, start, stop]. Elements are counted in the order of the parameter's storage.
+        After `consolidate_state_dict(to)`, rank `to` returns the complete state dict of an unsharded optimizer instead,
+        until the next step, load or new param group. This method does not run a collective. Unlike in torch's class, it
+        does not require a prior consolidation.
+
+        `state_dict["zeroshard"]["pieces"]` lists `[parameter index, start, stop]` for each shard; the keys of "state" are
+        indices into this list. Elements are counted in the order of the parameter's storage.
         """
         refuse_whole_states(_SAVE_WHOLE)
         state_dict: dict[str, Any] = super().state_dict()
@@ -378,7 +381,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to`, in CPU memory. Every rank must call it.
+        """Gather the complete state on rank `to`, in CPU memory. Every rank must call it.
 
         Raises:
             UsageError: there is no rank `to`, or a state is neither a tensor, a number nor a string.
@@ -389,7 +392,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state dict of a plain optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
+        """Load the state dict of an unsharded optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
 
         A consolidated state dict loads on any number of ranks.
 
@@ -409,7 +412,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated = None
 
     def _indices(self) -> dict[int, int]:
-        """Return the parameters' numbers in a plain optimizer's state dict, by id."""
+        """Return the parameters' numbers in an unsharded optimizer's state dict, by id."""
         return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
 
 

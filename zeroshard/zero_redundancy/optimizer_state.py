@@ -1,4 +1,4 @@
-"""Owns the conversion of optimizer state between shards and a plain optimizer's state dict."""
+"""Owns the conversion of optimizer state between shards and an unsharded optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def consolidate(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
-    """Return the whole state by parameter index, in CPU memory, on rank `to`; None on other ranks.
+    """Return the complete state by parameter index, in CPU memory, on rank `to`; None on other ranks.
 
     Every rank must call it. All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank
     `to`.
@@ -108,7 +108,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
 def _home(
     state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
 ) -> Tensor:
-    """Return the part of the whole state that a piece fills, 1-D. The first call for a state allocates the whole."""
+    """Return the part of the complete state that a piece fills, 1-D. The first call for a state allocates all of it."""
     if kind == "along":
         if name not in state:
             state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
@@ -150,7 +150,7 @@ def load(
     optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int],
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Load the local optimizer's part of a whole or sharded state dict, and the options of its param groups."""
+    """Load the local optimizer's part of a complete or sharded state dict, and the options of its param groups."""
     saved = state_dict["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
@@ -189,7 +189,7 @@ def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
 
 
 def _part(value: Any, name: str, view: OwnView) -> Any:
-    """Copy a view's part of one entry of a parameter's whole state."""
+    """Copy a view's part of one entry of a parameter's complete state."""
     if not isinstance(value, Tensor):
         return value
     if name == "step" or view.is_whole:

@@ -127,7 +127,7 @@ class ParameterBucket(ABC):
         """Start to gather every rank's shard and return a function that waits for it."""
 
     def _parts(self, rank: int) -> Iterator[tuple[Tensor, Piece]]:
-        """Yield a rank's ranges in the parameters' storages, each with its piece of the rank's shard."""
+        """Yield a view of each parameter range that belongs to a rank's shard, with the corresponding `Piece`."""
         for piece in self.layout.shard_pieces(rank):
             flat = in_storage_order(self.parameters[piece.index])
             yield flat[piece.parameter_start : piece.parameter_start + piece.numel], piece
@@ -186,7 +186,7 @@ class ScratchBucket(ParameterBucket):
 @final
 @dataclass(frozen=True)
 class OwnedBucket(ParameterBucket):
-    """A bucket of whole parameters, each on one rank; ranks may hold very different sizes."""
+    """A bucket of whole parameters, each on one rank; ranks may hold very different numbers of elements."""
 
     def start_gather(self, collectives: Collectives, pool: BufferPool) -> Callable[[], None]:
         """Send each parameter from its owner directly into the others' storages, without padding."""

@@ -190,7 +190,9 @@ def _print(described: dict[str, Any]) -> None:
     elif described["verified"]:
         verdict = "[green]complete[/green]: all files are present and all checksums match"
     else:
-        verdict = "[green]complete[/green]: all files are present and have the expected sizes; checksums were not verified"
+        verdict = (
+            "[green]complete[/green]: all files are present and have the expected sizes; checksums were not verified"
+        )
     console.print(verdict)
     for problem in described["problems"]:
         console.print(problem, style="red", markup=False)

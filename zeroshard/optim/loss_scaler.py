@@ -67,11 +67,11 @@ class DynamicLossScaler(LossScaler):
 
     Attributes:
         scale: the current scale.
-        window: after each `window` steps in a row without overflow, the next such step doubles the scale.
+        window: after each `window` steps in a row without overflow, the next step without overflow doubles the scale.
         hysteresis: the number of overflows until the scale halves; each later overflow halves it again until the count
             is reset.
-        consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only a whole
-            window does.
+        consecutive_hysteresis: whether one step without overflow resets the count of overflows. Otherwise only
+            `window` steps in a row without overflow do.
         min_scale: the smallest scale. An overflow that would halve it raises LossScaleError.
     """
 

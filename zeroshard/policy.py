@@ -377,7 +377,7 @@ class Precision:
         buffer_dtype: the dtype of the model's floating-point buffers; None keeps each buffer's own.
         predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
             divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.
-            (Sums over gloo are always in fp32 at least. By default, NCCL divides while it adds.)
+            Neither backend usually needs it: over gloo, sums use at least fp32, and NCCL divides during the sum.
     """
 
     param_dtype: torch.dtype | None = None

@@ -201,7 +201,7 @@ def without_effect(config: Mapping[str, Any], supplied: Mapping[str, Any]) -> di
 
 
 def _leaves(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the path of each key that is not a block, the block that holds it, and the key there."""
+    """Yield (path, enclosing block, key) for each key whose value is not a block."""
     for key, value in block.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")

@@ -54,7 +54,7 @@ class OptimizerBlock(Block):
     type: Annotated[str, works(
         "Adam (AdamW's update unless `adam_w_mode` is false), AdamW, SGD, Adagrad, Lion, Muon (for matrices inside the "
         "model's blocks, with AdamW for all other parameters), or another class of torch.optim, except LBFGS and SparseAdam. If "
-        "the optimizer needs whole parameters, each parameter is whole on one rank for the step.")]
+        "the optimizer needs whole parameters, each parameter is gathered on one rank, which updates it.")]
     params: Annotated[dict[str, Any], works(
         "the optimizer's arguments. Missing arguments have DeepSpeed's defaults. For example, `weight_decay` is 0.0 for Adam and AdamW "
         "(with `\"torch_adam\": true`, torch's default). For Adam, AdamW, SGD, Adagrad and Muon's AdamW, `fused` defaults to "
@@ -156,7 +156,7 @@ class JsonMonitorBlock(MonitorBlock):
 
 
 class WandbBlock(Block):
-    """`wandb`: a log of the metrics in Weights & Biases."""
+    """`wandb`: logs training metrics to Weights & Biases."""
 
     enabled: Annotated[bool, works("log to `wandb`.")] = False
     group: Annotated[str | None, works("as in `wandb.init`.")] = None
@@ -165,7 +165,7 @@ class WandbBlock(Block):
 
 
 class CometBlock(Block):
-    """`comet`: a log of the metrics in Comet."""
+    """`comet`: logs training metrics to Comet."""
 
     enabled: Annotated[bool, works("log to `comet_ml`.")] = False
     samples_log_interval: Annotated[Positive, works("the minimum number of samples between two logged points.")] = 100
@@ -179,7 +179,7 @@ class CometBlock(Block):
 
 
 class CommsLoggerBlock(Block):
-    """`comms_logger`: the bytes that rank 0 sends."""
+    """`comms_logger`: logs the bytes that rank 0 sends."""
 
     enabled: Annotated[bool, works(
         "log the bytes that rank 0 sent, by collective, in the line that `steps_per_print` prints and in the monitors. The "
@@ -234,7 +234,7 @@ class CheckpointBlock(Block):
 
 
 class TensorParallelBlock(Block):
-    """`tensor_parallel`: division of weight matrices over adjacent ranks.
+    """`tensor_parallel`: splits weight matrices across adjacent ranks (tensor parallelism).
 
     [Tensor parallelism with sharding](../composing.md) lists the supported models and how each call behaves on a divided model.
     """

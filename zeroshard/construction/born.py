@@ -288,7 +288,7 @@ def _convert(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def born(shard: Shard, shape: torch.Size, requires_grad: bool) -> BornSharded:
-    """Create a parameter of which this rank has the part `shard`."""
+    """Create a sharded parameter of the given shape, of which this rank stores `shard`."""
     parameter = nn.Parameter(_placeholder(shard.own, shape), requires_grad)
     shard_of[parameter] = shard
     parameter.__class__ = shard.births.away_class
@@ -365,15 +365,14 @@ def sharded_init(
 ) -> Iterator[None]:
     """Shard modules while they are built in this context. Every rank must enter it.
 
-    Each rank keeps only its part of the parameters. A module's parameters are divided when the module becomes a child of
-    another one; parameters of the outermost modules, at the end of the context. Until then, the direct parameters of modules
-    under construction are whole. Any other parameter is whole only while an operation uses it or a view of it exists.
-    `shard` and `initialize` accept the model like any other.
+    Each rank keeps only its part of the parameters. A module's parameters are sharded when the module is added to a parent.
+    Those of outermost modules are sharded when the context exits. Before that, they are whole. Any other parameter is whole
+    only while an operation uses it or a view of it exists. `shard` and `initialize` accept the model like any other.
 
     Args:
         group: the data-parallel process group; default: all ranks.
-        folder: a folder for parts on the CPU, in unnamed files, until `shard` takes them. The parts may then be larger than CPU
-            memory.
+        folder: a folder in which CPU parameters are kept in unnamed temporary files until `shard` takes them over. They may then be
+            larger than CPU memory.
         dtype: torch's default dtype in the context.
         source: the group's rank whose values all ranks get, including later writes. Writes to a view of a parameter
             (`weight[0].normal_()`) must be the same on all ranks. None: all ranks compute the same values and do not

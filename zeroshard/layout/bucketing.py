@@ -46,7 +46,9 @@ class Group:
     persistent: bool
     """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
-    """The end of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)", or "" for other parameters."""
+    """The suffix of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)" for DTensors that are whole
+    on each rank, and "" for other parameters.
+    """
 
     @property
     def label(self) -> str:

@@ -198,7 +198,7 @@ class SubGroups:
                 on_left(residents)
 
     def _in_memory(self, residents: Sequence[Resident]) -> Iterator[Sequence[Resident]]:
-        """Yield a group once, in memory, and start to write its changes back."""
+        """Load a group into memory, yield it, and then start writing its changes back."""
         for resident in residents:
             resident.enter()
         yield residents

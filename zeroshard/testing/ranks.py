@@ -67,7 +67,8 @@ def run_ranks(
     """Run `function(rank, *args)` in `world_size` forked processes and return the results in rank order.
 
     Args:
-        function: a callable whose result consists of tensors and plain containers (torch.save, `weights_only`).
+        function: a callable. Its result may contain only values that `torch.load(weights_only=True)` accepts, such as tensors and
+            plain containers.
         world_size: the number of ranks.
         timeout: the number of seconds after which ranks that are still running count as hung. After a rank fails, the
             others have at most 10 more seconds.

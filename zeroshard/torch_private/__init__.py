@@ -410,7 +410,7 @@ def __getattr__(name: str) -> Any:
 
 
 def outside_of_modes() -> AbstractContextManager[None, None]:
-    """Return a context without the modes that intercept operations."""
+    """Return a context manager that disables torch's active dispatch modes, such as FakeTensorMode."""
     left: AbstractContextManager[None, None] = __getattr__("_disable_modes")()
     return left
 

@@ -71,7 +71,7 @@ def main() -> None:
         getattr(zeroshard, name)
     assert run_ranks(every_stage, 2) == [[True] * 4] * 2
     assert run_ranks(checkpoint, 2) == [2, 2]
-    assert "whole" in command("inspect", "checkpoints")
+    assert "complete: all files" in command("inspect", "checkpoints")
     if find_spec("matplotlib") is None:
         assert "pip install 'zeroshard[plots]'" in command("report", "run", status=2)
     else:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from ranks import on_ranks
 from typer.testing import CliRunner
+from zeroshard.observe.underflow import UnderflowReport
 
 import zeroshard
 from zeroshard import UsageError
 from zeroshard.cli.main import app
 from zeroshard.observe.report_page import MAX_POINTS, page, thinned
 from zeroshard.observe.run_log import RunLog, Series, read_run
-from zeroshard.observe.underflow import UnderflowReport
 
 ABOUT = {
     "world_size": 2, "parameters": 10_000_000, "dtype": "bfloat16", "device": "<cpu>", "torch": "2.13",

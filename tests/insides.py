@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from zeroshard import Engine, Sharded, launch
@@ -26,6 +28,8 @@ from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
+from zeroshard.observe.display import Display
+from zeroshard.observe.monitors import StepFigures
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
 from zeroshard.recompute.saved_inputs import Slots
@@ -34,6 +38,7 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
+from zeroshard.training_progress import TrainingProgress
 
 # ---------------------------------------------------------------------- a sharded model
 
@@ -108,6 +113,19 @@ def counted_looks() -> Iterator[list[int]]:
 def set_slice(attention: CutAttention, positions: Slice) -> None:
     """Set the positions for the next mask. A forward sets them too, but its masks are not accessible."""
     attention._slice = positions
+
+
+def columns_of_a_bar(
+    model: nn.Module, *, ranks: int, samples_per_second: float, flops: float, peak_flops: float
+) -> list[str]:
+    """Return the texts behind a bar at a given speed. Tests assert no seconds of a real run."""
+    context = SimpleNamespace(everyone=SimpleNamespace(world_size=ranks))
+    sharded: Any = SimpleNamespace(
+        model=model, _context=context, display=Display(speaks=False), comm_report=lambda clear: {}
+    )
+    shown = TrainingProgress(sharded, None, 0, None, None, flops, peak_flops, None)
+    shown._show(StepFigures(1, 5, None, 0.1, 1.0, 0.5, True, samples_per_second))
+    return shown._row.columns
 
 
 # ---------------------------------------------------------------------- processes

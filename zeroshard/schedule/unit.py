@@ -607,6 +607,18 @@ class Unit:
         assert isinstance(copied, nn.Parameter)
         return copied
 
+    def index_of(self, parameter: Tensor) -> int:
+        return self._index_of[id(parameter)]
+
+    def is_taken(self, index: int) -> bool:
+        """Return whether a parameter's `grad` shows neither a sum on this rank nor, for any parameter here, what the user set."""
+        if index not in self.used or self.replaced_gradients:
+            return False
+        for bucket, _ in self._homes[index]:  # noqa: SIM110 (torch's clipping asks four times for each parameter)
+            if bucket.holds is Holds.LOCAL_SUM:
+                return False
+        return True
+
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
         index = self._index_of.get(id(parameter))
@@ -619,17 +631,22 @@ class Unit:
 
         Writes to the returned tensor take effect.
         """
-        if not parameter.numel():
-            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         index = self._index_of.get(id(parameter))
         if index is None:
             return None
         entry = self.named[index]
+        if not self._homes[index]:  # a parameter without elements
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         for bucket, _ in self._homes[index]:
             whole = bucket.local_sum(index)
             if whole is not None and whole.numel() == entry.shape.numel():
                 return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
         return None
+
+    @property
+    def operations(self) -> Any:
+        """The operations on gradients in this step (see `Live`); None before the first, and if the user has set a `grad`."""
+        return None if self.replaced_gradients else self._live.operations
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on the mean gradient; NotImplemented if shards cannot run it. Every rank must call it."""

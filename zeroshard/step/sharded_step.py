@@ -79,8 +79,6 @@ class ShardedStep:
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
-        self._taken: GradientOperations | None = None
-        """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
         context.live.drop_gradients = self._drop_if_all_are_none
@@ -173,7 +171,7 @@ class ShardedStep:
                 self.views += views
                 for view in views:
                     self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
-        self._taken = None
+        self._context.live.operations = None
         self.groups.shards = [
             [view.value for parameter in parameters for _, view in self.parts_of[parameter]]
             for parameters in self.groups.ids
@@ -346,7 +344,7 @@ class ShardedStep:
         self._dropped_by_user = set()
         self.dropped.reset()
         self._mean_gradients.factors = []
-        self._taken = None
+        self._context.live.operations = None
         self.schedule.forget_gradients()
         if not self.schedule.live.parked:
             self.sub_groups.prefetch()
@@ -404,11 +402,18 @@ class ShardedStep:
             )
         return self._operations().operate(flag, name, args, kwargs)
 
+    @property
+    def _taken(self) -> GradientOperations | None:
+        """The operations on gradients in this step, if there was one."""
+        taken: GradientOperations | None = self._context.live.operations
+        return taken
+
     def _operations(self) -> GradientOperations:
         if self._taken is None:
-            self._taken = GradientOperations(
-                self.schedule, self._context, self._mean_gradients, self._flags, self.residents
+            self._context.live.operations = GradientOperations(
+                self.schedule, self._context, self._mean_gradients, self.dropped, self._flags, self.residents
             )
+        assert self._taken is not None
         return self._taken
 
     def _before_later_gradients(self) -> None:

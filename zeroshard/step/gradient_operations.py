@@ -286,7 +286,9 @@ class GradientOperations:
                 alike.setdefault((parameter.dtype, parameter.device), []).append(number)
         known = self._known[order] = {}
         for (dtype, device), numbers in alike.items():
-            norms = torch.tensor([self._norms[order][number] for number in numbers], dtype=_dtype_of_norm(dtype), device=device)
+            norms = torch.tensor(
+                [self._norms[order][number] for number in numbers], dtype=_dtype_of_norm(dtype), device=device
+            )
             for number, norm in zip(numbers, norms.unbind(), strict=True):
                 unit, index = self._flags[number]
                 known[id(unit.named[index].parameter)] = norm

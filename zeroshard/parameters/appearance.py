@@ -73,7 +73,6 @@ class Appearance:
             self.placeholders = nan
             self._absent_views = [nan[index].expand(entry.shape) for index, entry in enumerate(named)]
         self._versions: list[int] = []
-        self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
         self._in_use = False
 
@@ -181,27 +180,15 @@ class Appearance:
                 for entry, own in zip(self._named, self.own_writes, strict=True)
             ]
 
-    def begin_look(self) -> list[int]:
-        """Look for writes until `end_look`. Return the write counts to compare with, which `restart_looks` resets."""
-        self._looks.append(self.versions())
-        return self._looks[-1]
-
-    @property
-    def has_changes_to_report(self) -> bool:
-        """Whether the parameters were written to or assigned new `.data` since a `begin_look` that has not ended."""
-        if not self._looks:
-            return False
+    def accept_writes(self, versions: Sequence[int]) -> None:
+        """Count the user's writes since `versions` as zeroshard's own: no outer block reports them."""
         now = self.versions()
-        return any(look != now for look in self._looks) or any(self._given_data())
-
-    def end_look(self, look: list[int]) -> None:
-        """End the look that `begin_look` began."""
-        self._looks = [other for other in self._looks if other is not look]
-
-    def restart_looks(self) -> None:
-        """Reset the counts of all looks that have not ended: they no longer report the writes so far."""
-        for look in self._looks:
-            look[:] = self.versions()
+        new = {
+            id(own): (own, after - before) for own, before, after in zip(self.own_writes, versions, now, strict=True)
+        }
+        for own, count in new.values():
+            own.updates += count
+        self._versions = self.versions()
 
     def outdate_graphs(self, indices: Iterable[int] | None = None) -> None:
         """Record that parameters (default: all) were updated, so that torch refuses to differentiate graphs that saved them before.
@@ -217,17 +204,21 @@ class Appearance:
 
     def collect_written(self) -> set[int]:
         """Return the indices of parameters that were written to in place or assigned new `.data` since the last call."""
-        written = self.adopt_new_data()
-        now = self.versions()
-        if now != self._versions:
-            written |= {index for index, version in enumerate(now) if version != self._versions[index]}
-            self._versions = now
+        self.adopt_new_data()
+        written = self.written_since(self._versions)
+        self._versions = self.versions()
         return written
 
-    def adopt_new_data(self) -> set[int]:
-        """Copy tensors assigned as `.data` into the parameters' memory. Return the indices. Raise for another shape or dtype."""
-        found = set()
-        for index, entry, view in self._given_data():
+    def written_since(self, versions: Sequence[int]) -> set[int]:
+        """Return the indices of parameters that the user wrote to since `versions`."""
+        now = self.versions()
+        if now == versions:
+            return set()
+        return {index for index, version in enumerate(now) if version != versions[index]}
+
+    def adopt_new_data(self) -> None:
+        """Copy tensors assigned as `.data` into the parameters' memory: a write. Raise for another shape or dtype."""
+        for entry, view in self._given_data():
             data = entry.local
             if data.shape != view.shape or data.dtype != view.dtype:
                 raise UsageError(
@@ -238,16 +229,15 @@ class Appearance:
             # `weight.data.t()` shows the view's own memory in another order.
             view.copy_(data.clone() if data.data_ptr() == view.data_ptr() else data)
             self._show(entry, view)
-            self.outdate_graphs([index])
-            found.add(index)
-        return found
+            with past_torch_function():
+                torch.autograd.graph.increment_version(entry.parameter)
 
-    def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
-        """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
-        for index, (entry, view) in enumerate(zip(self._named, self.views, strict=True)):
+    def _given_data(self) -> Iterator[tuple[NamedParameter, Tensor]]:
+        """Yield (parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
+        for entry, view in zip(self._named, self.views, strict=True):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not self._is_shown(shown, view):
-                yield index, entry, view
+                yield entry, view
 
     def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
         if shown.shape != view.shape or shown.stride() != view.stride():

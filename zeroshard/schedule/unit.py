@@ -146,7 +146,7 @@ class Unit:
         self.pins = 0
         """The number of open `unsharded` blocks."""
         self.undecided = 0
-        """The number of these blocks that store or undo their changes at their end."""
+        """The number of these blocks that give a rank's changes to all ranks at their end."""
         self.state_dicts = 0
         """The number of state dicts that are being created or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
@@ -393,12 +393,11 @@ class Unit:
             )
 
     def refuse_undecided(self, what: str) -> None:
-        """Raise if an open `unsharded` block has changes to store, undo or report at its end, which `what` would store or miss."""
-        if self.undecided or self.appearance.has_changes_to_report:
+        """Raise if a modifier rank's changes count only at the end of an open `unsharded`: `what` would store parts of them."""
+        if self.undecided:
             raise UsageError(
-                f"{what} was called inside an unsharded() that decides about changes to {self.label} only at its end: with "
-                "undo=True, with a modifier rank, or because of changes without one. Call it after that block; inside, read "
-                "with model.state_dict() or sharded.consolidated_state_dict()."
+                f"{what} was called inside unsharded(modifier_rank=...), where changes to {self.label} count only at the end. Call "
+                "it after that block; inside, read with model.state_dict() or sharded.consolidated_state_dict()."
             )
 
     def refuse_parked(self, what: str) -> None:
@@ -539,25 +538,12 @@ class Unit:
             bucket.load_masters(regather=self.state is UnitState.UNSHARDED)
 
     def written_since(self, versions: Sequence[int]) -> set[int]:
-        """Return the unsharded parameters that were written to since `versions`, by index. Every rank must call it.
-
-        If parameters are sharded at rest, and values of a bucket changed on any rank, return all of the unit's parameters, and
-        restore the bucket's values.
-        """
-        replaced = self.appearance.adopt_new_data()
-        if replaced and not self.sharded_at_rest:
-            self._written |= replaced
-            self._save_rows()
-        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank gets the same answers
-        now = self.appearance.versions()
-        written = replaced | {index for index, version in enumerate(now) if version != versions[index]}
-        if self.sharded_at_rest:
+        """Return the parameters, by index, that this rank wrote to since `versions`. If they are sharded, do not store the writes."""
+        self.appearance.adopt_new_data()
+        written = self.appearance.written_since(versions)
+        if written and self.sharded_at_rest:
             self.appearance.collect_written()
-        for bucket, is_changed in zip(self.buckets, changed, strict=True):
-            if is_changed:
-                bucket.unshard()
-                bucket.wait_unsharded()
-        return set(range(len(versions))) if any(changed) else written
+        return written
 
     # ------------------------------------------------------------------ the user's reads and gradients (see parameters/classes.py)
 

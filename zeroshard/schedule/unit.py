@@ -538,7 +538,7 @@ class Unit:
             bucket.load_masters(regather=self.state is UnitState.UNSHARDED)
 
     def written_since(self, versions: Sequence[int]) -> set[int]:
-        """Return the parameters, by index, that this rank wrote to since `versions`. If they are sharded, do not store the writes."""
+        """Return the indices of parameters that this rank wrote to since `versions`. If they are sharded, do not store writes."""
         self.appearance.adopt_new_data()
         written = self.appearance.written_since(versions)
         if written and self.sharded_at_rest:

@@ -35,6 +35,7 @@ class Appearance:
         own_writes: the counts of each parameter.
         separate: whether to show each view in a storage of its own, as libraries that write files expect. The flat buffer
             must then keep its memory as long as parameters show it.
+        keeps_classes: whether the parameters, whose values never leave, are of classes of the user's own.
 
     Attributes:
         views: the views of the values, whose memory may be freed.
@@ -50,9 +51,11 @@ class Appearance:
         own_writes: Sequence[OwnWrites],
         *,
         separate: bool,
+        keeps_classes: bool,
     ) -> None:
         self._named = named
         self._separate = separate
+        self._keeps_classes = keeps_classes
         self.own_writes = own_writes
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
@@ -65,7 +68,6 @@ class Appearance:
             assert kind is not None
             self._ordinary = kind
         self._absent_class, self._taken_class = classes_of(owner, self.whole_class, self._ordinary)
-        self._ours = (self._ordinary, self.whole_class, self._absent_class, self._taken_class)
         self.placeholders: Tensor | None = None
         self._absent_views: list[Tensor] = []
         if views[0].is_floating_point():
@@ -101,7 +103,7 @@ class Appearance:
         self._versions = self.versions()
 
     def hide(self) -> None:
-        """Show placeholders. Reads call the unit's `before_read`, except reads of a parameter of a user's own class."""
+        """Show placeholders. Reads call the unit's `before_read`."""
         if not self._absent_views:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
@@ -155,19 +157,11 @@ class Appearance:
             entry.show(entry.local.clone())
 
     def _become(self, cls: type[nn.Parameter]) -> None:
+        if self._keeps_classes:
+            return
         for index, entry in enumerate(self._named):
-            if self.is_own(entry):
-                is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
-                entry.parameter.__class__ = self._taken_class if is_taken else cls
-
-    def is_own(self, entry: NamedParameter) -> bool:
-        """Return whether a parameter is of zeroshard's classes, or an ordinary one, and not of a user's own class."""
-        return type(entry.parameter) in self._ours
-
-    @property
-    def tells_readers(self) -> bool:
-        """Whether reads of all parameters can be intercepted. Reads of a parameter of a user's own class cannot."""
-        return all(map(self.is_own, self._named))
+            is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
+            entry.parameter.__class__ = self._taken_class if is_taken else cls
 
     # ------------------------------------------------------------------ the user's writes
 

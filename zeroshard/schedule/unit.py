@@ -161,7 +161,9 @@ class Unit:
         # A separate storage would not notice that the flat buffer's memory is freed.
         separate = self.flat.has_address and not self.comes_and_goes
         own_writes = [context.live.own_writes[id(entry.parameter)] for entry in self.named]
-        self.appearance = Appearance(self.named, views, self, whole_class, own_writes, separate=separate)
+        self.appearance = Appearance(
+            self.named, views, self, whole_class, own_writes, separate=separate, keeps_classes=group.is_of_own_class
+        )
         self._written: set[int] = set()
         """The parameters that the user has written to since the last `spread_owners_values`, by index."""
         self._masters_wait = False
@@ -380,8 +382,8 @@ class Unit:
 
     @property
     def _may_leave(self) -> bool:
-        """Whether the values may be offloaded. A read of a parameter of a user's own class could not bring them back."""
-        return self._cpu is not None and not self.is_pinned and self.appearance.tells_readers
+        """Whether the values may be offloaded."""
+        return self._cpu is not None and not self.is_pinned
 
     def refuse_pinned(self, what: str) -> None:
         """Raise if a block that keeps the unit unsharded is open while `what` runs. Forget state dicts that raised."""
@@ -454,12 +456,10 @@ class Unit:
         """Add the user's writes on this rank to `_written`. Return whether any left a trace.
 
         Args:
-            scans: whether to compare values if no write left a trace, and the user may have read `data`. (A parameter of a
-                user's own class does not record such reads.)
+            scans: whether to compare values if no write left a trace, and the user may have read `data`.
         """
         new = self.appearance.collect_written()
-        may_be_hidden = self._live.data_was_read or not self.appearance.tells_readers
-        if scans and not new and may_be_hidden and not self._live.parked:
+        if scans and not new and self._live.data_was_read and not self._live.parked:
             for bucket in self.buckets:
                 if bucket.save_hidden_writes():
                     self._written |= {piece.index for piece in bucket.layout.pieces}
@@ -580,8 +580,7 @@ class Unit:
         was_offloaded = self.state is UnitState.OFFLOADED
         with self.collectives.operation("deepcopy"):
             self.unshard()
-        ours = [entry for entry in self.named if self.appearance.is_own(entry)]  # others copy themselves
-        new = [entry for entry in ours if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        new = [entry for entry in self.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
         self.reshard()
@@ -651,15 +650,6 @@ class Unit:
                 f'over ranks with sharded.states.set("{fqn}", "gradients", value)).'
             )
 
-    def refuse_unreported_gradients(self) -> None:
-        """Raise, as `refuse_replaced_gradients` does, for parameters of a user's own class, which do not report a new `grad`.
-
-        Call it before a backward adds its gradients to `grad`.
-        """
-        if self.used and not self.appearance.tells_readers:
-            own_class = [index for index in self.used if not self.appearance.is_own(self.named[index])]
-            self.refuse_replaced_gradients(i for i in own_class if grad_of(self.named[i].parameter) is not None)
-
     # ------------------------------------------------------------------ gradients
 
     def buckets_of_waiting(self) -> list[GradientBucket]:
@@ -717,8 +707,6 @@ class Unit:
                 bucket.sync()
         if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
             self._move(UnitMove.UPDATE)
-            if not self.appearance.tells_readers:
-                self.unshard()  # a parameter of a user's own class cannot make readers wait, so this rank waits here
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
@@ -728,7 +716,7 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
     room = context.policy.offload_optimizer.ratio * sum(trained)
     for group, numel in zip(groups, trained, strict=True):
         policy = context.policy
-        if group.persistent:  # small parameters stay on the accelerator
+        if group.stays:
             policy = replace(policy, parameters=Residency(sharded=False, place=Place.ACCELERATOR))
         if numel <= room:
             room -= numel

@@ -50,8 +50,6 @@ class GradientOperations:
         self._context = context
         self._gradients = gradients
         self._flags = list(flags)
-        self._own_classes = [(unit, index) for unit, index in flags if not unit.appearance.is_own(unit.named[index])]
-        """The parameters whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
         self._parts: list[list[ShardView]] = [[] for _ in flags]
@@ -77,9 +75,6 @@ class GradientOperations:
 
         Returns:
             The operation's result; NotImplemented if shards do not support it.
-
-        Raises:
-            UsageError: a parameter of a user's own class shows no gradient, so a loop over all gradients would leave it out.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:
@@ -88,12 +83,6 @@ class GradientOperations:
             _SIGNATURES[name].bind(self, 0, *args, **kwargs)
         except TypeError:
             return NotImplemented  # arguments that shards do not support
-        for unit, index in self._own_classes:
-            if index in unit.used:
-                raise UsageError(
-                    f"{name} would leave out the gradient of {unit.named[index].fqn}, whose class is your own: "
-                    "use nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
-                )
         return operation(self, self._number_of[flag], *args, **kwargs)
 
     # ------------------------------------------------------------------ operations, with torch's arguments

@@ -191,25 +191,19 @@ def test_writes_reach_what_rests() -> None:
     both(body)
 
 
-def test_writes_without_a_modifier_are_undone_or_refused() -> None:
+def test_writes_without_a_modifier_are_refused() -> None:
     def body(rank: int, policy: Policy) -> dict[str, Tensor]:
         model, sharded = build(policy, precision=BF16)
         step(model, sharded, rank, 0)
         before = everything(sharded)
         with (
             pytest.raises(
-                UsageError, match=r"changed inside unsharded\(\) without a modifier rank: .*embedding\.weight"
+                UsageError, match=r"changed inside unsharded\(\) without a modifier rank: embedding\.weight\. "
             ),
             zeroshard.unsharded(model),
             torch.no_grad(),
         ):
             model.head.weight.mul_(2)
-        with zeroshard.unsharded(model, undo=True), torch.no_grad():
-            model.blocks[0].up.weight.data.zero_()
-        with zeroshard.unsharded(model):
-            with zeroshard.unsharded(model, undo=True), torch.no_grad():
-                model.blocks[0].up.weight.zero_()
-            assert model.blocks[0].up.weight.any()
         assert same(everything(sharded), before)
         return before
 

@@ -59,8 +59,6 @@ class GradientOperations:
         self._gradients = gradients
         self._dropped = dropped
         self._flags = list(flags)
-        self._own_classes = [(unit, index) for unit, index in flags if not unit.appearance.is_own(unit.named[index])]
-        """The parameters whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
         self._parts: list[list[ShardView]] = [[] for _ in flags]
@@ -92,19 +90,10 @@ class GradientOperations:
 
         Returns:
             The operation's result; NotImplemented if shards do not support it.
-
-        Raises:
-            UsageError: a parameter of a user's own class shows no gradient, so a loop over all gradients would leave it out.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:
             return NotImplemented
-        for unit, index in self._own_classes:
-            if index in unit.used:
-                raise UsageError(
-                    f"{name} would leave out the gradient of {unit.named[index].fqn}, whose class is your own: "
-                    "use nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
-                )
         try:
             return operation(self, self._number_of[flag], *args, **kwargs)
         except TypeError:

@@ -402,7 +402,7 @@ def test_call_order_of_the_engine() -> None:
     [
         ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_gradients"),
+        ({"zero_optimization": {"zero_quantized_gradients": "fp8"}}, "zero_optimization.zero_quantized_gradients"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer.nvme_path",

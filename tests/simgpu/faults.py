@@ -23,7 +23,7 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
+    "collectives.native", "collectives.grouped", "collectives.composed",
     "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",

@@ -91,8 +91,6 @@ def _subtitle(about: dict[str, Any]) -> str:
     if isinstance(policy, dict) and policy:
         sharded = [state for state, one in policy.items() if isinstance(one, dict) and one.get("sharded")]
         parts.append(f"sharded: {', '.join(sharded) or 'nothing'}")
-    if "lossy communication" in about:
-        parts.append(f"lossy communication: {about['lossy communication']}")
     parts += [str(about[key]) for key in ("dtype", "device") if key in about]
     if "torch" in about:
         parts.append(f"torch {about['torch']}")

@@ -183,7 +183,7 @@ def shard_on(
     if mesh is not None:
         refuse_beside_others(model, mesh, group, precision, whole_parameters=whole)
     with ExitStack() as undo:
-        collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
+        collectives = backend.collectives(group, device, what="shard()", within=policy.within)
         undo.callback(collectives.close)
         others: Collectives = Alone()
         kind = None
@@ -442,7 +442,6 @@ _SCHEDULE = (
     "max_live_numel",
     "max_reuse_numel",
     "rests_as_masters",
-    "wire",
 )
 """The names of the policy's fields that change which buffers the ranks send, and when."""
 

@@ -416,7 +416,7 @@ class Side:
         torch.nn.utils.clip_grad_value_(self.graded(), 0.01 * (number + 1))
 
     def drops(self, number: int) -> bool:
-        """Return whether `drop_grads` removes gradients, as own classes require (docs/limits.md), or sets them to zero."""
+        """Return whether `drop_grads` removes gradients, as own classes require (docs/troubleshooting.md), or sets them to zero."""
         return bool(number % 4) or self.setting.own_class
 
     def drop_one(self, number: int) -> None:

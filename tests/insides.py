@@ -129,7 +129,7 @@ WRITE_BEHIND = "_write_behind"
 meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
-"""The other parts of `doctor` take seconds."""
+"""`doctor` takes its console from the terminal."""
 progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits

@@ -111,7 +111,6 @@ def test_a_page_shows_the_config_and_the_environment(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compare", "--model", "x:y", "--plot", "{tmp}/bars.png"],
         ["plan", "x:y", "--plot", "{tmp}/memory.png"],
     ],
     ids=lambda arguments: arguments[0],

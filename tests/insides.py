@@ -29,7 +29,6 @@ from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
-from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
@@ -201,17 +200,6 @@ def around_requests(
     finally:
         for name, work in before.items():
             setattr(DirectFile, name, work)
-
-
-def slots_of(keeper: Any) -> Slots | None:
-    """Return a checkpointer's contiguous memory, whose addresses do not change."""
-    slots: Slots | None = keeper if isinstance(keeper, Slots) else keeper._slots
-    return slots
-
-
-def addresses(slots: Slots) -> dict[Any, int]:
-    """Return the addresses of its buffers."""
-    return {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
 
 
 # ---------------------------------------------------------------------- checkpoints and other formats

@@ -83,7 +83,7 @@ wheels: .venv/ready
 
 # README's picture and table, of one run.
 compare: .venv/ready
-	$(BIN)/zeroshard compare --plot docs/compare.png --table docs/compare.txt
+	$(BIN)/python examples/compare.py --plot docs/compare.png --table docs/compare.txt
 
 # Runs the notebook and keeps what it printed and drew, so that it reads on the web.
 notebook: .venv/ready

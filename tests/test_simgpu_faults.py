@@ -31,7 +31,6 @@ ASKED_FIRST = {
         "disk",
     ),
     "gradients": ("stages", "several_backwards", "sums_elsewhere", "error_roads"),
-    "recompute": ("activation_checkpointing", "partitioned_activations"),
     "step": ("sub_groups", "parking", "late_files", "states_at_once", "unclipped", "disk", "frozen_states"),
     "schedule": ("stages", "nested", "error_roads", "side_stream"),
     "checkpoint": ("asynchronous_checkpoints", "checkpoints"),

@@ -299,15 +299,10 @@ class Checkpointed(Stack):
         return x
 
 
-class _CheckpointedInSlots(Checkpointed):
-    options = Checkpointing(cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=4)
-
-
 def activation_checkpointing(rank: int) -> None:
     """Train with checkpointed inputs in CPU memory."""
-    for make in (Checkpointed, _CheckpointedInSlots):
-        for stage in (2, 3):
-            on_both(Policy.stage(stage), make=make)
+    for stage in (2, 3):
+        on_both(Policy.stage(stage), make=Checkpointed)
 
 
 def overflow(rank: int) -> None:

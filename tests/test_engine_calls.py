@@ -16,6 +16,7 @@ import pytest
 import torch
 from insides import sharded_of
 from models import Stack, tokens
+from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -256,8 +257,7 @@ def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
         engine.set_train_batch_size(4)
     with pytest.warns(UserWarning, match=r"no_sync\(\)"), engine.no_sync():
         pass
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         make(1, 1, **bf16, data_types={"grad_accum_dtype": "bf16"}).set_train_batch_size(4)
         make(1, 1).set_train_batch_size(4)
 
@@ -276,8 +276,7 @@ def test_a_loop_that_never_steps_is_warned_once() -> None:
         ) as caught:
             never_steps(make(2, 1), rank)
         assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warnings():
             engine = make(2, 1)
             for index in range(6):
                 engine.zero_grad()  # there is nothing to drop
@@ -739,8 +738,7 @@ def test_steps_that_are_missing_are_named() -> None:
         with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
             engine.step()
         engine = make(2, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warnings():
             for _ in range(4):
                 engine.backward(engine(*tokens(0, rank)))
                 engine.step()

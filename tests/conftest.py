@@ -1,6 +1,7 @@
 """Owns the setting of all tests: one thread in the parent, so that forks are safe, the order of tests, and the accelerator."""
 
 import inspect
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the quick set and the rest: not every combination, see --rest")
     rest = "only the rest: of each test every two values of two parameters together, of one marked `every` all combinations"
     parser.addoption("--rest", action="store_true", help=rest)
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
 @pytest.fixture(params=["shared memory", "gloo"])
@@ -70,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     items[:] = in_order([item for item in items if id(item) in chosen], processes)
+    if config.getoption("--shuffle") is not None:
+        random.Random(config.getoption("--shuffle")).shuffle(items)
 
 
 def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
@@ -96,15 +100,29 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin that prints the seconds of each file."""
-    config.pluginmanager.register(_Times(), "times")
+    """Register the plugin that prints what a run takes."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Times(), "times")
 
 
 class _Times:
-    """A plugin that adds up the seconds of each test file."""
+    """A plugin that prints the progress of the collection, and adds up the seconds of each test file."""
 
     def __init__(self) -> None:
         self._seconds = Counter[str]()
+        self._collected = 0
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        processes = session.config.getoption("numprocesses", None)
+        self._write = session.config.pluginmanager.get_plugin("terminalreporter").write_line
+        self._write(
+            f"collecting in {processes} process(es): 10 seconds to a minute; longer after a change of many files"
+        )
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected += 1
+        self._write(f"process {self._collected} has collected {len(ids)} tests")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.location[0]] += report.duration

@@ -1,7 +1,10 @@
-"""Owns the setting of all tests: one thread in the parent, so that forks are safe, the order of tests, and the accelerator."""
+"""Owns the setting of all tests: variables of the environment, one thread in the parent, so that forks are safe, the order of
+tests, and the accelerator."""
 
 import inspect
+import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +16,13 @@ import torch
 import torch._dynamo  # otherwise each forked rank would import it at its optimizer's first step
 
 sys.path.insert(0, str(Path(__file__).parent))
+OF_THE_CALLER = re.compile(
+    r"ZEROSHARD_(?!EMULATED_DTYPES)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|ACCELERATE_"
+    r"|FORCE_COLOR|NO_COLOR|PY_COLORS|GITHUB_ACTIONS|COLUMNS|LINES"
+)
+"""Variables that would change what the tests see: settings, the job in which they run, and the terminal."""
+for name in filter(OF_THE_CALLER.match, [*os.environ]):
+    del os.environ[name]
 torch.set_num_threads(1)
 # In builds of torch for accelerators, forks cannot run a backward if a plan, under FakeTensorMode, ran this process's first.
 torch.ones(1, requires_grad=True).sum().backward()
@@ -115,9 +125,8 @@ class _Times:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         processes = session.config.getoption("numprocesses", None)
         self._write = session.config.pluginmanager.get_plugin("terminalreporter").write_line
-        self._write(
-            f"collecting in {processes} process(es): 10 seconds to a minute; longer after a change of many files"
-        )
+        where = f" in {processes} processes" if processes else ""
+        self._write(f"collecting tests{where}: up to a minute, longer in a new clone")
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:

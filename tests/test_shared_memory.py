@@ -717,7 +717,7 @@ def test_a_child_takes_no_message_of_its_parents() -> None:
         assert os.waitpid(pid, 0)[1] == 0
         assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
 
-    run_ranks(body, 2, timeout=20)
+    run_ranks(body, 2)
 
 
 def test_a_child_that_lives_on_keeps_no_memory() -> None:

@@ -56,12 +56,17 @@ def few_are_quick(models: list[str], count: int = 1) -> list[Any]:
 
 def test_each_promise_has_a_test() -> None:
     here = Path(__file__).parent
-    section = (here.parent / "docs" / "design.md").read_text().split("## What is promised")[1].split("\n## ")[0]
+    section = (
+        (here.parent / "docs" / "design.md")
+        .read_text(encoding="utf-8")
+        .split("## What is promised")[1]
+        .split("\n## ")[0]
+    )
     assert [*PROMISES] == re.findall(r"^\*\*([^.,*]+)[.,*]", section, re.MULTILINE)
     for tests in PROMISES.values():
         for test in tests.values():
             file, name = test.split("::")
-            assert f"\ndef {name}(" in (here / f"{file}.py").read_text(), test
+            assert f"\ndef {name}(" in (here / f"{file}.py").read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize("stage", [0, 3])

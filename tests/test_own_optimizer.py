@@ -6,7 +6,6 @@ import copy
 import gc
 import operator
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens
+from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -857,8 +857,7 @@ def test_a_parameter_that_no_optimizer_lists_is_named() -> None:
     model.zero_grad()
     model.blocks[1].requires_grad_(False)
     model(*tokens(0, 1)).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         optimizer.step()
 
 

@@ -378,7 +378,7 @@ def values_for_auto(options: argparse.Namespace, config: dict[str, Any], rate: f
 def run(interrupt: CtrlC) -> int:
     """Train, validate, sample, print the memory, and draw the loss. Return the exit code."""
     options = parse()
-    config = json5.loads(Path(options.config).read_text())
+    config = json5.loads(Path(options.config).read_text(encoding="utf-8"))
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     console = Console(quiet=dist.get_rank() != 0)

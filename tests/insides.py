@@ -32,7 +32,6 @@ from zeroshard.observe.display import Display
 from zeroshard.observe.monitors import StepFigures
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
-from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
@@ -139,7 +138,7 @@ WRITE_BEHIND = "_write_behind"
 meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
-"""The other parts of `doctor` take seconds."""
+"""`doctor` takes its console from the terminal."""
 progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits
@@ -211,17 +210,6 @@ def around_requests(
     finally:
         for name, work in before.items():
             setattr(DirectFile, name, work)
-
-
-def slots_of(keeper: Any) -> Slots | None:
-    """Return a checkpointer's contiguous memory, whose addresses do not change."""
-    slots: Slots | None = keeper if isinstance(keeper, Slots) else keeper._slots
-    return slots
-
-
-def addresses(slots: Slots) -> dict[Any, int]:
-    """Return the addresses of its buffers."""
-    return {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
 
 
 # ---------------------------------------------------------------------- checkpoints and other formats

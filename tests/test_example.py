@@ -55,7 +55,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path)
     assert again[again.index("--checkpoints") + 1] == str(folder)
     assert "Traceback" not in errors, errors
     assert running.returncode == 130
-    step = int((folder / "latest").read_text().removeprefix("global_step"))
+    step = int((folder / "latest").read_text(encoding="utf-8").removeprefix("global_step"))
     assert step >= 1
     on = start([sys.executable], tmp_path, "--checkpoints", str(folder), "--steps", str(step + 1))
     output, errors = on.communicate(timeout=120)
@@ -85,7 +85,7 @@ def test_a_run_of_a_given_time_says_how_long_it_takes(tmp_path: Path) -> None:
     assert "step 59 loss" in said
     assert "until a step frees them" in said
     assert (tmp_path / "runs" / "train_gpt" / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "runs" / "train_gpt" / "steps.jsonl").read_text().splitlines()) == 61
+    assert len((tmp_path / "runs" / "train_gpt" / "steps.jsonl").read_text(encoding="utf-8").splitlines()) == 61
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from insides import columns_of_a_bar
 from models import Stack, tokens
+from quiet import no_warnings
 from ranks import on_ranks
 from simgpu import budgets, server
 from typer.testing import CliRunner
@@ -445,7 +445,6 @@ def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
 def test_a_loss_that_requires_a_gradient_is_logged_without_a_warning() -> None:
     """As in the loop that the documentation shows."""
     readings = Readings()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         readings.add(1, [torch.ones((), requires_grad=True) * 2, 0.5])
     assert readings.take(wait=True) == [(1, [2.0, 0.5])]

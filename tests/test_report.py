@@ -90,7 +90,6 @@ def test_what_a_log_lacks_is_said_in_the_picture(tmp_path: Path, drawn: list[Any
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compare", "--model", "x:y", "--plot", "{tmp}/bars.png"],
         ["plan", "x:y", "--plot", "{tmp}/memory.png"],
     ],
     ids=lambda arguments: arguments[0],

@@ -62,7 +62,7 @@ def about(sharded: Sharded) -> dict[str, Any]:
     """Describe a run, for the first line of its log."""
     parameters = list(sharded.model.parameters())
     policy = asdict(sharded.policy)
-    described = {
+    return {
         "zeroshard": __version__,
         "torch": torch_version,
         "device": device_name(parameters[0].device),
@@ -74,9 +74,6 @@ def about(sharded: Sharded) -> dict[str, Any]:
         "formula": sharded.memory_formula(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     }
-    if sharded.policy.wire.is_lossy:
-        described["lossy communication"] = str(sharded.policy.wire)
-    return described
 
 
 def device_name(device: torch.device) -> str:

@@ -397,8 +397,6 @@ class Hooks:
             return
         if not self._backward_is_open:
             self._keep_places()
-            for unit in self._schedule.units:
-                unit.refuse_unreported_gradients()
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root module begins with its last child, at the same tensor

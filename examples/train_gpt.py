@@ -64,14 +64,16 @@ STEPS_OF_CHECKPOINTS = 500
 LOG = Path("runs/train_gpt")
 
 
-def read_text(path: Path) -> Tensor:
-    """Return all bytes of a file, or of a folder's files except tests and site-packages, as a uint8 tensor of shape [n]."""
+def read_text(path: Path) -> bytes:
+    """Return all bytes of a file, or of a folder's files except tests and site-packages."""
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
     files = [p for p in files if not {"site-packages", "test"} & set(p.relative_to(path).parts)]
-    data = bytearray(b"\n".join(p.read_bytes() for p in files))
-    return torch.frombuffer(data, dtype=torch.uint8)
+    data = b"\n".join(p.read_bytes() for p in files)
+    if len(data) < 100 * LENGTH:
+        raise SystemExit(f"{path} has {len(data)} bytes of text. Choose a text of at least {100 * LENGTH} bytes.")
+    return data
 
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -387,7 +389,7 @@ def run(interrupt: CtrlC) -> int:
         options.steps = STEPS_OF_CHECKPOINTS
     if options.steps is None:
         console.print(f"this trains for about {options.minutes:g} minutes (--minutes); Ctrl-C stops earlier")
-    data = read_text(options.text).numpy().tobytes()
+    data = read_text(options.text)
     text = Text(data)
     cut = len(text.tokens) - len(text.tokens) // 20
     training, validation = Windows(text.tokens[:cut]), Windows(text.tokens[cut:])

@@ -88,14 +88,14 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_what_takes_more_than_two_seconds_has_a_bar(terminal: Terminal, time: Clock) -> None:
     terminal.open()
-    with Display().task('saving "a"', 4e9) as row:
+    with Display().task('saving "[a]"', 4e9) as row:
         row.advance(1e9)
         assert not terminal.lines
         time.now += 2.5
         for _ in range(3):
             row.advance(0.5e9)
             time.now += 1
-        assert any(re.search(r'saving "a" .*2\.5/4\.0 GB 500\.0 MB/s 0:00:03', line) for line in terminal.lines)
+        assert any(re.search(r'saving "\[a\]" .*2\.5/4\.0 GB 500\.0 MB/s 0:00:03', line) for line in terminal.lines)
         time.now -= 0.9
         before = len(terminal.getvalue())
         row.advance(1.0)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
-from zeroshard.training_progress import TrainingRow
 
 # ---------------------------------------------------------------------- a sharded model
 
@@ -109,12 +107,6 @@ def counted_looks() -> Iterator[list[int]]:
 def set_slice(attention: CutAttention, positions: Slice) -> None:
     """Set the positions for the next mask. A forward sets them too, but its masks are not accessible."""
     attention._slice = positions
-
-
-def throughput(row: TrainingRow, samples: Iterable[tuple[float, int]]) -> list[str]:
-    """Return the text of a rate, from (seconds, samples). Tests assert no seconds of a real run."""
-    row._sampled = deque(samples)
-    return row._throughput()
 
 
 # ---------------------------------------------------------------------- processes

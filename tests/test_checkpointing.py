@@ -8,7 +8,6 @@ import gc
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from models import tokens
+from quiet import no_warnings
 from ranks import on_ranks
 from rich.console import Console
 from torch import Tensor, nn
@@ -240,8 +240,7 @@ def test_a_second_backward_and_eval() -> None:
         one = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         other = torch.autograd.grad(loss, list(model.parameters()))
         assert all(map(torch.equal, one, other))
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with torch.no_grad(), no_warnings():
             model.eval()(*tokens(0, 0))
 
 

@@ -81,14 +81,14 @@ def test_every_page_is_on_the_menu() -> None:
 
 def directives() -> dict[str, str]:
     """List the objects of the API pages, by the name that they have there."""
-    text = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
     found = re.findall(r"^::: (\S+)\n    options: \{heading: ([^,(]+)", text, re.M)
     return {heading.strip(): target for target, heading in found}
 
 
 def hidden() -> list[tuple[str, str]]:
     """List (object, member) of the insides that the API pages leave out."""
-    text = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "api").glob("*.md")))
     found = re.findall(r'^::: (\S+)\n.*"!\^\(([^)]+)\)\$"', text, re.M)
     return [(target, member) for target, members in found for member in members.split("|")]
 

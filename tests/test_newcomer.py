@@ -325,7 +325,7 @@ def test_type_checkers_see_the_public_names() -> None:
     """They do not read the table that the names are imported by; no module may have the name of one."""
     package = Path(zeroshard.__file__).parent
     imports = set()
-    for node in ast.walk(ast.parse((package / "__init__.py").read_text())):
+    for node in ast.walk(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module not in ("importlib", "typing", "zeroshard.version"):
             imports |= {(alias.name, node.module) for alias in node.names if alias.asname == alias.name}
     assert [name for name, _ in sorted(imports)] == sorted(zeroshard.__all__)

@@ -521,7 +521,7 @@ def test_the_engine_has_what_accelerate_calls() -> None:
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
         pytest.skip("accelerate is not installed")
-    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text())
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text(encoding="utf-8"))
     called = {
         node.attr
         for node in ast.walk(tree)

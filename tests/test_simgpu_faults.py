@@ -20,7 +20,7 @@ Attempt = tuple[str, str]
 
 ASKED_FIRST = {
     "storage": ("cpu_memory", "slots", "cpu_memory_in_16_bits", "sub_groups", "disk", "parking"),
-    "collectives": ("stages", "hosts", "hosts_of_two", "lossy_wires"),
+    "collectives": ("stages", "hosts", "hosts_of_two"),
     "parameters": (
         "reads_and_writes",
         "written_by_all",

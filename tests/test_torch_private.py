@@ -29,7 +29,7 @@ PRIVATE = re.compile(
 NAMES = sorted(
     node.value
     for path in (HOME, SELF_TESTS)
-    for node in ast.walk(ast.parse(path.read_text()))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch\.[\w.]+", node.value)
 )
 """Those that the module looks up, or tries out."""
@@ -79,10 +79,10 @@ def import_anew(*, late: bool = True) -> ModuleType:
 
 
 def test_no_other_module_uses_private_names() -> None:
-    assert PRIVATE.search(HOME.read_text())
+    assert PRIVATE.search(HOME.read_text(encoding="utf-8"))
     for path in PACKAGE.rglob("*.py"):
         if path not in (HOME, SELF_TESTS) and not path.is_relative_to(PACKAGE / "shim"):
-            assert not PRIVATE.findall(path.read_text()), path
+            assert not PRIVATE.findall(path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES)))

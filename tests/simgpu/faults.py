@@ -23,7 +23,7 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
+    "collectives.native", "collectives.grouped", "collectives.composed",
     "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
     "checkpoint.values", "checkpoint.saving", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
@@ -113,7 +113,7 @@ def waits_of_none() -> list[str]:
         short = ".".join(path.relative_to(package).with_suffix("").parts)
         if short in ELSEWHERE or short.partition(".")[0] in ELSEWHERE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             text = ast.unparse(node)

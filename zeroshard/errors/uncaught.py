@@ -118,7 +118,7 @@ def _record(text: str, *, later: bool = False) -> None:
     stamp = str(int(time.time()) + later)
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": stamp}}
     try:
-        with file.open("x") as opened:
+        with file.open("x", encoding="utf-8") as opened:
             json.dump({"message": message}, opened)
     except OSError:
         return  # the script has recorded the error itself, or the agent has ended

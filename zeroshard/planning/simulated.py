@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, Reduction, SummedRows, Work, nothing, sum_into
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, ReceivedRows, Reduction, Work, nothing, sum_into
 from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import NativeMean
@@ -59,7 +59,7 @@ _ROWS_SUMMED = 3
 
 
 @dataclass(eq=False)
-class _CountedRows(SummedRows):
+class _CountedRows(ReceivedRows):
     """The rows of a reduction of `_ranks` ranks, which a CPU sums in chunks.
 
     All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows and counts the time
@@ -70,14 +70,13 @@ class _CountedRows(SummedRows):
     _clock: Clock
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        for work in self._works:
-            work.wait()
+        arrived = self.rows()
         chunks, rest = divmod(out.numel(), CHUNK_NUMEL)
         for numel, times in ((CHUNK_NUMEL, chunks), (rest, 1)):
             if numel and times:
-                rows = [row[:numel] for row in self._rows]
+                rows = [row[:numel] for row in arrived]
                 with self._clock.times(times):
-                    sum_into(rows, self._divisor, out[:numel], accumulate)
+                    sum_into(rows, self.divisor, out[:numel], accumulate)
                     if len(rows) < self._ranks:
                         total = torch.promote_types(rows[0].dtype, torch.float32)
                         nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # in place: two are read, one written
@@ -205,14 +204,8 @@ class Hosts:
         """Create simulated collectives; the counterpart of `create_collectives`.
 
         Raises:
-            UsageError: communication is lossy; or `within` does not divide the ranks, or is "host" and hosts have
-                different numbers of ranks.
+            UsageError: `within` does not divide the ranks, or is "host" and hosts have different numbers of ranks.
         """
-        if policy.wire.is_lossy:
-            raise UsageError(
-                "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
-                "is the same."
-            )
         size = policy.within
         if size is None or self.ranks == 1:
             return self._flat(policy)

@@ -85,13 +85,13 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/offload.py
 
 # Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
-# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md lists the measurements of each part.
+# ROWS="7 8" runs these rows of the part offload, and keeps the others. benchmarks/results/README.md lists the measurements of each part.
 accelerator:
 	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 
-# Fills docs/accelerators_measured.md with the figures in $(OUT).
+# Fills benchmarks/results/accelerator.md with the figures in $(OUT).
 accelerator-page:
-	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators_measured.md
+	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json benchmarks/results/accelerator.md
 
 # Wheels of the libraries that a machine with an accelerator may lack, for its Python, in $(OUT)/wheels.
 wheels: .venv/ready

@@ -9,7 +9,7 @@ matplotlib is installed (`pip install 'zeroshard[plots]'`). After Ctrl-C, the ex
 
 With --checkpoints FOLDER the script saves regularly and at Ctrl-C, and resumes from the last save with any number of ranks
 and at any stage. Samples are numbered, and each step trains on the next ones, however many ranks share them. So
-torchrun may restart the script with more or fewer machines (docs/elastic_hosts.md).
+torchrun may restart the script with more or fewer machines (docs/several_hosts.md).
 
 The text is the source of Python's standard library, unless --text names a file or a folder.
 """

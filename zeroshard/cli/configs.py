@@ -38,7 +38,6 @@ def check(
     from zeroshard.config.document import listing, summary
     from zeroshard.config.load import load_config, refuse_without_batch_size, tensor_parallel_ranks
     from zeroshard.construction.tensor_parallel import refuse_uneven
-    from zeroshard.recompute.checkpointer import Checkpointing
 
     module = None
     if model is not None:
@@ -50,7 +49,6 @@ def check(
     config = load_config(file, (ranks or of_model) // of_model, module, values)
     refuse_without_batch_size(config)
     _make_optimizer(config)
-    Checkpointing.of(config.schema.activation_checkpointing)
     console = Console()
     show = listing if all_keys else summary
     console.print(show(config, console.width), soft_wrap=True, highlight=False)

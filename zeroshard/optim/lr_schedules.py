@@ -10,14 +10,14 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.config.fields import check_arguments, nearest
 from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:  # `zeroshard config check` creates schedules without torch, whose import takes seconds
+    import torch
 
 PerGroup = float | Sequence[float]
 """One number for all param groups, or one number for each group."""
@@ -35,7 +35,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
     """Set the rates. Tensors are changed in place, since a captured or compiled step reads them."""
     for group, rate in zip(optimizer.param_groups, new, strict=True):
-        if isinstance(group["lr"], Tensor):
+        if hasattr(group["lr"], "fill_"):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -375,6 +375,8 @@ def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
 
 def refuse_without_metrics(scheduler: Any) -> None:
     """Raise UsageError for ReduceLROnPlateau, which needs a metric that `engine.step()` did not get."""
+    import torch
+
     inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
     if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
@@ -400,19 +402,26 @@ def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> 
     return Floor(scheduler, optimizer, min_lr)
 
 
+def _schedules_of_torch() -> dict[str, type[Any]]:
+    import torch
+
+    base = torch.optim.lr_scheduler.LRScheduler
+    return {
+        name: cls
+        for name, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
+    }
+
+
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
     """Create the scheduler that a config block names, with rates of at least `min_lr`.
 
     Raises:
         ConfigError: the scheduler does not exist, or it does not accept these arguments.
     """
-    base = torch.optim.lr_scheduler.LRScheduler
-    known: dict[str, type[Any]] = {
-        name: cls
-        for name, cls in vars(torch.optim.lr_scheduler).items()
-        if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
-    }
-    known |= SCHEDULES
+    known: dict[str, type[Any]] = dict(SCHEDULES)
+    if block.type not in known:
+        known = _schedules_of_torch() | known
     cls = known.get(block.type)
     if cls is None:
         raise ConfigError(

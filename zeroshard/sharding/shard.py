@@ -61,7 +61,7 @@ from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.users_optimizer import NoOptimizer, refuse_other_states
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
-from zeroshard.torch_private import distributed_class, past_torch_function
+from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
@@ -150,6 +150,7 @@ def shard_on(
     _refuse_unready(model)
     group = group_of(group)
     policy = policy_of(policy)
+    _refuse_unfit_torch(policy)
     precision = precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
@@ -292,6 +293,13 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
                 f"{fqn or 'the model'} is managed by {found.pop()}, which reduces or shards its states itself. "
                 "Pass the model without it (the `.module` of a wrapper)."
             )
+
+
+def _refuse_unfit_torch(policy: Policy) -> None:
+    """Raise if torch lacks a private name that every step needs."""
+    require(Feature.SHARDING)
+    if policy.parameters.sharded:
+        require(Feature.STAGE_3)
 
 
 def _refuse_unready(model: nn.Module) -> None:

@@ -100,33 +100,6 @@ def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
     on_ranks(body, 2)
 
 
-class Counting(torch.optim.SGD):
-    """Keeps its step count in the group, and makes it in the first step."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] = group["count"] + 1 if "count" in group else 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-0.1 / group["count"])
-
-
-def test_an_optimizer_that_counts_by_group_counts_steps(tmp_path: Path) -> None:
-    results = []
-    for policy in policies(tmp_path).values():
-        sharded, work = build(Policy.stage(3), steps=0)
-        sharded.remove()
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = Counting(two_groups(model), lr=0.1)
-        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS, elementwise=True)
-        for step in range(3):
-            take_step(sharded, work, step)
-        assert [group["count"] for group in optimizer.param_groups] == [3, 3]
-        results.append(every_state(sharded))
-    assert all(same(result, results[0]) for result in results)
-
-
 class Raising(torch.optim.AdamW):
     """Raises in one of the calls that update a part of the model each.
 

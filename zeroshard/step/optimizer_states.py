@@ -39,6 +39,7 @@ class OptimizerStates:
         self._take_states()
 
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._step.abandon_own_step()
         if not self._groups.are_on_shards:
             self._step.schedule.refuse_parked("optimizer.state_dict()")
             refuse_whole_states("Save with sharded.save, or pass zeroshard.DistributedState(sharded) to dcp.save.")
@@ -73,6 +74,7 @@ class OptimizerStates:
         return [[view.named.fqn, view.parameter_start, view.numel] for _, view in parts]
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._step.abandon_own_step()
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):

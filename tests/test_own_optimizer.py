@@ -215,39 +215,6 @@ def test_arguments_of_the_optimizers_own_reach_it() -> None:
     on_ranks(body, 2)
 
 
-@STAGES
-def test_its_states_are_a_dict_of_parameters(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, optimizer, _ = sharded_of(stage)
-        weight = model.head.weight
-        assert weight not in optimizer.state
-        assert optimizer.state.get(weight, 5) == 5
-        model(*tokens(rank, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        has_part = weight in optimizer.state
-        assert sum(same_on_all(has_part)) >= 1
-        with pytest.raises(UsageError, match=r"would replace the states|lie in several parts"):
-            optimizer.state[weight] = {}
-        if not has_part:
-            for lost in (
-                lambda: optimizer.state[weight].update(mine=1),
-                lambda: optimizer.state[weight].setdefault("m", 1),
-                lambda: operator.ior(optimizer.state[weight], {"mine": 1}),
-            ):
-                with pytest.raises(UsageError, match="another rank updates"):
-                    lost()
-        assert len(optimizer.state.copy()) == len(copy.copy(optimizer.state)) == len(optimizer.state)
-        optimizer.state_dict()
-
-    def same_on_all(value: bool) -> list[bool]:
-        answers: list[bool] = [False, False]
-        torch.distributed.all_gather_object(answers, value)
-        return answers
-
-    on_ranks(body, 2)
-
-
 class Counting(torch.optim.SGD):
     """Keeps a count of a group, as schedule-free optimizers do."""
 
@@ -859,43 +826,31 @@ def test_after_remove_its_step_is_refused() -> None:
 
 
 @STAGES
-def test_its_states_by_a_parameter_are_this_ranks_part(stage: int) -> None:
-    """What is written there counts, and what is removed begins anew. A copy of the optimizer is refused."""
+def test_its_states_are_refused_by_a_parameter(stage: int) -> None:
+    """They are of shards, and `sharded.states` has those of a parameter. A copy of the optimizer is refused, too."""
 
     def body(rank: int) -> None:
-        model, own, sharded = sharded_of(stage)
-        model(*tokens(rank, 0)).backward()
-        own.step()
-        own.load_state_dict(own.state_dict())
-        found = 0
-        for fqn, parameter in model.named_parameters():
-            parts = sharded.states.local(fqn, "exp_avg")
-            try:
-                state = own.state[parameter]
-            except UsageError as error:
-                assert len(parts) > 1 and "lie in several parts" in str(error) and fqn in str(error)
-                continue
-            if not parts:
-                assert not state
-                assert own.state.pop(parameter, None) is None
-                with pytest.raises(KeyError, match="this rank has no part"):
-                    state["exp_avg"]
-                with pytest.raises(UsageError, match="another rank updates"):
-                    state["exp_avg"] = torch.zeros(1)
-                continue
-            assert torch.equal(state["exp_avg"], parts[0].tensor.flatten())
-            state["exp_avg"].fill_(rank + 2.0)
-            assert torch.equal(
-                sharded.states.local(fqn, "exp_avg")[0].tensor, torch.full_like(parts[0].tensor, rank + 2.0)
-            )
-            found += 1
-            if found == 1:  # as those of a new layer: the next step begins with new ones
-                assert torch.equal(
-                    own.state.pop(parameter)["exp_avg"], torch.full_like(parts[0].tensor.flatten(), rank + 2.0)
-                )
-                assert own.state[parameter] == {}
-        assert found
+        model, own, _ = sharded_of(stage)
+        weight = model.blocks[0].up.weight
+        calls: list[Callable[[], Any]] = [
+            lambda: own.state[weight],
+            lambda: own.state.get(weight),
+            lambda: own.state.pop(weight, None),
+            lambda: own.state.setdefault(weight, {}),
+            lambda: weight in own.state,
+            lambda: operator.setitem(own.state, weight, {}),
+        ]
+        for number in range(3):
+            for call in calls:
+                with pytest.raises(UsageError, match=r'sharded\.states\.get\("blocks\.0\.up\.weight", "exp_avg"\)'):
+                    call()
+            model(*tokens(rank, number)).backward()
+            own.step()
+            own.zero_grad()
+            if number == 1:
+                own.load_state_dict(own.state_dict())
         assert own.state[nn.Parameter(torch.zeros(1))] == {}
+        assert len(own.state.copy()) == len(copy.copy(own.state)) == len(own.state)
         for lose in (copy.deepcopy, pickle.dumps):
             with pytest.raises(UsageError, match="would lose its states"):
                 lose(own)
@@ -1147,31 +1102,6 @@ def test_gradients_that_should_become_zeros_are_dropped_with_a_warning() -> None
     model(*tokens(0, 0)).backward()
     with pytest.warns(UserWarning, match=r"zero_grad\(set_to_none=False\) drops gradients"):
         own.zero_grad(set_to_none=False)
-    sharded.remove()
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD"])
-def test_states_that_were_removed_begin_anew(optimizer: str) -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    plain = copy.deepcopy(model)
-    own, expected = (OPTIMIZERS[optimizer](one.parameters()) for one in (model, plain))
-    sharded = zeroshard.shard(model, own, 1)
-    for number in range(3):
-        for one, its in ((model, own), (plain, expected)):
-            one(*tokens(0, number)).backward()
-            its.step()
-            its.zero_grad()
-            if number == 0:
-                removed = its.state.pop(one.blocks[1].up.weight)
-                assert "step" in removed or optimizer == "SGD"
-                if optimizer == "Adagrad":  # plain PyTorch's makes its first states only once
-                    expected.state[plain.blocks[1].up.weight] = {
-                        "step": torch.tensor(0.0),
-                        "sum": torch.zeros(plain.blocks[1].up.weight.shape),
-                    }
-    for fqn, value in plain.named_parameters():
-        torch.testing.assert_close(sharded.states.get(fqn), value.detach())
     sharded.remove()
 
 

@@ -75,7 +75,13 @@ class _Told(Tensor):
         return None
 
 
-class _Shape(Tensor):
+class _Quiet(Tensor):
+    """A tensor whose class does not override operations."""
+
+    __torch_function__ = own.disabled_torch_function
+
+
+class _Shape(_Quiet):
     """A tensor without memory."""
 
     @classmethod
@@ -92,6 +98,11 @@ def _passes_classes_by() -> bool:
     unseen = _Told.count
     told.dim()
     return unseen == 0 and _Told.count == 1
+
+
+@_tests("torch._C._disabled_torch_function_impl")
+def _makes_ordinary_tensors() -> bool:
+    return type(torch.empty(0, device="cpu").as_subclass(_Quiet).detach()) is Tensor
 
 
 @_tests("torch.Tensor._make_wrapper_subclass")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache, reduce
 from itertools import chain
 from operator import or_
@@ -35,13 +35,13 @@ from zeroshard.step.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
     GroupOptions,
-    OwnValues,
     ParamGroups,
     UsersOptimizer,
+    once,
     warn_of_zeros,
 )
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import grad_of, in_backward, step_without_hooks, version_of
+from zeroshard.torch_private import grad_of, in_backward, step_without_hooks
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
 """The flags of a parameter on one rank in the step's small message: the rank computed a gradient, wrote to the
@@ -87,8 +87,10 @@ class ShardedStep:
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
         self._optimizers = [
-            UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
+            UsersOptimizer(one, self._step_of, self._end_own_step, self._zero_grad_of) for one in optimizers_of(inner)
         ]
+        self._own_step: Generator[None] | None = None
+        """The update that waits for the own step of an unknown optimizer, which the user has called."""
         self.replicas: Replicas | None = None
         """Compares values that are the same on all ranks of another dimension; None if there is no other dimension."""
         if context.others.world_size > 1:
@@ -227,17 +229,33 @@ class ShardedStep:
                 "optimizer.step() was called inside a backward, as in a gradient hook: other gradients are missing, "
                 "and are reduced when the backward ends. Step after the backward."
             )
+        self.abandon_own_step()
         self.schedule.refuse_aborted_step()
         if self.driver is not None and not self._is_driven:
+            if not users.is_known:
+                raise UsageError(
+                    f"{type(users.optimizer).__name__}.step() is not torch's, and runs only once in a step: call engine.step()."
+                )
             report = self.driver()
             return evaluated[0] if evaluated else report
-        self.groups.leave_shards()  # an exception in the optimizer may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
         self.schedule.begin_step()
-        steps = self._updated_by(users)
-        own_values = OwnValues(users.optimizer, self.inner.param_groups)
+        updates = self._updates(self._updated_by(users), at_once=not users.is_known)
+        if users.is_known:
+            with closing(updates):  # at once, if the optimizer's code raises
+                for _ in updates:
+                    self.step_inner(users.optimizer, *evaluated)
+            self._end_step()
+        else:
+            next(updates, None)
+            self.groups.enter_shards()
+            self._own_step = updates
+        return evaluated[0] if evaluated else None
+
+    def _updates(self, steps: Sequence[bool], *, at_once: bool) -> Generator[None]:
+        """Yield for each sub-group, or once for all shards, while the optimizer's tensors have their values and gradients."""
         left = Counter(resident.unit for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -251,24 +269,37 @@ class ShardedStep:
                 unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
                 self.schedule.sync_parameters(unit)
 
-        if not self.residents:
-            self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
-        for residents in self.sub_groups.run(sync):
-            own_values.restore()
+        for residents in self.sub_groups.run(sync, at_once=at_once):
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)
-                self.step_inner(users.optimizer, *evaluated)
+                yield
             finally:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
                 casts.take_back()
+
+    def _end_step(self) -> None:
         self.schedule.end_step()
         if not any(self._used):  # a step before the first backward has no gradients to drop
             self.zero_grad()
-        return evaluated[0] if evaluated else None
+
+    def _end_own_step(self) -> None:
+        """End the step whose update has waited for an unknown optimizer's own step."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            next(updates, None)
+            self._end_step()
+
+    def abandon_own_step(self) -> None:
+        """Take the shards out of the param groups if an unknown optimizer's own step has raised: the step stays aborted."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            updates.close()
 
     def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
         """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
@@ -289,7 +320,7 @@ class ShardedStep:
         self.groups.enter_shards()
         try:
             if evaluated:
-                step_without_hooks(optimizer, _once(evaluated[0], optimizer))
+                step_without_hooks(optimizer, once(evaluated[0], optimizer))
             else:
                 step_without_hooks(optimizer)
         finally:
@@ -325,7 +356,7 @@ class ShardedStep:
             one.remove()
         if self.replicas is not None:
             self.replicas.release()
-        self.groups.leave_shards()
+        self.abandon_own_step()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool], casts: Casts) -> None:
         parts = resident.gradient_parts
@@ -584,29 +615,6 @@ class ShardedStep:
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
         self.lay_out()
-
-
-def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return a closure that returns the loss of an evaluation that is over. It does not compute gradients: a second call raises."""
-    left = [loss]
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    versions = [version_of(parameter) for parameter in listed]
-
-    def closure() -> Any:
-        if versions != [version_of(parameter) for parameter in listed]:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step moves the parameters and then evaluates its closure, and zeroshard evaluates it "
-                "before the step: the gradients would be those of another point. Pass no closure, and use an optimizer that needs "
-                "none."
-            )
-        if not left:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
-                "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
-            )
-        return left.pop()
-
-    return closure
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()

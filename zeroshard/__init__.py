@@ -19,7 +19,6 @@ _NAMES = {
     "formats.pretrained": "load_pretrained materialise",
     "optim.lion": "Lion",
     "optim.loss_scaler": "DynamicLossScaler StaticLossScaler",
-    "optim.muon": "MuonWithAdamW",
     "planning": "Plan plan",
     "policy": "Offload Place Policy Precision Residency Units",
     "recompute": "checkpointing",
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from zeroshard.optim.lion import Lion as Lion
     from zeroshard.optim.loss_scaler import DynamicLossScaler as DynamicLossScaler
     from zeroshard.optim.loss_scaler import StaticLossScaler as StaticLossScaler
-    from zeroshard.optim.muon import MuonWithAdamW as MuonWithAdamW
     from zeroshard.planning import Plan as Plan
     from zeroshard.planning import plan as plan
     from zeroshard.policy import Offload as Offload

@@ -88,6 +88,8 @@ class ShardedStep:
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
+        self._together: Sequence[UsersOptimizer] = ()
+        """The optimizers that step together, while they do."""
         self._optimizers = [
             UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
         ]
@@ -101,6 +103,7 @@ class ShardedStep:
             for one in self._optimizers:
                 one.refuse_state_dicts()
             inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            inner.step_members = self._step_together
         self.dropped = DroppedGradients(self._optimizers, schedule)
         self.groups = ParamGroups(inner)
         self.lay_out()
@@ -208,18 +211,31 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step(closure)` of each of the user's optimizers and return the last result. Every rank must call it."""
-        result: Any = None
-        for one in self._optimizers:
-            result = one.step(closure)
-        return result
+        """Call `step(closure)` of the user's optimizer, or of the combination of several. Every rank must call it."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].step(closure)
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def _step_together(self) -> Any:
+        """Step all of the user's optimizers with one update of the shards, so that values travel once."""
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
+        self._together = self._optimizers
+        try:
+            return self._optimizers[0].step(None)
+        finally:
+            self._together = ()
 
     def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters of one of the user's optimizers with the mean gradients.
 
+        If all step together, the step of each calls that of the next, so all hooks before a step run before the update.
+
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
+        if self._together and users is not self._together[-1]:
+            return self._together[self._together.index(users) + 1].step(None)
         evaluated: list[Any] = []  # one value if there is a closure; the value itself may be None
         if closure is not None:
             with torch.enable_grad():
@@ -237,9 +253,16 @@ class ShardedStep:
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
+        self._update(self._together or (users,), evaluated)
+        if not any(self._used):  # a step before the first backward has no gradients to drop
+            self.zero_grad()
+        return evaluated[0] if evaluated else None
+
+    def _update(self, stepping: Sequence[UsersOptimizer], evaluated: Sequence[Any]) -> None:
+        """Update the parameters of these optimizers, one sub-group after the other."""
         self.schedule.begin_step()
-        steps = self._updated_by(users)
-        own_values = OwnValues(users.optimizer, self.inner.param_groups)
+        steps = self._updated_by(stepping)
+        own_values = [OwnValues(one.optimizer, self.inner.param_groups) for one in stepping]
         left = Counter(resident.unit for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -254,31 +277,32 @@ class ShardedStep:
                 self.schedule.sync_parameters(unit)
 
         if not self.residents:
-            self.step_inner(users.optimizer, *evaluated)  # nothing to update
+            for one in stepping:
+                self.step_inner(one.optimizer, *evaluated)  # nothing to update
         casts = Casts()
         for residents in self.sub_groups.run(sync):
-            own_values.restore()
+            for values in own_values:
+                values.restore()
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)
-                self.step_inner(users.optimizer, *evaluated)
+                for one in stepping:
+                    self.step_inner(one.optimizer, *evaluated)
             finally:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
                 casts.take_back()
         self.schedule.end_step()
-        if not any(self._used):  # a step before the first backward has no gradients to drop
-            self.zero_grad()
-        return evaluated[0] if evaluated else None
 
-    def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
+    def _updated_by(self, stepping: Sequence[UsersOptimizer]) -> Sequence[bool]:
+        """Return, for each flag, whether one of these updates the parameter: a rank used it, and no `zero_grad` dropped it."""
         if len(self._optimizers) == 1:
             return self._used
+        listed = set[int]().union(*(one.parameters for one in stepping))
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
         return [
-            used and parameter in users.parameters and parameter not in self.dropped
+            used and parameter in listed and parameter not in self.dropped
             for parameter, used in zip(parameters, self._used, strict=True)
         ]
 

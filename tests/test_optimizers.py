@@ -296,12 +296,9 @@ def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
     on_ranks(body, 1)
 
 
-@pytest.mark.parametrize("place", ["none", "cpu"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "place"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "none"), (3, "cpu")])
 def test_muon_of_a_config_steps_as_two_optimizers_of_torch(stage: int, place: str, tmp_path: Path) -> None:
     """Bit for bit, with a schedule, a save, and the optimizer's own `step`."""
-    if stage == 0 and place == "cpu":
-        pytest.skip("stage 0 does not offload")
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "Muon", "params": {"muon_lr": 2e-2, "adam_lr": 1e-3, "weight_decay": 0.1}},

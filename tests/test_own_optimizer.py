@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from insides import transport_of
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -1058,6 +1059,35 @@ def test_gradients_that_one_optimizer_dropped_take_part_in_nothing(stage: int) -
         model(*tokens(rank, 3)).backward()
         first.step()
         sharded.remove()
+
+    on_ranks(body, 2)
+
+
+@STAGES
+def test_several_optimizers_that_step_together_send_once(stage: int) -> None:
+    """With the bits of their own steps. All hooks before a step run before the update."""
+
+    def body(rank: int) -> None:
+        found = []
+        for together in (False, True):
+            model, first, second, sharded = two_of(stage)
+            called = list[str]()
+            first.register_step_pre_hook(lambda *_, called=called: called.append("before the first"))
+            second.register_step_pre_hook(lambda *_, called=called: called.append("before the second"))
+            second.register_step_post_hook(lambda *_, called=called: called.append("after the second"))
+            model(*tokens(rank, 0)).backward()
+            if together:
+                assert sharded.optimizer.step(lambda: 7.0) == 7.0
+            else:
+                first.step()
+                second.step()
+            assert called == ["before the first", "before the second", "after the second"]
+            sharded.optimizer.zero_grad()
+            found.append((whole(model), transport_of(sharded).sent["all_gather"]))
+            sharded.remove()
+        (apart, sent_apart), (joined, sent) = found
+        assert same(apart, joined)
+        assert sent < sent_apart or stage in (0, 3)
 
     on_ranks(body, 2)
 

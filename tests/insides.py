@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import Store
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest, node_local
@@ -25,7 +24,6 @@ from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
 from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
 from zeroshard.observe.display import Display
@@ -167,16 +165,6 @@ def kept_messages(collectives: SharedMemory) -> int:
 def is_posted(watch: Watch) -> bool:
     """Return whether this rank's wait is in the store, for other ranks to read."""
     return watch._is_posted
-
-
-message_key = Watch._key
-"""The key of a rank's message in the store, with which a test posts for an absent rank."""
-
-
-def interrupt_in_vain(watch: Watch, store: Store, pairing: Pairing) -> None:
-    """Run one check of the watch's thread, at a moment that the test chooses."""
-    watch._store = store
-    watch._interrupt_in_vain(pairing)
 
 
 def read_others(watch: Watch) -> dict[int, Any]:

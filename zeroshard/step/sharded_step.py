@@ -86,6 +86,8 @@ class ShardedStep:
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
+        self._together: Sequence[UsersOptimizer] = ()
+        """The optimizers that step together, while they do."""
         self._optimizers = [
             UsersOptimizer(one, self._step_of, self._end_own_step, self._zero_grad_of) for one in optimizers_of(inner)
         ]
@@ -101,6 +103,7 @@ class ShardedStep:
             for one in self._optimizers:
                 one.refuse_state_dicts()
             inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            inner.step_members = self._step_together
         self.dropped = DroppedGradients(self._optimizers, schedule)
         self.groups = ParamGroups(inner)
         self.lay_out()
@@ -208,18 +211,33 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step(closure)` of each of the user's optimizers and return the last result. Every rank must call it."""
-        result: Any = None
-        for one in self._optimizers:
-            result = one.step(closure)
-        return result
+        """Call `step(closure)` of the user's optimizer, or of the combination of several. Every rank must call it."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].step(closure)
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def _step_together(self) -> Any:
+        """Step all of the user's optimizers with one update of the shards, so that values travel once."""
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
+        if not all(one.is_known for one in self._optimizers):  # the own step of each runs outside of ours
+            return [one.step(None) for one in self._optimizers][-1]
+        self._together = self._optimizers
+        try:
+            return self._optimizers[0].step(None)
+        finally:
+            self._together = ()
 
     def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters of one of the user's optimizers with the mean gradients.
 
+        If all step together, the step of each calls that of the next, so all hooks before a step run before the update.
+
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
+        if self._together and users is not self._together[-1]:
+            return self._together[self._together.index(users) + 1].step(None)
         evaluated: list[Any] = []  # one value if there is a closure; the value itself may be None
         if closure is not None:
             with torch.enable_grad():
@@ -241,18 +259,23 @@ class ShardedStep:
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
-        self.schedule.begin_step()
-        updates = self._updates(self._updated_by(users), at_once=not users.is_known)
-        if users.is_known:
-            with closing(updates):  # at once, if the optimizer's code raises
-                for _ in updates:
-                    self.step_inner(users.optimizer, *evaluated)
-            self._end_step()
-        else:
-            next(updates, None)
-            self.groups.enter_shards()
-            self._own_step = updates
+        self._update(self._together or (users,), evaluated)
         return evaluated[0] if evaluated else None
+
+    def _update(self, stepping: Sequence[UsersOptimizer], evaluated: Sequence[Any]) -> None:
+        """Update the parameters of these optimizers, one sub-group after the other."""
+        self.schedule.begin_step()
+        if not stepping[0].is_known:
+            self._own_step = self._updates(self._updated_by(stepping), at_once=True)
+            next(self._own_step, None)
+            self.groups.enter_shards()
+            return
+        updates = self._updates(self._updated_by(stepping), at_once=False)
+        with closing(updates):  # at once, if the optimizer's code raises
+            for _ in updates:
+                for one in stepping:
+                    self.step_inner(one.optimizer, *evaluated)
+        self._end_step()
 
     def _updates(self, steps: Sequence[bool], *, at_once: bool) -> Generator[None]:
         """Yield for each sub-group, or once for all shards, while the optimizer's tensors have their values and gradients."""
@@ -301,13 +324,14 @@ class ShardedStep:
             self.groups.leave_shards()
             updates.close()
 
-    def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
+    def _updated_by(self, stepping: Sequence[UsersOptimizer]) -> Sequence[bool]:
+        """Return, for each flag, whether one of these updates the parameter: a rank used it, and no `zero_grad` dropped it."""
         if len(self._optimizers) == 1:
             return self._used
+        listed = set[int]().union(*(one.parameters for one in stepping))
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
         return [
-            used and parameter in users.parameters and parameter not in self.dropped
+            used and parameter in listed and parameter not in self.dropped
             for parameter, used in zip(parameters, self._used, strict=True)
         ]
 

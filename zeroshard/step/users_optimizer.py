@@ -15,7 +15,6 @@ from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.schedule.schedule import Schedule, StepState
 from zeroshard.torch_private import forget_grad, grad_of, make_innermost, version_of
@@ -247,10 +246,9 @@ class ParamGroups:
         Raises:
             UsageError: the optimizer does not take more groups, or another group has one of the parameters.
         """
-        if isinstance(self._inner, MuonWithAdamW | Several):
+        if isinstance(self._inner, Several):
             raise UsageError(
-                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
-                "parameters there, even if frozen."
+                "one of several optimizers takes its groups when it is made: list the parameters there, even if frozen."
             )
         known = {parameter for group in self.ids for parameter in group}
         again = sum(id(parameter) in known for parameter in param_group["params"])

@@ -54,7 +54,7 @@ def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
     row = next(line for line in result.stdout.splitlines() if "bit-equal" in line)
     assert row.count("yes") == 4
     assert plot.read_text().startswith("<?xml")
-    *rows, run = table.read_text().splitlines()
+    *rows, run = table.read_text(encoding="utf-8").splitlines()
     assert rows == [line.rstrip() for line in result.stdout.splitlines()[: len(rows)]], "what was printed"
     assert f"{tmp_path / 'model.py'}:make in fp32" in run and "torch 2" in run
 

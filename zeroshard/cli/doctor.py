@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroshard.cli.options import nbytes_of, output_file
+from zeroshard.cli.options import nbytes_of
 from zeroshard.errors import UsageError, counted
 from zeroshard.version import __version__
 
@@ -26,36 +25,23 @@ def doctor(
         help="The bytes of each read, write, copy and message, such as 1GB; default: 512MiB.")] = 512 << 20,
     net: Annotated[bool, typer.Option(
         "--net", help="Measure only the links between ranks. On every host: torchrun ... -m zeroshard doctor --net")] = False,
-    profile: Annotated[Path | None, typer.Option(
-        help="Measure this machine for `zeroshard plan --machine`, and write the figures to this file.")] = None,
+    profile: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:  # fmt: skip
-    """Print this machine's hardware and software, and measure its speed.
-
-    With --profile, the command writes a file, from which `zeroshard plan --machine` estimates the time of a step.
-    """
+    """Print this machine's hardware and software, and measure its speed."""
     from rich.console import Console
 
     console = Console(highlight=False)
-    if net and profile is not None:
-        raise UsageError("--net measures links only, so --profile would get no figures. Pass one of them.")
+    if profile is not None:
+        raise UsageError(
+            "doctor has no --profile: plans no longer estimate the time of a step. Train a few steps instead."
+        )
     if net:
         _print_links(console, size)
         return
     _print_machine(console)
-    from zeroshard.cli.measure import measure, measured_machine
-
-    if profile is not None:
-        output_file(profile, "--profile")
-        profile.parent.mkdir(parents=True, exist_ok=True)
-        with console.status("measuring"):
-            machine = measured_machine(profile.stem, io, size)
-        profile.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
-        console.print(
-            f"wrote this machine's figures to {profile}. Use them with: zeroshard plan --machine {profile}",
-            markup=False,
-        )
-        return
     from rich.table import Table
+
+    from zeroshard.cli.measure import measure
 
     with console.status("measuring"):
         speeds = measure(io, size)

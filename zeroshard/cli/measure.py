@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 import statistics
 import time
@@ -17,20 +16,15 @@ from torch import Tensor
 
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.meeting import host_id
-from zeroshard.engine.progress import device_name
 from zeroshard.launch import join_ranks
-from zeroshard.planning.machine import Machine, machines
 from zeroshard.policy import Offload, Place, Policy
 from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import CPU, aligned_bytes
-from zeroshard.testing.ranks import run_ranks
 
 _ROUNDS = 5
 _STEP_NUMEL = 1 << 24
 _STEP_NBYTES = 28
 """The bytes that AdamW moves per element: it reads weight, gradient and two states, and writes all but the gradient."""
-_SMALL = 1000
-"""The number of small operations whose mean time is the time of a launch."""
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -82,89 +76,6 @@ def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
         found["to_accelerator"] = nbytes / _seconds(lambda: there.copy_(memory, non_blocking=True))
         found["from_accelerator"] = nbytes / _seconds(lambda: memory.copy_(there, non_blocking=True))
     return found
-
-
-def measured_machine(name: str, folder: Path | None, nbytes: int) -> dict[str, Any]:
-    """Return the fields of `Machine` except `name`, measured on this machine.
-
-    Fields that are not measured, such as links to other hosts, come from the known machine with the same accelerators:
-    `h100` if these are unknown, `cpu` if there are none.
-
-    Args:
-        folder, nbytes: see `measure`.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    speeds = measure(folder, nbytes)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if accelerator is None:
-        made = machines()["cpu"].model_dump(exclude={"name"})
-        ranks = os.cpu_count() or 1  # one rank for each CPU
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        made["device"] = made["host"] = _processor(CPU)
-        torch.set_num_threads(threads)
-        made |= {"memory": memory // ranks, "accelerators": ranks, "inside": _link()}
-    else:
-        made = known_machine(device_name(accelerator)).model_dump(exclude={"name"})
-        made |= {"device": _processor(accelerator), "host": _processor(CPU)}
-        made |= {"memory": torch.accelerator.get_memory_info()[1], "accelerators": torch.accelerator.device_count()}
-    made["host_memory"] = memory
-    if accelerator is not None:
-        made["copies"]["bandwidth"] = min(speeds["to_accelerator"], speeds["from_accelerator"])
-    made |= {name: speeds[name] for name in ("disk_write", "disk_read") if name in speeds}
-    return Machine(**{**made, "name": name}).model_dump(exclude={"name"})
-
-
-def known_machine(device: str) -> Machine:
-    """Return the known machine with this accelerator, otherwise the machine `h100` with this accelerator's name."""
-    for machine in machines().values():
-        if device in machine.devices:
-            return machine
-    return machines()["h100"].model_copy(update={"devices": (device,)})
-
-
-def _processor(device: torch.device) -> dict[str, Any]:
-    size = 8192
-    numel = 1 << 28
-    dtypes = [torch.float32, torch.bfloat16, torch.float16]
-    if device.type == "cpu":
-        size = 768
-        numel = 1 << 24
-        dtypes = dtypes[:2]
-    flops = {}
-    for dtype in dtypes:
-        a = torch.randn(size, size, device=device).to(dtype)  # matrices of ones need less power, and so less time
-        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / _seconds(lambda a=a: a @ a)  # type: ignore[misc]
-    flops.setdefault("float16", flops["bfloat16"])
-    source = torch.ones(numel, device=device)
-    target = torch.empty_like(source)
-    little = torch.ones(16, device=device)
-
-    def many() -> None:
-        for _ in range(_SMALL):
-            little.add_(1.0)
-
-    return {
-        "flops": flops,
-        "memory_bandwidth": 2 * source.nbytes / _seconds(lambda: target.copy_(source)),
-        "launch_seconds": _seconds(many) / _SMALL,
-    }
-
-
-def _link() -> dict[str, float]:
-    """Measure the link between two ranks of this host, which share memory if they can."""
-
-    def body(_: int) -> list[float]:
-        collectives = create_collectives(None, CPU)
-        large = torch.zeros(2, 1 << 21)
-        small = torch.zeros(2, 16)
-        bandwidth = large[0].nbytes / _seconds(lambda: collectives.all_gather(large, 0, "what doctor measures").wait())
-        latency = _seconds(lambda: collectives.all_gather(small, 1, "what doctor measures").wait())
-        collectives.close()
-        return [bandwidth, latency]
-
-    bandwidth, latency = run_ranks(body, 2)[0]
-    return {"bandwidth": bandwidth, "latency": latency}
 
 
 # ---------------------------------------------------------------------- links between ranks

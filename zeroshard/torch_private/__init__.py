@@ -392,6 +392,7 @@ _AT_FIRST_USE = {
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "inside_of_kernels": "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
     "_disable_modes": "torch.utils._python_dispatch._disable_current_modes",
     "_skip_code": "torch._dynamo.eval_frame.skip_code",
     "_local_tensor": "torch.distributed.tensor.DTensor._local_tensor",

@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 TEXT ?=
+SIZE ?= 1M
 CONFIG ?= examples/zero2.json
 MUTANTS ?=
 PARTS ?=
@@ -28,10 +29,22 @@ export OMP_NUM_THREADS ?= 1
 # The tests start many processes: each module is compiled once, not once in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-all test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
+# The tests to run while editing: imports between packages, configs, errors, layout, every stage against plain training, a checkpoint.
+SMOKE = tests/test_architecture.py tests/test_config.py tests/test_errors.py tests/test_equality.py::test_models \
+	tests/test_memory_and_bytes.py::test_the_layout_pads_less_than_a_line_per_shard_and_parameter \
+	tests/test_checkpoints.py::test_an_engine_resumes_bit_for_bit
+# Variants of `make test-anywhere`; default: all. tests/anywhere.py lists them.
+VARIANTS ?=
 
-train: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
+.PHONY: train smoke test test-rest test-all test-anywhere test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
+
+# About two minutes of training on any machine: it times a few steps, and chooses their number. `zeroshard run` is torchrun that
+# ends quietly at Ctrl-C.
+train: .venv/light
+	$(BIN)/zeroshard run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) --size $(SIZE) $(if $(TEXT),--text $(TEXT))
+
+smoke: .venv/ready
+	$(PYTEST) -n 2 $(SMOKE)
 
 # The quick set: every test, with each value of each of its parameters once.
 test: .venv/ready .venv/simgpu
@@ -49,6 +62,10 @@ test-all: .venv/ready .venv/simgpu
 # The quick set on the oldest releases that pyproject.toml names, or on the newest torch. Each takes 6 GB: these torches bring CUDA.
 test-oldest test-newest: test-%: .venv/%/ready
 	PATH="$(CURDIR)/.venv/$*/bin:$$PATH" .venv/$*/bin/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# The quick set as other machines and users would run it. Each variant prints one line; PARTS: some of the tests only.
+test-anywhere: .venv/ready .venv/simgpu
+	JOBS=$(JOBS) $(BIN)/python tests/anywhere.py $(VARIANTS) -- $(PARTS)
 
 # Measures which lines of zeroshard/ the quick set runs, in ranks, too. PARTS: some of the tests only.
 coverage: .venv/ready .venv/simgpu
@@ -68,13 +85,13 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/offload.py
 
 # Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
-# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md lists the measurements of each part.
+# ROWS="7 8" runs these rows of the part offload, and keeps the others. benchmarks/results/README.md lists the measurements of each part.
 accelerator:
 	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 
-# Fills docs/accelerators_measured.md with the figures in $(OUT).
+# Fills benchmarks/results/accelerator.md with the figures in $(OUT).
 accelerator-page:
-	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators_measured.md
+	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json benchmarks/results/accelerator.md
 
 # Wheels of the libraries that a machine with an accelerator may lack, for its Python, in $(OUT)/wheels.
 wheels: .venv/ready
@@ -83,7 +100,7 @@ wheels: .venv/ready
 
 # README's picture and table, of one run.
 compare: .venv/ready
-	$(BIN)/zeroshard compare --plot docs/compare.png --table docs/compare.txt
+	$(BIN)/python examples/compare.py --plot docs/compare.png --table docs/compare.txt
 
 # Runs the notebook and keeps what it printed and drew, so that it reads on the web.
 notebook: .venv/ready
@@ -110,10 +127,15 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
-.venv/ready: pyproject.toml
+# What training needs. torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
+.venv/light: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[plots]"
+	touch $@
+
+# What tests, checks and benchmarks need, too.
+.venv/ready: .venv/light
 	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@

@@ -132,7 +132,7 @@ def plan(
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run
             without values; no batch size is known; an argument is invalid (see `job_of`); or a plan does not cover the
-            config (quantised gradients, tensor parallelism).
+            config (tensor parallelism).
     """
     for name in removed:
         if name in _REMOVED:

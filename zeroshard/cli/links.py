@@ -1,4 +1,4 @@
-"""Owns the measurements of `zeroshard doctor`: this machine, and the links between ranks."""
+"""Owns the measurement of the links between ranks, for `zeroshard doctor --net`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,68 +16,9 @@ from torch import Tensor
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.meeting import host_id
 from zeroshard.launch import join_ranks
-from zeroshard.policy import Offload, Place, Policy
-from zeroshard.storage.storages import Storages
-from zeroshard.storage.transfers import CPU, aligned_bytes
+from zeroshard.storage.transfers import CPU
 
 _ROUNDS = 5
-_STEP_NUMEL = 1 << 24
-_STEP_NBYTES = 28
-"""The bytes that AdamW moves per element: it reads weight, gradient and two states, and writes all but the gradient."""
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    """Return the median seconds of a few rounds, after a warm-up. Each round waits for the accelerator."""
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
-        work()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-# ---------------------------------------------------------------------- this machine
-
-
-def measure(folder: Path | None, nbytes: int) -> dict[str, float]:
-    """Measure the speed of this machine's optimizer step, copies and disk, with the code that training runs.
-
-    Args:
-        folder: a folder on the disk to measure; None skips the disk.
-        nbytes: the size of each copy, write and read.
-
-    Returns:
-        Bytes per second of `step` (AdamW on the CPU) and, if measured, of `disk_write`, `disk_read`, `to_accelerator`
-        and `from_accelerator`.
-
-    Raises:
-        StorageError: the folder is missing, full, or cannot be written to.
-    """
-    parameter = torch.nn.Parameter(torch.randn(_STEP_NUMEL))
-    parameter.grad = torch.randn(_STEP_NUMEL)
-    found = {"step": _STEP_NBYTES * _STEP_NUMEL / _seconds(torch.optim.AdamW([parameter], fused=True).step)}
-    device = torch.accelerator.current_accelerator(check_available=True)
-    memory = aligned_bytes(nbytes, pin=device is not None)
-    if folder is not None:
-        policy = Policy.stage(3).offloaded(optimizer=Place.DISK, offload=Offload(str(folder)))
-        storages = Storages(policy, device or CPU)
-        memory.random_(0, 255)
-        try:
-            slot = storages.optimizer(policy).slot("what doctor measures", nbytes, torch.uint8)
-            found["disk_write"] = nbytes / _seconds(lambda: slot.write(memory).wait(CPU))
-            found["disk_read"] = nbytes / _seconds(lambda: slot.read(memory).wait(CPU))
-        finally:
-            storages.close()
-    if device is not None:
-        there = memory.to(device)
-        found["to_accelerator"] = nbytes / _seconds(lambda: there.copy_(memory, non_blocking=True))
-        found["from_accelerator"] = nbytes / _seconds(lambda: memory.copy_(there, non_blocking=True))
-    return found
-
-
-# ---------------------------------------------------------------------- links between ranks
 
 
 @dataclass(frozen=True)
@@ -155,3 +95,13 @@ def measure_links(nbytes: int) -> tuple[int, list[Host], list[Link]]:
         links.append(Link((one, other), is_across, latency, nbytes / max(whole - latency, 1e-9)))
     collectives.close()
     return collectives.rank, hosts, links
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """Return the median seconds of a few rounds, after a warm-up."""
+    taken = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from command_line import zeroshard
 from typer.testing import CliRunner
-from zeroshard.planning.report import size
 
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
+from zeroshard.planning.table import size
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

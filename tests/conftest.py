@@ -42,7 +42,7 @@ SERVED = (
 with each group, so that few processes start its server."""
 LONG = (
     ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
-    ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli", "test_plan_search"),
+    ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli"),
 )  # fmt: skip
 """Files with tests of many seconds. Other processes begin with them, so that none starts such a test at the end."""
 

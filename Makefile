@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 TEXT ?=
+SIZE ?= 1M
 CONFIG ?= examples/zero2.json
 MUTANTS ?=
 PARTS ?=
@@ -37,8 +38,10 @@ VARIANTS ?=
 
 .PHONY: train smoke test test-rest test-all test-anywhere test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
-train: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
+# About two minutes of training on any machine: it times a few steps, and chooses their number. `zeroshard run` is torchrun that
+# ends quietly at Ctrl-C.
+train: .venv/light
+	$(BIN)/zeroshard run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) --size $(SIZE) $(if $(TEXT),--text $(TEXT))
 
 smoke: .venv/ready
 	$(PYTEST) -n 2 $(SMOKE)
@@ -124,10 +127,15 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
-.venv/ready: pyproject.toml
+# What training needs. torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
+.venv/light: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[plots]"
+	touch $@
+
+# What tests, checks and benchmarks need, too.
+.venv/ready: .venv/light
 	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, replace
-from typing import Literal
-
-import torch
+from dataclasses import InitVar, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.errors import PolicyError, UsageError
 from zeroshard.removed import refuse_removed
+
+if TYPE_CHECKING:  # the command line reads configs without torch, whose import takes seconds
+    import torch
 
 PAGE_NBYTES = 4096
 """In direct I/O, addresses, offsets and lengths are multiples of this number of bytes."""
@@ -344,7 +345,7 @@ class Precision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = field(default_factory=lambda: _torch().float32)
     buffer_dtype: torch.dtype | None = None
     predivide_factor: float = 1.0
 
@@ -371,8 +372,14 @@ class Precision:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
         # A master weight is never narrower than the parameter that the forward uses: double precision stays.
-        master = torch.promote_types(self.master_dtype, param)
+        master = _torch().promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 @dataclass(frozen=True)

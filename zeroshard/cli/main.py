@@ -66,14 +66,22 @@ def options(
 
 def main() -> None:
     """Run the program. For an error of zeroshard or the file system, print a sentence and exit with code 2."""
-    # Otherwise Python's last garbage collection would go through all of torch's modules, which takes a second.
-    atexit.register(gc.freeze)
+    atexit.register(_skip_last_collection)
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _skip_last_collection() -> None:
+    """Exclude all objects from Python's last garbage collection, which goes through all of torch's modules for a second.
+
+    Not with libraries that nanobind binds, such as triton: they print what was never freed.
+    """
+    if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
+        gc.freeze()
 
 
 def _fail(sentence: str) -> None:

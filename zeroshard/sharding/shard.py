@@ -58,10 +58,10 @@ from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
-from zeroshard.step.users_optimizer import NoOptimizer, refuse_other_states
+from zeroshard.step.users_optimizer import NoOptimizer, is_known, refuse_other_states
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
-from zeroshard.torch_private import distributed_class, past_torch_function
+from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
@@ -150,6 +150,7 @@ def shard_on(
     _refuse_unready(model)
     group = group_of(group)
     policy = policy_of(policy)
+    _refuse_unfit_torch(policy)
     precision = precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
@@ -228,6 +229,7 @@ def _shard(
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, policy)
+    _refuse_own_steps(optimizer, policy, storages)
     context.live.own_writes = own_writes_of(list(model.parameters()))
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     if isinstance(optimizer, Several):
@@ -294,6 +296,13 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
             )
 
 
+def _refuse_unfit_torch(policy: Policy) -> None:
+    """Raise if torch lacks a private name that every step needs."""
+    require(Feature.SHARDING)
+    if policy.parameters.sharded:
+        require(Feature.STAGE_3)
+
+
 def _refuse_unready(model: nn.Module) -> None:
     """Raise if a parameter or buffer has no shape yet, or autograd could not use it."""
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -353,6 +362,20 @@ def _refuse_classes(groups: Sequence[Group], policy: Policy) -> None:
         raise UsageError(
             f"parameter {entry.fqn} is of the class {type(entry.parameter).__name__}, and zeroshard "
             f"{'trains' if group.trainable else 'shards'} only ordinary parameters. Use nn.Parameter{remedy}."
+        )
+
+
+def _refuse_own_steps(optimizer: torch.optim.Optimizer, policy: Policy, storages: Storages) -> None:
+    """Raise if an optimizer's step, which runs once over all shards in memory, would find some of them elsewhere."""
+    places = {policy.optimizer.place, policy.gradients.place if policy.gradients.sharded else Place.ACCELERATOR}
+    are_apart = storages.host is not storages.accelerator and len(places) > 1
+    users = [one for one in optimizers_of(optimizer) if not isinstance(one, NoOptimizer)]
+    unknown = [type(one).__name__ for one in users if not is_known(one)]
+    if unknown and (Place.DISK in places or are_apart):
+        raise UsageError(
+            f"{unknown[0]}.step() is not torch's: zeroshard runs it once in each step, over all shards in memory, and this policy "
+            "keeps states on disk, or gradients and optimizer states in different places. Use a torch.optim class, or keep both in "
+            "one place: on the accelerator, or (at stages 2 and 3) in CPU memory."
         )
 
 

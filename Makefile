@@ -28,10 +28,20 @@ export OMP_NUM_THREADS ?= 1
 # The tests start many processes: each module is compiled once, not once in each of them.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-rest test-all test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
+# The tests to run while editing: imports between packages, configs, errors, layout, every stage against plain training, a checkpoint.
+SMOKE = tests/test_architecture.py tests/test_config.py tests/test_errors.py tests/test_equality.py::test_models \
+	tests/test_memory_and_bytes.py::test_the_layout_pads_less_than_a_line_per_shard_and_parameter \
+	tests/test_checkpoints.py::test_an_engine_resumes_bit_for_bit
+# Variants of `make test-anywhere`; default: all. tests/anywhere.py lists them.
+VARIANTS ?=
+
+.PHONY: train smoke test test-rest test-all test-anywhere test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
 train: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
+
+smoke: .venv/ready
+	$(PYTEST) -n 2 $(SMOKE)
 
 # The quick set: every test, with each value of each of its parameters once.
 test: .venv/ready .venv/simgpu
@@ -49,6 +59,10 @@ test-all: .venv/ready .venv/simgpu
 # The quick set on the oldest releases that pyproject.toml names, or on the newest torch. Each takes 6 GB: these torches bring CUDA.
 test-oldest test-newest: test-%: .venv/%/ready
 	PATH="$(CURDIR)/.venv/$*/bin:$$PATH" .venv/$*/bin/python -m pytest -q -n $(JOBS) --dist worksteal
+
+# The quick set as other machines and users would run it. Each variant prints one line; PARTS: some of the tests only.
+test-anywhere: .venv/ready .venv/simgpu
+	JOBS=$(JOBS) $(BIN)/python tests/anywhere.py $(VARIANTS) -- $(PARTS)
 
 # Measures which lines of zeroshard/ the quick set runs, in ranks, too. PARTS: some of the tests only.
 coverage: .venv/ready .venv/simgpu
@@ -83,7 +97,7 @@ wheels: .venv/ready
 
 # README's picture and table, of one run.
 compare: .venv/ready
-	$(BIN)/zeroshard compare --plot docs/compare.png --table docs/compare.txt
+	$(BIN)/python examples/compare.py --plot docs/compare.png --table docs/compare.txt
 
 # Runs the notebook and keeps what it printed and drew, so that it reads on the web.
 notebook: .venv/ready

@@ -282,7 +282,7 @@ def main() -> None:
     """Train, validate, sample, print the memory at rest, and draw the loss."""
     options = parse()
 
-    config = json5.loads(Path(options.config).read_text())
+    config = json5.loads(Path(options.config).read_text(encoding="utf-8"))
     if options.stage is not None:
         config.setdefault("zero_optimization", {})["stage"] = options.stage
     init_distributed()

@@ -31,7 +31,7 @@ def peak(device: torch.device) -> float:
     """Return the peak memory of the accelerator or, on a CPU, of the process, in MB."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 1e6
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024 / 1e6
 
 

@@ -1,6 +1,10 @@
-"""Owns the setting of all tests: one thread in the parent, so that forks are safe, the order of tests, and the accelerator."""
+"""Owns the setting of all tests: variables of the environment, one thread in the parent, so that forks are safe, the order of
+tests, and the accelerator."""
 
 import inspect
+import os
+import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +16,13 @@ import torch
 import torch._dynamo  # otherwise each forked rank would import it at its optimizer's first step
 
 sys.path.insert(0, str(Path(__file__).parent))
+OF_THE_CALLER = re.compile(
+    r"ZEROSHARD_(?!EMULATED_DTYPES)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|ACCELERATE_"
+    r"|FORCE_COLOR|NO_COLOR|PY_COLORS|GITHUB_ACTIONS|COLUMNS|LINES"
+)
+"""Variables that would change what the tests see: settings, the job in which they run, and the terminal."""
+for name in filter(OF_THE_CALLER.match, [*os.environ]):
+    del os.environ[name]
 torch.set_num_threads(1)
 # In builds of torch for accelerators, forks cannot run a backward if a plan, under FakeTensorMode, ran this process's first.
 torch.ones(1, requires_grad=True).sum().backward()
@@ -40,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the quick set and the rest: not every combination, see --rest")
     rest = "only the rest: of each test every two values of two parameters together, of one marked `every` all combinations"
     parser.addoption("--rest", action="store_true", help=rest)
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
 @pytest.fixture(params=["shared memory", "gloo"])
@@ -70,6 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     items[:] = in_order([item for item in items if id(item) in chosen], processes)
+    if config.getoption("--shuffle") is not None:
+        random.Random(config.getoption("--shuffle")).shuffle(items)
 
 
 def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
@@ -96,15 +110,28 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin that prints the seconds of each file."""
-    config.pluginmanager.register(_Times(), "times")
+    """Register the plugin that prints what a run takes."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Times(), "times")
 
 
 class _Times:
-    """A plugin that adds up the seconds of each test file."""
+    """A plugin that prints the progress of the collection, and adds up the seconds of each test file."""
 
     def __init__(self) -> None:
         self._seconds = Counter[str]()
+        self._collected = 0
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        processes = session.config.getoption("numprocesses", None)
+        self._write = session.config.pluginmanager.get_plugin("terminalreporter").write_line
+        where = f" in {processes} processes" if processes else ""
+        self._write(f"collecting tests{where}: up to a minute, longer in a new clone")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected += 1
+        self._write(f"process {self._collected} has collected {len(ids)} tests")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.location[0]] += report.duration

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,11 @@ from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
-from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
-from zeroshard.training_progress import TrainingRow
 
 # ---------------------------------------------------------------------- a sharded model
 
@@ -112,12 +109,6 @@ def set_slice(attention: CutAttention, positions: Slice) -> None:
     attention._slice = positions
 
 
-def throughput(row: TrainingRow, samples: Iterable[tuple[float, int]]) -> list[str]:
-    """Return the text of a rate, from (seconds, samples). Tests assert no seconds of a real run."""
-    row._sampled = deque(samples)
-    return row._throughput()
-
-
 # ---------------------------------------------------------------------- processes
 
 GRACE_SECONDS_OF_RANKS = "zeroshard.testing.ranks._GRACE_SECONDS"
@@ -129,7 +120,7 @@ WRITE_BEHIND = "_write_behind"
 meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
-"""The other parts of `doctor` take seconds."""
+"""`doctor` takes its console from the terminal."""
 progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits
@@ -201,17 +192,6 @@ def around_requests(
     finally:
         for name, work in before.items():
             setattr(DirectFile, name, work)
-
-
-def slots_of(keeper: Any) -> Slots | None:
-    """Return a checkpointer's contiguous memory, whose addresses do not change."""
-    slots: Slots | None = keeper if isinstance(keeper, Slots) else keeper._slots
-    return slots
-
-
-def addresses(slots: Slots) -> dict[Any, int]:
-    """Return the addresses of its buffers."""
-    return {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
 
 
 # ---------------------------------------------------------------------- checkpoints and other formats

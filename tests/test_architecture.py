@@ -20,6 +20,7 @@ SHIM = PACKAGE / "shim"
 ORDER = [
     {"version"},
     {"errors"},
+    {"removed"},
     {"torch_private"},
     {"policy"},
     {"launch"},
@@ -56,7 +57,7 @@ ORDER = [
 @cache
 def nodes(path: Path) -> list[ast.AST]:
     """Parse a file, once, and list all that is in it."""
-    return list(ast.walk(ast.parse(path.read_text())))
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @cache

@@ -16,6 +16,7 @@ import pytest
 import torch
 from insides import sharded_of
 from models import Stack, tokens
+from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -224,7 +225,7 @@ def test_gradients_between_microbatches(stage: int) -> None:
             other.backward(other(*tokens(rank, 0)) * 2.0)
             assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -239,7 +240,7 @@ def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
             engine.step()
         assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
@@ -256,8 +257,7 @@ def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
         engine.set_train_batch_size(4)
     with pytest.warns(UserWarning, match=r"no_sync\(\)"), engine.no_sync():
         pass
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         make(1, 1, **bf16, data_types={"grad_accum_dtype": "bf16"}).set_train_batch_size(4)
         make(1, 1).set_train_batch_size(4)
 
@@ -276,8 +276,7 @@ def test_a_loop_that_never_steps_is_warned_once() -> None:
         ) as caught:
             never_steps(make(2, 1), rank)
         assert len(caught) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warnings():
             engine = make(2, 1)
             for index in range(6):
                 engine.zero_grad()  # there is nothing to drop
@@ -374,7 +373,7 @@ def test_state_dicts_of_an_odd_model(stage: int, tmp_path: Path) -> None:
         read = torch.load(tmp_path / "model.bin")
         assert read["kept"].dtype == torch.float32 and read["_extra_state"] == {"version": 7}
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 def test_an_engine_is_not_copied() -> None:
@@ -452,7 +451,7 @@ def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
         for state in (engine.module.state_dict(), gathered or {}):
             assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -478,7 +477,7 @@ def test_a_saved_model_is_in_the_dtype_that_it_trains_in(
             assert value.dtype == (torch.float32, torch.bfloat16)[bf16]
             assert torch.equal(value, whole[key])
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -497,7 +496,7 @@ def test_a_checkpoint_within_a_step_begins_the_step_anew(stage: int, tmp_path: P
         as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
         assert_all_equal(wanted, values(other), "as if it had not been interrupted")
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 def test_folders_and_tags(tmp_path: Path) -> None:
@@ -520,7 +519,7 @@ def test_folders_and_tags(tmp_path: Path) -> None:
         make(2, checkpoint={"tag_validation": "ignore"}).save_checkpoint(tmp_path, tag=f"yours{rank}")
         assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.quick(2)
@@ -542,7 +541,7 @@ def test_engines_one_after_another_and_at_once(stage: int) -> None:
         assert_all_equal(wanted, values(again), "on a model that another engine had")
         assert_all_equal(wanted, values(beside), "beside another engine")
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -566,7 +565,7 @@ def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
         for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
             torch.testing.assert_close(one, other)
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -588,7 +587,7 @@ def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None
         for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
             assert torch.equal(one, other)
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 def test_a_step_that_is_refused_is_not_counted() -> None:
@@ -739,8 +738,7 @@ def test_steps_that_are_missing_are_named() -> None:
         with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
             engine.step()
         engine = make(2, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with no_warnings():
             for _ in range(4):
                 engine.backward(engine(*tokens(0, rank)))
                 engine.step()

@@ -92,7 +92,7 @@ def test_a_cpu_without_bf16_takes_fewer_steps_and_says_so(
     script: Any, emulated: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(script.set_steps.__globals__, "is_emulated_on_any_rank", lambda dtype: emulated)
-    config = json5.loads((ROOT / "examples" / "zero2.json").read_text())
+    config = json5.loads((ROOT / "examples" / "zero2.json").read_text(encoding="utf-8"))
     options = argparse.Namespace(steps=None)
     script.set_steps(options, config, Console(width=200))
     assert options.steps == config["scheduler"]["params"]["total_num_steps"] == (250 if emulated else 500)

@@ -231,7 +231,7 @@ def test_a_manifest_that_cannot_be_read_any_more_keeps_nobody_waiting(
         with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
             run.load()
 
-    on_ranks(body, 2, timeout=30)
+    on_ranks(body, 2)
 
 
 def test_old_ones_go_on_every_host(tmp_path: Path) -> None:

@@ -238,20 +238,40 @@ def test_writes_that_go_nowhere_are_refused(tmp_path: Path) -> None:
 
 
 class Special(nn.Parameter):
-    pass
+    """A class of the user's own."""
 
 
-def test_parameters_of_a_users_own_class_stay_readable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_trainable_parameters_of_a_users_own_class_are_refused(stage: int) -> None:
+    model = Stack()
+    model.blocks[0].up.weight = Special(model.blocks[0].up.weight.detach())
+    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight is of the class Special, and .* trains only ordinary"):
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage)
+
+
+def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path) -> None:
     keep = zeroshard.storage.storages.is_cpu_memory
     try:
         keep_places_apart()
-        work_model = Stack()
-        work_model.blocks[0].up.weight = Special(work_model.blocks[0].up.weight.detach())
+        model = Stack()
+        model.blocks[0].up.weight = special = Special(model.blocks[0].up.weight.detach(), requires_grad=False)
+        values = special.detach().clone()
+        trained = [parameter for parameter in model.parameters() if parameter is not special]
         policy = policies(tmp_path)["stage 2, whole in CPU memory"]
-        sharded = zeroshard.shard(work_model, torch.optim.AdamW(work_model.parameters()), policy, bucket_numel=BUCKETS)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(trained), policy, bucket_numel=BUCKETS)
         _, work = build(Policy.stage(2), steps=0)
         take_step(sharded, work, 0)
-        assert not work_model.blocks[0].up.weight.norm().isnan()
+        assert type(special) is Special
+        assert torch.equal(special, values)
+        assert torch.equal(sharded.states.get("blocks.0.up.weight"), values)
+        assert type(copy.deepcopy(special)) is Special
+        with pytest.raises(UsageError, match="parameter of a class of your own"):
+            sharded.offload_states(["parameters"])
+        special.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"trains only ordinary parameters\. Keep it frozen"):
+            sharded.optimizer.add_param_group({"params": [special]})
+        sharded.remove()
+        assert type(special) is Special
     finally:
         zeroshard.storage.storages.is_cpu_memory = keep
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_citation_and_changelog_name_this_version() -> None:
-    assert f"\nversion: {zeroshard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"\nversion: {zeroshard.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heads[0] == "Unreleased" and heads[1] == zeroshard.__version__
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", head) for head in heads[1:])
 

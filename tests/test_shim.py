@@ -521,7 +521,7 @@ def test_the_engine_has_what_accelerate_calls() -> None:
     spec = importlib.util.find_spec("accelerate")
     if spec is None or spec.origin is None:
         pytest.skip("accelerate is not installed")
-    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text())
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text(encoding="utf-8"))
     called = {
         node.attr
         for node in ast.walk(tree)
@@ -577,8 +577,7 @@ def test_as_deepspeed_too_late_is_an_error(tmp_path: Path, before: str, sentence
         "deepspeed"
     ):
         pytest.skip("needs the library, and no DeepSpeed")
-    *_, last, note = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()
-    assert note == "`zeroshard explain UsageError` explains it"
+    *_, last = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()
     assert "UsageError" in last and "comes too late" in last and sentence in last
 
 

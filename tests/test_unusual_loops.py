@@ -746,7 +746,7 @@ def test_a_module_that_a_rank_runs_alone_gathers_no_others(stage: int) -> None:
 
         assert same(run(False), run(True))
 
-    on_ranks(body, 2, timeout=60)
+    on_ranks(body, 2)
 
 
 def test_arrays_made_inside_unsharded_are_allowed() -> None:

@@ -659,7 +659,7 @@ def test_closures_of_ranks_with_uneven_inputs(cls: Any) -> None:
                 optimizer.step(closure)
         return model.module.weight.detach()
 
-    one, other = on_ranks(body, 2, timeout=60)
+    one, other = on_ranks(body, 2)
     assert torch.equal(one, other)
 
 

@@ -6,6 +6,7 @@ Names are imported at their first use: `import zeroshard` takes milliseconds, an
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zeroshard.removed import refuse_removed
 from zeroshard.version import __version__ as __version__
 
 _NAMES = {
@@ -21,7 +22,7 @@ _NAMES = {
     "optim.loss_scaler": "DynamicLossScaler StaticLossScaler",
     "optim.muon": "MuonWithAdamW",
     "planning": "Plan plan",
-    "policy": "Offload Place Policy Precision Residency Units Wire",
+    "policy": "Offload Place Policy Precision Residency Units",
     "recompute": "checkpointing",
     "sharding.shard": "shard",
     "sharding.sharded": "Sharded",
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from zeroshard.policy import Precision as Precision
     from zeroshard.policy import Residency as Residency
     from zeroshard.policy import Units as Units
-    from zeroshard.policy import Wire as Wire
     from zeroshard.recompute import checkpointing as checkpointing
     from zeroshard.sharding.shard import shard as shard
     from zeroshard.sharding.sharded import Sharded as Sharded
@@ -84,6 +84,7 @@ else:
 def __getattr__(name: str) -> Any:
     """Import a public name from its module, at its first use (PEP 562)."""
     if name not in _MODULE_OF:
+        refuse_removed(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value

@@ -28,9 +28,7 @@ from zeroshard import (
     Place,
     Policy,
     Precision,
-    Residency,
     Sharded,
-    Wire,
     ZeroRedundancyOptimizer,
 )
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
@@ -301,15 +299,10 @@ class Checkpointed(Stack):
         return x
 
 
-class _CheckpointedInSlots(Checkpointed):
-    options = Checkpointing(cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=4)
-
-
 def activation_checkpointing(rank: int) -> None:
     """Train with checkpointed inputs in CPU memory."""
-    for make in (Checkpointed, _CheckpointedInSlots):
-        for stage in (2, 3):
-            on_both(Policy.stage(stage), make=make)
+    for stage in (2, 3):
+        on_both(Policy.stage(stage), make=Checkpointed)
 
 
 def overflow(rank: int) -> None:
@@ -348,13 +341,6 @@ def whole_parameters(rank: int) -> None:
     for stage in range(4):
         on_both(Policy.stage(stage), optimizer=muon)
         on_both(Policy.stage(stage), optimizer=adafactor)
-
-
-def lossy_wires(rank: int) -> None:
-    """Train with codes, which must have arrived before they are decoded, and be read before their memory is reused."""
-    coarse = Wire(gradients="int4")
-    on_both(replace(Policy.stage(3, within=1, wire=coarse), parameters=Residency(sharded=True)), make=Untied)
-    on_both(Policy.stage(2, within=1, wire=Wire(gradients="int8")), make=Untied)
 
 
 def freezing(rank: int) -> None:
@@ -614,6 +600,6 @@ BODIES: dict[str, Callable[..., None]] = {
     for body in (
         stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
         checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
-        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, engine, compiled, lossy_wires,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, engine, compiled,
     )
 }  # fmt: skip

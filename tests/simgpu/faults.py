@@ -23,14 +23,14 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
+    "collectives.native", "collectives.grouped", "collectives.composed",
     "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
-    "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
+    "checkpoint.values", "checkpoint.saving", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
     "schedule.unit", "schedule.schedule",
     "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
 )  # fmt: skip
-WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
+WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded"}
 """Names of waits, whose calls are separate statements."""
 FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls with an argument to wait for, and the index of this argument."""
@@ -60,7 +60,6 @@ NO_SITES = {
 }
 """Calls that are no sites, each with the reason."""
 NO_WAITS = {
-    "self._schedule.hold(": "a count of users",
     "work.wait(_PROBE)": "a look, after an error",
 }
 """Beginnings of statements that are no waits."""
@@ -114,7 +113,7 @@ def waits_of_none() -> list[str]:
         short = ".".join(path.relative_to(package).with_suffix("").parts)
         if short in ELSEWHERE or short.partition(".")[0] in ELSEWHERE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             text = ast.unparse(node)

@@ -150,19 +150,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _in_force(config: Config) -> str:
-    """Describe stage, clipping, optimizer and batch, even if the file leaves them out, and any lossy communication."""
+    """Describe stage, clipping, optimizer and batch, even if the file leaves them out."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"
     optimizer = "the one that you pass to `initialize`"
     if config.schema.optimizer is not None:
         optimizer = f"the config's {config.schema.optimizer.type}"
-    rounded = ""
-    if config.policy.wire.is_lossy:
-        rounded = f"lossy communication, whose results differ from exact communication: {config.policy.wire};\n"
     batch = config.batch
     return (
-        f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"
+        f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n"
         f"batch {batch.train} = {counted(batch.micro, 'sample')} x {batch.accumulation} accumulated x "
         f"{counted(batch.world_size, 'rank')}."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.base import Collectives, ReceivedRows, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
 from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
@@ -289,17 +289,13 @@ class PointToPoint(Grouped):
     def workspace_numel(self, rows: Tensor) -> int:
         return len(self.peers) * rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> SummedRows:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
-        transfer = self.scatter_rows(rows, received, bucket, label)
-        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
-        return SummedRows([transfer], contributions, divisor)
-
-    def scatter_rows(self, rows: Tensor, received: Tensor | Mapping[int, Tensor], bucket: int, label: str) -> Work:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
         send = {peer: rows[peer] for peer in self.peers}
-        receive = {peer: received[peer] for peer in self.peers}
-        return self._start(send, receive, self._tag(bucket, 1), "reduce", label)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        transfer = self._start(send, received, self._tag(bucket, 1), "reduce", label)
+        by_rank = {**received, self.rank: rows[self.rank]}
+        return ReceivedRows([transfer], [by_rank[rank] for rank in sorted(by_rank)], divisor)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = {self.rank: data, **self.exchange_with_peers(data, label)}

@@ -144,7 +144,7 @@ def _close_all(held: Iterable[socket.socket | Window]) -> None:
 def host_id() -> str:
     """Return an id of the boot and the network namespace (the scope of socket addresses); if unreadable, the host's name."""
     with suppress(OSError):
-        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
+        return f"{_BOOT_ID.read_text(encoding='utf-8').strip()} {_NETWORK.stat().st_ino}"
     return socket.gethostname()
 
 

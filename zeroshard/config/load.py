@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
 from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
 from zeroshard.errors import ConfigError, PolicyError, UsageError
-from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
+from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
 
 if TYPE_CHECKING:  # `zeroshard config check` resolves a config without torch, whose import takes seconds
     import torch
@@ -108,11 +109,11 @@ class Config:
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
         )
-        quantized = zero.zero_quantized_gradients
-        if quantized is True:
-            quantized = "int8"
-        within = _ranks_of_a_host(zero, self.batch.world_size)
-        policy = Policy.stage(self.stage, within=within, wire=Wire(gradients=quantized or None))
+        if zero.zero_quantized_gradients:
+            warnings.warn(
+                "zero_quantized_gradients has no effect: gradients are sent exactly. Leave it out.", stacklevel=2
+            )
+        policy = Policy.stage(self.stage, within=_ranks_of_a_host(zero, self.batch.world_size))
         if self.stage > 0:
             policy = policy.offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)

@@ -104,7 +104,9 @@ class Machine(_Part):
 @cache
 def machines() -> dict[str, Machine]:
     """Return the known machines, by name."""
-    return {name: Machine(name=name, **values) for name, values in json.loads(TABLE.read_text()).items()}
+    return {
+        name: Machine(name=name, **values) for name, values in json.loads(TABLE.read_text(encoding="utf-8")).items()
+    }
 
 
 def peak_flops_of(device: str, dtype: str) -> float | None:

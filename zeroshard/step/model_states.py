@@ -163,7 +163,8 @@ class ModelStates:
         for unit in units:
             unit.refuse_undecided("a look at model states")
             unit.settle_at_rest()
-            unit.write_back()
+            if not unit.pins:  # an open read-only block reports writes at its end, and does not store them
+                unit.write_back()
             for index, entry in enumerate(unit.named):
                 for fqn in entry.fqns:
                     self._unit_of[fqn] = (unit, index)

@@ -306,13 +306,18 @@ class MeanGradients:
 
     def get(self, view: ShardView) -> Tensor:
         """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
-        with self.opened(view.shard) as gradient:
-            part = gradient[view.start : view.start + view.numel]
-            if _is_scaled_at_once(view.shard):
-                return part
-            part = part.to(view.shard.master.dtype, copy=True)
-            self._multiply(view.shard, part)
-            return part
+        return self.parts(view.shard, [view])[0]
+
+    def parts(self, shard: Shard, views: Sequence[ShardView]) -> list[Tensor]:
+        """Return, as `get` does, the parts of several views of one shard."""
+        with self.opened(shard) as gradient:
+            parts = [gradient[view.start : view.start + view.numel] for view in views]
+            if _is_scaled_at_once(shard):
+                return parts
+            parts = [part.to(shard.master.dtype, copy=True) for part in parts]
+            for part in parts:
+                self._multiply(shard, part)
+            return parts
 
     def set(self, view: ShardView, value: Tensor) -> None:
         """Overwrite the values that `get` returns."""

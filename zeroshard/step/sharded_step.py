@@ -74,13 +74,11 @@ class ShardedStep:
         self.schedule = schedule
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
+        self._flags_of_ranks: list[bytes] = []  # the flags of parameters on which ranks agreed then, in rank order
         self._dropped_by_user: set[int] = set()  # the parameters, by number, whose gradients `_drop` has dropped
-        self._flags_of_ranks: list[bytes] = []  # the flags of parameters on which ranks agreed last, in rank order
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
-        self._taken: GradientOperations | None = None
-        """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
         context.live.drop_gradients = self._drop_if_all_are_none
@@ -173,7 +171,7 @@ class ShardedStep:
                 self.views += views
                 for view in views:
                     self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
-        self._taken = None
+        self._context.live.operations = None
         self.groups.shards = [
             [view.value for parameter in parameters for _, view in self.parts_of[parameter]]
             for parameters in self.groups.ids
@@ -346,7 +344,7 @@ class ShardedStep:
         self._dropped_by_user = set()
         self.dropped.reset()
         self._mean_gradients.factors = []
-        self._taken = None
+        self._context.live.operations = None
         self.schedule.forget_gradients()
         if not self.schedule.live.parked:
             self.sub_groups.prefetch()
@@ -404,11 +402,18 @@ class ShardedStep:
             )
         return self._operations().operate(flag, name, args, kwargs)
 
+    @property
+    def _taken(self) -> GradientOperations | None:
+        """The operations on gradients in this step, if there was one."""
+        taken: GradientOperations | None = self._context.live.operations
+        return taken
+
     def _operations(self) -> GradientOperations:
         if self._taken is None:
-            self._taken = GradientOperations(
-                self.schedule, self._context, self._mean_gradients, self._flags, self.residents
+            self._context.live.operations = GradientOperations(
+                self.schedule, self._context, self._mean_gradients, self.dropped, self._flags, self.residents
             )
+        assert self._taken is not None
         return self._taken
 
     def _before_later_gradients(self) -> None:
@@ -454,11 +459,11 @@ class ShardedStep:
             late = self._drops - self._dropped_by_user
             # A rank that did not use the parameter shows no `grad` that could be set: it would not take part in another exchange.
             for number in sorted(late):
-                if not all(flags[number] & (USED | DROPPED) for flags in self._flags_of_ranks):
+                if not all(flags[number] & USED for flags in self._flags_of_ranks):
                     unit, index = self._flags[number]
                     raise UsageError(
-                        f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not "
-                        "use the parameter, and cannot follow. Set it before."
+                        f"{unit.named[index].fqn}.grad was set to None, but a rank did not use the parameter, and cannot follow. "
+                        "Set it only for parameters that every rank used."
                     )
             is_known = not late
         if self.schedule.gradients_of_users() or not is_known:
@@ -476,7 +481,7 @@ class ShardedStep:
         return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
 
     def is_dropped(self, view: ShardView) -> bool:
-        """Return whether `zero_grad` has dropped the gradient, or ranks have agreed that the user set it to None."""
+        """Return whether `zero_grad` has dropped the gradient, or the user has set it to None."""
         return id(view.named.parameter) in self.dropped or view.flag in self._dropped_by_user
 
     def _drop(self, numbers: set[int]) -> None:
@@ -487,35 +492,19 @@ class ShardedStep:
             for resident in self.residents:
                 self._mean_gradients.drop(resident.shard, [view for view in resident.views if view.flag in new])
 
-    def _drop_together(self, messages: Sequence[bytes]) -> bool:
-        """Drop the gradients that any rank dropped. Return whether some rank did not drop one, since it did not use the parameter.
+    def _refuse_different_drops(self, messages: Sequence[bytes]) -> None:
+        """Raise if some ranks have dropped a gradient that others have not, perhaps since they did not use the parameter.
 
         Args:
             messages: one per rank, in rank order, with the flags of each parameter.
-
-        Raises:
-            UsageError: some ranks dropped a gradient that others kept; or a used parameter is of a user's own class, so that
-                nothing shows whether its gradient was dropped, too.
         """
-        dropped = set[int]()
-        is_known = True
-        for number, flags in enumerate(zip(*messages, strict=True)):
-            unit, index = self._flags[number]
-            fqn = unit.named[index].fqn
+        for (unit, index), flags in zip(self._flags, zip(*messages, strict=True), strict=True):
             ranks = [rank for rank, flag in enumerate(flags) if flag & DROPPED]
-            is_used = any(flag & USED for flag in flags)
-            if ranks and is_used:
-                raise UsageError(f"{fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none.")
-            if is_used and not unit.appearance.is_own(unit.named[index]):
+            if ranks and len(ranks) < len(flags):
                 raise UsageError(
-                    f"some gradients were set to None, and whether that of {fqn} was, whose class is your own, cannot be seen. "
-                    "Call the optimizer's zero_grad(), or use nn.Parameter there."
+                    f"{unit.named[index].fqn}.grad was set to None on ranks {ranks} only: the other ranks did not do so, or "
+                    "did not use the parameter. Set it on every rank, or on none."
                 )
-            if ranks:
-                dropped.add(number)
-                is_known = is_known and len(ranks) == len(messages)
-        self._drop(dropped)
-        return not is_known
 
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
@@ -546,12 +535,7 @@ class ShardedStep:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
         self._used_at = -1  # until ranks agree: a call after one that raised asks again
-        # Parameters that only other ranks used, and dropped, stay dropped as long as this rank uses none of them.
         drops = self._drops
-        for number in self._dropped_by_user:
-            unit, index = self._flags[number]
-            if index not in unit.used:
-                drops.add(number)
         self._drop(drops)
         own: Tensor | None = None
         if norm:
@@ -584,10 +568,8 @@ class ShardedStep:
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & CHANGED for flag in flags):
             self._operations().agree([bytes(flag & CHANGED for flag in message) for message in messages])
-        if any(flag & DROPPED for flag in flags) and self._drop_together(messages):
-            # Some ranks used a parameter and dropped its gradient. Ranks that did not use it learned of that only now, and their
-            # parts of the norm still counted it. Now every rank has dropped it, so the second exchange is the last.
-            return self._exchange(norm)
+        if any(flag & DROPPED for flag in flags):
+            self._refuse_different_drops(messages)
         self._used = tuple(bool(flag & USED) for flag in flags)
         self._flags_of_ranks = messages
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & WRITTEN):

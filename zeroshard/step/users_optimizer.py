@@ -446,6 +446,11 @@ class DroppedGradients:
         self._dropped_at = self._schedule.backwards_ended
         return len(self._dropped) == len(self._optimizers)
 
+    @property
+    def exist(self) -> bool:
+        """Whether some optimizer has dropped its gradients, and another has not."""
+        return bool(self._dropped)
+
     def reset(self) -> None:
         """Clear the record of which optimizers have dropped their gradients."""
         self._dropped = []

@@ -53,7 +53,7 @@ class _Rank:
 
     def read(self, name: str) -> str:
         path = self.folder / f"{name}.{self.rank}"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def run_ranks(
@@ -112,7 +112,7 @@ def _child(
     try:
         gc.freeze()  # this rank's garbage collections neither scan nor copy objects from before the fork
         torch.set_num_threads(1)
-        with (folder / f"stack.{rank}").open("w") as stack:
+        with (folder / f"stack.{rank}").open("w", encoding="utf-8") as stack:
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             if door is not None:
@@ -127,7 +127,7 @@ def _child(
                 dist.barrier()  # no rank closes connections that others are still using
             code = 0
     except BaseException:
-        (folder / f"error.{rank}").write_text(traceback.format_exc())
+        (folder / f"error.{rank}").write_bytes(traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch import nn
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest, node_local
@@ -23,9 +24,10 @@ from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
 from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
+from zeroshard.observe.display import Display
+from zeroshard.observe.monitors import StepFigures
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
 from zeroshard.schedule.schedule import Schedule
@@ -33,6 +35,7 @@ from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
+from zeroshard.training_progress import TrainingProgress
 
 # ---------------------------------------------------------------------- a sharded model
 
@@ -109,6 +112,19 @@ def set_slice(attention: CutAttention, positions: Slice) -> None:
     attention._slice = positions
 
 
+def columns_of_a_bar(
+    model: nn.Module, *, ranks: int, samples_per_second: float, flops: float, peak_flops: float
+) -> list[str]:
+    """Return the texts behind a bar at a given speed. Tests assert no seconds of a real run."""
+    context = SimpleNamespace(everyone=SimpleNamespace(world_size=ranks))
+    sharded: Any = SimpleNamespace(
+        model=model, _context=context, display=Display(speaks=False), comm_report=lambda clear: {}
+    )
+    shown = TrainingProgress(sharded, None, 0, None, None, flops, peak_flops, None)
+    shown._show(StepFigures(1, 5, None, 0.1, 1.0, 0.5, True, samples_per_second))
+    return shown._row.columns
+
+
 # ---------------------------------------------------------------------- processes
 
 GRACE_SECONDS_OF_RANKS = "zeroshard.testing.ranks._GRACE_SECONDS"
@@ -149,16 +165,6 @@ def kept_messages(collectives: SharedMemory) -> int:
 def is_posted(watch: Watch) -> bool:
     """Return whether this rank's wait is in the store, for other ranks to read."""
     return watch._is_posted
-
-
-message_key = Watch._key
-"""The key of a rank's message in the store, with which a test posts for an absent rank."""
-
-
-def interrupt_in_vain(watch: Watch, store: Store, pairing: Pairing) -> None:
-    """Run one check of the watch's thread, at a moment that the test chooses."""
-    watch._store = store
-    watch._interrupt_in_vain(pairing)
 
 
 def read_others(watch: Watch) -> dict[int, Any]:

@@ -1,8 +1,7 @@
-"""Python autograd functions that save a sharded parameter find its values in the backward."""
+"""Python autograd functions that save a sharded parameter find it unsharded in the backward, with its attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ import zeroshard
 from zeroshard import Policy
 from zeroshard.testing.ranks import run_ranks
 
+SEEN: list[Any] = []
+
 
 class Product(torch.autograd.Function):
     @staticmethod
@@ -22,7 +23,11 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:  # type: ignore[override]
-        inputs, weight, _row = ctx.saved_tensors
+        inputs, weight, row = ctx.saved_tensors
+        SEEN.append((weight.mark, weight.requires_grad, weight.shape, hasattr(row, "mark")))
+        assert type(weight * 1) is Tensor
+        with pytest.raises(AttributeError):
+            _ = weight.another
         return gradient @ weight, gradient.t() @ inputs, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -35,6 +40,30 @@ class Model(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = Product.apply(self.first(inputs), self.head.weight, self.head.bias[:])  # type: ignore[no-untyped-call]
         return result.square().mean()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_saved_parameter_has_its_attributes(frozen: bool) -> None:
+    def body(rank: int) -> None:
+        found = []
+        for stage in (0, 3):
+            SEEN.clear()
+            model = Model()
+            model.head.weight.mark = "mine"  # type: ignore[attr-defined]
+            model.head.weight.requires_grad_(not frozen)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage))
+            for step in range(3):
+                torch.manual_seed(2 * step + rank)
+                model(torch.randn(4, 6)).backward()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
+            found.append(model.state_dict())
+        for name, value in found[0].items():
+            assert torch.equal(value, found[1][name]), name
+
+    run_ranks(body, 2)
 
 
 class Late(torch.autograd.Function):
@@ -77,14 +106,11 @@ class Borrowing(nn.Module):
         return inputs.square().mean()
 
 
-@pytest.mark.parametrize("make_model", [Model, Borrowing])
-def test_a_saved_parameter_is_read_in_the_backward(make_model: Callable[[], nn.Module]) -> None:
-    """The second model saves it while its values are elsewhere."""
-
+def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward() -> None:
     def body(rank: int) -> None:
         found = []
         for stage in (0, 3):
-            model = make_model()
+            model = Borrowing()
             sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
             for step in range(3):
                 torch.manual_seed(2 * step + rank)

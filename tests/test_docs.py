@@ -25,14 +25,14 @@ import zeroshard
 PACKAGE = Path(zeroshard.__file__).parent
 RUN = (
     "README.md", "docs/quick_start.md", "docs/loops.md", "docs/tutorials/gpt.md", "docs/tutorials/llama_lora.md",
-    "docs/tutorials/offload.md", "docs/tutorials/resume.md", "docs/tutorials/configs.md", "docs/migration/deepspeed.md",
+    "docs/tutorials/offload.md", "docs/tutorials/resume.md", "docs/migration/deepspeed.md",
     "docs/migration/fsdp2.md", "docs/migration/ddp.md", "docs/cookbook.md", "docs/sequences.md",
     "docs/composing.md",
 )  # fmt: skip
 """Pages whose code is run. That of others is only parsed."""
 ENGLISH_ONLY = ("docs/loops.md", "docs/cookbook.md", "docs/sequences.md", "docs/composing.md")
 ALSO_TRANSLATED = ("docs/which_stage.md",)
-LONGER = {"docs/design.md": 3000, "docs/troubleshooting.md": 2800}
+LONGER = {"docs/design.md": 3000, "docs/troubleshooting.md": 2850}
 TRANSLATED = {
     page: page.replace("docs/", "docs/zh-CN/") for page in (*RUN, *ALSO_TRANSLATED) if page not in ENGLISH_ONLY
 }
@@ -70,10 +70,21 @@ def test_the_site_is_built_without_zeroshard_and_torch(script: str) -> None:
     assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "mkdocs"}
 
 
-def test_every_page_is_on_the_menu() -> None:
+def test_every_page_is_on_the_menu_or_linked_from_a_page_that_is() -> None:
+    """The menu fits on a screen; links lead to the other pages."""
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for page in DOCS.rglob("*.md"):
-        assert f" {page.relative_to(DOCS).as_posix()}\n" in menu, page
+    entries = re.findall(r"^      - .*: (\S+)\.md$", menu, re.MULTILINE)
+    assert len(entries) <= 35
+    outside = {"index": "README.md", "zh-CN/index": "README.zh-CN.md", "CONTRIBUTING": "CONTRIBUTING.md"}
+    to_read = [ROOT / outside[entry] if entry in outside else DOCS / f"{entry}.md" for entry in entries]
+    to_read = [page for page in to_read if page.is_file()]  # the changes, and the notebook's page, lead nowhere else
+    reached = set(to_read)
+    while to_read:
+        page = to_read.pop()
+        linked = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
+        to_read += [one for one in linked - reached if one.suffix == ".md" and one.is_file()]
+        reached |= linked
+    assert not {*DOCS.rglob("*.md")} - reached
 
 
 # ---------------------------------------------------------------------- the API page

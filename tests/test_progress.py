@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 import io
 import json
-import math
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from insides import columns_of_a_bar
 from models import Stack, tokens
 from quiet import no_warnings
 from ranks import on_ranks
@@ -27,7 +26,7 @@ from zeroshard import Policy, UsageError, training_progress
 from zeroshard.cli.main import app
 from zeroshard.observe import display as display_module
 from zeroshard.observe.display import Display, Row
-from zeroshard.observe.monitors import Sent, StepFigures
+from zeroshard.observe.monitors import Sent
 from zeroshard.observe.readings import Readings
 from zeroshard.planning.machine import machines, peak_flops_of
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -89,14 +88,14 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_what_takes_more_than_two_seconds_has_a_bar(terminal: Terminal, time: Clock) -> None:
     terminal.open()
-    with Display().task('saving "a"', 4e9) as row:
+    with Display().task('saving "[a]"', 4e9) as row:
         row.advance(1e9)
         assert not terminal.lines
         time.now += 2.5
         for _ in range(3):
             row.advance(0.5e9)
             time.now += 1
-        assert any(re.search(r'saving "a" .*2\.5/4\.0 GB 500\.0 MB/s 0:00:03', line) for line in terminal.lines)
+        assert any(re.search(r'saving "\[a\]" .*2\.5/4\.0 GB 500\.0 MB/s 0:00:03', line) for line in terminal.lines)
         time.now -= 0.9
         before = len(terminal.getvalue())
         row.advance(1.0)
@@ -248,15 +247,8 @@ def test_without_a_terminal_a_line_comes_now_and_then(monkeypatch: pytest.Monkey
 
 
 def test_ranks_that_divide_tensors_count_in_mfu() -> None:
-    everyone = SimpleNamespace(world_size=8)
-    fake: Any = SimpleNamespace(
-        model=Stack(), _context=SimpleNamespace(everyone=everyone), display=Display(speaks=False),
-        comm_report=lambda clear: {},
-    )  # fmt: skip
-    shown = training_progress.TrainingProgress(fake, None, 0, None, None, 8e9, 1e9, None)
-    figures = StepFigures(1, 5, None, 0.1, 1.0, math.nan, True, samples_per_second=0.5)
-    shown._show(figures)
-    assert {"0.5 samples/s", "MFU 50.0%"} <= set(shown._row.columns)
+    columns = columns_of_a_bar(Stack(), ranks=8, samples_per_second=0.5, flops=8e9, peak_flops=1e9)
+    assert {"0.5 samples/s", "MFU 50.0%"} <= set(columns)
 
 
 def test_the_bar_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:

@@ -359,7 +359,11 @@ class Told(Tensor):
         return None
 
 
-class Shape(Tensor):
+class Quiet(Tensor):
+    __torch_function__ = torch_private.disabled_torch_function
+
+
+class Shape(Quiet):
     """A tensor without memory."""
 
     @classmethod
@@ -375,6 +379,7 @@ def test_classes_of_tensors() -> None:
     assert Told.count == 0
     told.dim()
     assert Told.count == 1
+    assert type(torch.empty(0).as_subclass(Quiet).detach()) is Tensor
     made = torch_private.wrapper_tensor(Shape, torch.Size((2, 3)), dtype=torch.float64)
     assert type(made) is Shape and made.size() == (2, 3) and made.dtype is torch.float64
 

@@ -6,7 +6,6 @@ Names are imported at their first use: `import zeroshard` takes milliseconds, an
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.removed import refuse_removed
 from zeroshard.version import __version__ as __version__
 
 _NAMES = {
@@ -20,7 +19,6 @@ _NAMES = {
     "formats.pretrained": "load_pretrained materialise",
     "optim.lion": "Lion",
     "optim.loss_scaler": "DynamicLossScaler StaticLossScaler",
-    "optim.muon": "MuonWithAdamW",
     "planning": "Plan plan",
     "policy": "Offload Place Policy Precision Residency Units",
     "recompute": "checkpointing",
@@ -60,7 +58,6 @@ if TYPE_CHECKING:
     from zeroshard.optim.lion import Lion as Lion
     from zeroshard.optim.loss_scaler import DynamicLossScaler as DynamicLossScaler
     from zeroshard.optim.loss_scaler import StaticLossScaler as StaticLossScaler
-    from zeroshard.optim.muon import MuonWithAdamW as MuonWithAdamW
     from zeroshard.planning import Plan as Plan
     from zeroshard.planning import plan as plan
     from zeroshard.policy import Offload as Offload
@@ -84,7 +81,7 @@ else:
 def __getattr__(name: str) -> Any:
     """Import a public name from its module, at its first use (PEP 562)."""
     if name not in _MODULE_OF:
-        refuse_removed(name)
+        import_module(f"{__name__}.removed").refuse_removed(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from insides import sharded_of
-from models import MODELS, Frozen, Stack, Untied, tokens
+from models import MODELS, Frozen, Stack, Untied, muon_with_adamw, tokens
 from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
 from zeroshard import (
-    MuonWithAdamW,
     Offload,
     Place,
     Policy,
@@ -327,10 +326,6 @@ def overflow(rank: int) -> None:
     assert all(same(one, results[0]) for one in results)
 
 
-def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return MuonWithAdamW(parameters, lr=1e-2, fused=False)
-
-
 def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Return Adafactor without empty parameters, on which torch's class divides by zero."""
     return torch.optim.Adafactor([p for p in parameters if p.numel()], lr=1e-2)
@@ -339,7 +334,7 @@ def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 def whole_parameters(rank: int) -> None:
     """Train with optimizers that need whole parameters."""
     for stage in range(4):
-        on_both(Policy.stage(stage), optimizer=muon)
+        on_both(Policy.stage(stage), optimizer=muon_with_adamw)
         on_both(Policy.stage(stage), optimizer=adafactor)
 
 

@@ -28,7 +28,7 @@ ROAD = (
     "checkpoint.values", "checkpoint.saving", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
     "schedule.unit", "schedule.schedule",
-    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
+    "zero_redundancy.gathered_bucket",
 )  # fmt: skip
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded"}
 """Names of waits, whose calls are separate statements."""
@@ -50,7 +50,6 @@ ELSEWHERE = {
     "engine.progress": "a clock",
     "observe.readings": "a number for people",
     "recompute.checkpointer": "a clock, if the user asks for it",
-    "zero_redundancy.optimizer": "only under torch's Join, which is made of DDP",
     "zero_redundancy.ddp_hooks": "the wait of a future of torch's returns the value",
 }
 """Modules and packages whose waits are not removed, each with the reason."""

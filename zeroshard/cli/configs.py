@@ -49,10 +49,6 @@ def check(
     config = load_config(file, (ranks or of_model) // of_model, module, values)
     refuse_without_batch_size(config)
     _make_optimizer(config)
-    if config.schema.activation_checkpointing.contiguous_memory_optimization:  # the option that others must accompany
-        from zeroshard.recompute.checkpointer import Checkpointing
-
-        Checkpointing.of(config.schema.activation_checkpointing)
     console = Console()
     show = listing if all_keys else summary
     console.print(show(config, console.width), soft_wrap=True, highlight=False)

@@ -90,6 +90,8 @@ class Display:
     @property
     def is_on(self) -> bool:
         """Whether a bar would be visible."""
+        if self._progress is not None:  # stderr is rich's stand-in now, which old releases do not call a terminal
+            return True
         return self.is_wanted and sys.stderr.isatty()
 
     @contextmanager
@@ -106,8 +108,8 @@ class Display:
             yield
             return
         self._rows.append(row)
-        self.refresh(now=True)
         try:
+            self.refresh(now=True)
             yield
         finally:
             self.refresh(now=True)
@@ -142,7 +144,7 @@ def _progress(animated: bool) -> Progress:
     from rich import progress as rich
     from rich.console import Console
 
-    bar = ("{task.description}", rich.BarColumn(20))
+    bar = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(20))
     in_bytes = (*bar, rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
     in_steps = (*bar, rich.MofNCompleteColumn(), rich.TimeRemainingColumn(elapsed_when_finished=True))
 

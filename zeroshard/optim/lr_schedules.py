@@ -277,7 +277,7 @@ class OneCycle(LRSchedule):
         self._min_momentum = self._per_group(cycle_min_mom, "cycle_min_mom", optimizer)
         self._max_momentum = self._per_group(cycle_max_mom, "cycle_max_mom", optimizer)
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
-        self._moves_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self._moves_momentum = cycle_momentum and any("betas" in group for group in optimizer.param_groups)
         if cycle_momentum and not self._moves_momentum:
             warnings.warn(f"{type(optimizer).__name__} has no betas: cycle_momentum is off.", stacklevel=2)
         super().__init__(optimizer, last_batch_iteration)
@@ -428,7 +428,7 @@ def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, mi
             f"scheduler.type: unknown {block.type!r}{nearest(block.type, known)} Choose {', '.join(SCHEDULES)}, or any "
             "class of torch.optim.lr_scheduler."
         )
-    check_arguments(cls, block.params, "scheduler")
+    check_arguments(cls, block.params, "scheduler", cls.__name__)
     try:
         return floored(cls(optimizer, **block.params), optimizer, min_lr)
     except ConfigError:

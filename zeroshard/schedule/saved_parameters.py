@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.errors import UsageError
 from zeroshard.schedule.unit import Unit
 from zeroshard.torch_private import (
+    disabled_torch_function,
     distributed_by,
     distribution_of,
     is_distributed,
@@ -31,6 +32,7 @@ from zeroshard.torch_private import (
     storage_id,
     tree_leaves,
     version_of,
+    wrapper_tensor,
 )
 
 
@@ -46,6 +48,9 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    trained: bool
+    shows_attributes: bool
+    """Whether the view is a whole parameter with attributes, which a Python autograd function may read."""
 
 
 class SavedParameters:
@@ -177,9 +182,19 @@ class SavedParameters:
         starts = unit.layout.starts
         order = unit.layout.order
         index = order[bisect_right(order, place, key=starts.__getitem__) - 1]
+        size = tensor.size()
+        stride = tensor.stride()
+        entry = unit.named[index]
+        like: Any = entry.parameter
         # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
-        version = version_of(unit.named[index].parameter) - unit.appearance.own_writes[index].frees
-        return _View(unit, index, version, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        version = version_of(like) - unit.appearance.own_writes[index].frees
+        itself = unit.appearance.views[index]
+        is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
+        has_attributes = bool(vars(like)) or unit.appearance.whole_class is not nn.Parameter
+        return _View(
+            unit, index, version, tensor.dtype, size, stride, offset, like.requires_grad,
+            shows_attributes=is_itself and has_attributes and not entry.is_distributed,
+        )  # fmt: skip
 
     def _distributed(self, local: _View, distribution: Any) -> Tensor:
         with torch.no_grad():
@@ -198,12 +213,58 @@ class SavedParameters:
         frees = unit.appearance.own_writes[packed.index].frees
         _check(packed.version, version_of(entry.parameter) - frees, entry.fqn)
         self._before_read(unit)
+        if packed.shows_attributes and not packed.trained:
+            return entry.parameter
         flat = unit.flat.tensor
         if packed.dtype == flat.dtype:
             with torch.no_grad():
-                return flat.as_strided(packed.size, packed.stride, packed.offset)
+                view = flat.as_strided(packed.size, packed.stride, packed.offset)
+                return _Unpacked(view, entry.parameter) if packed.shows_attributes else view
         other: Any = torch.empty(0, dtype=packed.dtype, device=flat.device)
         return other.set_(flat.untyped_storage(), packed.offset, packed.size, packed.stride)
+
+
+class _Unpacked(Tensor):
+    """A view of a trained parameter that is returned to the autograd function that saved it.
+
+    TRL's losses need it: the backward of their autograd functions reads `ds_status` of the head's weight.
+
+    With hooks in force, torch gives the function a detached copy of the unpacked tensor and lets its class make the
+    copy. So the copy can have the parameter's attributes, as without hooks.
+    """
+
+    whole: Tensor
+    parameter: Tensor
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, view: Tensor, parameter: Tensor) -> _Unpacked:
+        made: _Unpacked = wrapper_tensor(cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device)
+        made.whole = view
+        made.parameter = parameter
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        own = args[0]
+        if func is not torch.ops.aten.detach.default:  # no code of the user's has this tensor
+            raise NotImplementedError(f"{func} of a saved parameter that was not detached")
+        values = own.whole.detach()
+        if type(values) is not Tensor:  # in a dry run, tensors without values are subclasses already
+            return values
+        copy = values.as_subclass(_Copy)
+        copy.parameter = own.parameter
+        return copy
+
+
+class _Copy(Tensor):
+    """A detached view of a parameter's values, with the parameter's attributes. Operations on it return ordinary tensors."""
+
+    parameter: Tensor
+    __torch_function__ = disabled_torch_function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parameter, name)
 
 
 def _check(then: int, now: int, what: str) -> None:

@@ -58,7 +58,7 @@ from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
-from zeroshard.step.users_optimizer import NoOptimizer, refuse_other_states
+from zeroshard.step.users_optimizer import NoOptimizer, is_known, refuse_other_states
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
 from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
@@ -229,6 +229,7 @@ def _shard(
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
     _refuse_classes(groups, policy)
+    _refuse_own_steps(optimizer, policy, storages)
     context.live.own_writes = own_writes_of(list(model.parameters()))
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     if isinstance(optimizer, Several):
@@ -361,6 +362,20 @@ def _refuse_classes(groups: Sequence[Group], policy: Policy) -> None:
         raise UsageError(
             f"parameter {entry.fqn} is of the class {type(entry.parameter).__name__}, and zeroshard "
             f"{'trains' if group.trainable else 'shards'} only ordinary parameters. Use nn.Parameter{remedy}."
+        )
+
+
+def _refuse_own_steps(optimizer: torch.optim.Optimizer, policy: Policy, storages: Storages) -> None:
+    """Raise if an optimizer's step, which runs once over all shards in memory, would find some of them elsewhere."""
+    places = {policy.optimizer.place, policy.gradients.place if policy.gradients.sharded else Place.ACCELERATOR}
+    are_apart = storages.host is not storages.accelerator and len(places) > 1
+    users = [one for one in optimizers_of(optimizer) if not isinstance(one, NoOptimizer)]
+    unknown = [type(one).__name__ for one in users if not is_known(one)]
+    if unknown and (Place.DISK in places or are_apart):
+        raise UsageError(
+            f"{unknown[0]}.step() is not torch's: zeroshard runs it once in each step, over all shards in memory, and this policy "
+            "keeps states on disk, or gradients and optimizer states in different places. Use a torch.optim class, or keep both in "
+            "one place: on the accelerator, or (at stages 2 and 3) in CPU memory."
         )
 
 

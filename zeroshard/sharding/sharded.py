@@ -318,7 +318,7 @@ class Sharded:
 
         Raises:
             UsageError: gradients are waiting for a step, or an unfrozen parameter is not in a group of the optimizer.
-                For a new group: it repeats a parameter, or the optimizer is `MuonWithAdamW` or one of several.
+                For a new group: it repeats a parameter, or the model has several optimizers.
         """
         self._freezing.update(param_group)
 

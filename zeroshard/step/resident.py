@@ -190,10 +190,15 @@ class SubGroups:
         """The bytes of memory through which shards that rest elsewhere pass."""
         return 0
 
-    def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
-        """Yield each group in turn, in memory. After its turn, start to write its changes back and call `on_left(group)`."""
+    def run(
+        self, on_left: Callable[[Sequence[Resident]], None], *, at_once: bool = False
+    ) -> Iterator[Sequence[Resident]]:
+        """Yield each group in turn, or all shards `at_once`, in memory.
+
+        After its turn, start to write its changes back and call `on_left(group)`.
+        """
         with self._abandoned_on_error():
-            for residents in self._in_place:
+            for residents in [self._residents] if at_once else self._in_place:
                 yield from self._in_memory(residents)
                 on_left(residents)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache, reduce
 from itertools import chain
 from operator import or_
@@ -35,13 +35,13 @@ from zeroshard.step.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
     GroupOptions,
-    OwnValues,
     ParamGroups,
     UsersOptimizer,
+    once,
     warn_of_zeros,
 )
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import grad_of, in_backward, step_without_hooks, version_of
+from zeroshard.torch_private import grad_of, in_backward, step_without_hooks
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
 """The flags of a parameter on one rank in the step's small message: the rank computed a gradient, wrote to the
@@ -86,9 +86,13 @@ class ShardedStep:
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
+        self._together: Sequence[UsersOptimizer] = ()
+        """The optimizers that step together, while they do."""
         self._optimizers = [
-            UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
+            UsersOptimizer(one, self._step_of, self._end_own_step, self._zero_grad_of) for one in optimizers_of(inner)
         ]
+        self._own_step: Generator[None] | None = None
+        """The update that waits for the own step of an unknown optimizer, which the user has called."""
         self.replicas: Replicas | None = None
         """Compares values that are the same on all ranks of another dimension; None if there is no other dimension."""
         if context.others.world_size > 1:
@@ -99,6 +103,7 @@ class ShardedStep:
             for one in self._optimizers:
                 one.refuse_state_dicts()
             inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            inner.step_members = self._step_together
         self.dropped = DroppedGradients(self._optimizers, schedule)
         self.groups = ParamGroups(inner)
         self.lay_out()
@@ -206,18 +211,33 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step(closure)` of each of the user's optimizers and return the last result. Every rank must call it."""
-        result: Any = None
-        for one in self._optimizers:
-            result = one.step(closure)
-        return result
+        """Call `step(closure)` of the user's optimizer, or of the combination of several. Every rank must call it."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].step(closure)
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def _step_together(self) -> Any:
+        """Step all of the user's optimizers with one update of the shards, so that values travel once."""
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
+        if not all(one.is_known for one in self._optimizers):  # the own step of each runs outside of ours
+            return [one.step(None) for one in self._optimizers][-1]
+        self._together = self._optimizers
+        try:
+            return self._optimizers[0].step(None)
+        finally:
+            self._together = ()
 
     def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters of one of the user's optimizers with the mean gradients.
 
+        If all step together, the step of each calls that of the next, so all hooks before a step run before the update.
+
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
+        if self._together and users is not self._together[-1]:
+            return self._together[self._together.index(users) + 1].step(None)
         evaluated: list[Any] = []  # one value if there is a closure; the value itself may be None
         if closure is not None:
             with torch.enable_grad():
@@ -227,17 +247,38 @@ class ShardedStep:
                 "optimizer.step() was called inside a backward, as in a gradient hook: other gradients are missing, "
                 "and are reduced when the backward ends. Step after the backward."
             )
+        self.abandon_own_step()
         self.schedule.refuse_aborted_step()
         if self.driver is not None and not self._is_driven:
+            if not users.is_known:
+                raise UsageError(
+                    f"{type(users.optimizer).__name__}.step() is not torch's, and runs only once in a step: call engine.step()."
+                )
             report = self.driver()
             return evaluated[0] if evaluated else report
-        self.groups.leave_shards()  # an exception in the optimizer may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
+        self._update(self._together or (users,), evaluated)
+        return evaluated[0] if evaluated else None
+
+    def _update(self, stepping: Sequence[UsersOptimizer], evaluated: Sequence[Any]) -> None:
+        """Update the parameters of these optimizers, one sub-group after the other."""
         self.schedule.begin_step()
-        steps = self._updated_by(users)
-        own_values = OwnValues(users.optimizer, self.inner.param_groups)
+        if not stepping[0].is_known:
+            self._own_step = self._updates(self._updated_by(stepping), at_once=True)
+            next(self._own_step, None)
+            self.groups.enter_shards()
+            return
+        updates = self._updates(self._updated_by(stepping), at_once=False)
+        with closing(updates):  # at once, if the optimizer's code raises
+            for _ in updates:
+                for one in stepping:
+                    self.step_inner(one.optimizer, *evaluated)
+        self._end_step()
+
+    def _updates(self, steps: Sequence[bool], *, at_once: bool) -> Generator[None]:
+        """Yield for each sub-group, or once for all shards, while the optimizer's tensors have their values and gradients."""
         left = Counter(resident.unit for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -251,32 +292,46 @@ class ShardedStep:
                 unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
                 self.schedule.sync_parameters(unit)
 
-        if not self.residents:
-            self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
-        for residents in self.sub_groups.run(sync):
-            own_values.restore()
+        for residents in self.sub_groups.run(sync, at_once=at_once):
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)
-                self.step_inner(users.optimizer, *evaluated)
+                yield
             finally:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
                 casts.take_back()
+
+    def _end_step(self) -> None:
         self.schedule.end_step()
         if not any(self._used):  # a step before the first backward has no gradients to drop
             self.zero_grad()
-        return evaluated[0] if evaluated else None
 
-    def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
+    def _end_own_step(self) -> None:
+        """End the step whose update has waited for an unknown optimizer's own step."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            next(updates, None)
+            self._end_step()
+
+    def abandon_own_step(self) -> None:
+        """Take the shards out of the param groups if an unknown optimizer's own step has raised: the step stays aborted."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            updates.close()
+
+    def _updated_by(self, stepping: Sequence[UsersOptimizer]) -> Sequence[bool]:
+        """Return, for each flag, whether one of these updates the parameter: a rank used it, and no `zero_grad` dropped it."""
         if len(self._optimizers) == 1:
             return self._used
+        listed = set[int]().union(*(one.parameters for one in stepping))
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
         return [
-            used and parameter in users.parameters and parameter not in self.dropped
+            used and parameter in listed and parameter not in self.dropped
             for parameter, used in zip(parameters, self._used, strict=True)
         ]
 
@@ -289,7 +344,7 @@ class ShardedStep:
         self.groups.enter_shards()
         try:
             if evaluated:
-                step_without_hooks(optimizer, _once(evaluated[0], optimizer))
+                step_without_hooks(optimizer, once(evaluated[0], optimizer))
             else:
                 step_without_hooks(optimizer)
         finally:
@@ -325,7 +380,7 @@ class ShardedStep:
             one.remove()
         if self.replicas is not None:
             self.replicas.release()
-        self.groups.leave_shards()
+        self.abandon_own_step()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool], casts: Casts) -> None:
         parts = resident.gradient_parts
@@ -584,29 +639,6 @@ class ShardedStep:
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
         self.lay_out()
-
-
-def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return a closure that returns the loss of an evaluation that is over. It does not compute gradients: a second call raises."""
-    left = [loss]
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    versions = [version_of(parameter) for parameter in listed]
-
-    def closure() -> Any:
-        if versions != [version_of(parameter) for parameter in listed]:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step moves the parameters and then evaluates its closure, and zeroshard evaluates it "
-                "before the step: the gradients would be those of another point. Pass no closure, and use an optimizer that needs "
-                "none."
-            )
-        if not left:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
-                "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
-            )
-        return left.pop()
-
-    return closure
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()

@@ -159,7 +159,15 @@ past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find(
 torch's manual recommends it to authors of such classes.
 """
 
-wrapper_tensor: Callable[..., Any] = _find("torch.Tensor._make_wrapper_subclass", Feature.DISTRIBUTED_STATE)
+disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl", Feature.STAGE_3)
+"""The `__torch_function__` of classes that do not override operations, such as `nn.Parameter`.
+
+A function of our own would make each operation slower, since torch has a fast path for this object.
+"""
+
+wrapper_tensor: Callable[..., Any] = _find(
+    "torch.Tensor._make_wrapper_subclass", Feature.STAGE_3, Feature.DISTRIBUTED_STATE
+)
 """Create a tensor of a class, with a shape but without memory."""
 
 

@@ -7,10 +7,8 @@ SIZE ?= 1M
 CONFIG ?= examples/zero2.json
 MUTANTS ?=
 PARTS ?=
-OLDEST_TORCH = torch==2.11.0
-NEWEST_TORCH = torch==2.14.1
-# The oldest releases of trainers that pyproject.toml names; the contract tests run on them too.
-OLDER = transformers==5.20.2 accelerate==1.13.0
+# The oldest releases of trainers that pyproject.toml allows; the contract tests run on them too.
+OLDER = $(shell sed -n '/^torch=/d; /==/p' requirements/oldest.txt)
 BIN = .venv/bin
 # Processes that test at the same time. Some tests wait, and each has ranks of its own: 2 cores are busy with 3 processes, and
 # take 10 % longer with 4, since ranks then wait for their turn to answer each other.
@@ -59,7 +57,7 @@ test-rest: .venv/ready .venv/simgpu
 test-all: .venv/ready .venv/simgpu
 	status=0; $(PYTEST) || status=1; $(PYTEST) --rest || status=1; exit $$status
 
-# The quick set on the oldest releases that pyproject.toml names, or on the newest torch. Each takes 6 GB: these torches bring CUDA.
+# The quick set on the oldest or the newest releases, which requirements/ names. Each takes 6 GB: these torches bring CUDA.
 test-oldest test-newest: test-%: .venv/%/ready
 	PATH="$(CURDIR)/.venv/$*/bin:$$PATH" .venv/$*/bin/python -m pytest -q -n $(JOBS) --dist worksteal
 
@@ -135,7 +133,7 @@ lint: .venv/ready
 	touch $@
 
 # What tests, checks and benchmarks need, too.
-.venv/ready: .venv/light
+.venv/ready: .venv/light requirements/oldest.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@
@@ -145,12 +143,9 @@ lint: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -c "from simgpu import build; build.why_not() or build.build()"
 	touch $@
 
-.venv/oldest/ready: RELEASES = $(OLDEST_TORCH) $(OLDER)
-.venv/newest/ready: RELEASES = $(NEWEST_TORCH)
-.venv/oldest/ready .venv/newest/ready: pyproject.toml
+.venv/oldest/ready .venv/newest/ready: .venv/%/ready: pyproject.toml requirements/%.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install -qq --disable-pip-version-check $(firstword $(RELEASES))
-	$(@D)/bin/pip install -qq --disable-pip-version-check --editable ".[dev]" $(RELEASES)
+	$(@D)/bin/pip install -qq --disable-pip-version-check --requirement requirements/$*.txt --editable ".[dev]"
 	touch $@
 
 # The site reads zeroshard's source and imports nothing of it: the extra `docs` alone, without torch and what zeroshard needs.

@@ -472,3 +472,12 @@ def test_readers_of_what_is_in_force() -> None:
     seen = [torch_private.in_transform(), torch_private.is_traced()]
     torch.func.vmap(lambda x: [seen.append(torch_private.in_transform()), x][1])(torch.zeros(2))
     assert seen == [False, False, True]
+
+
+def test_the_tested_releases_are_named_everywhere() -> None:
+    root = PACKAGE.parent
+    for name, release in (("oldest", torch_private.SEEN_TO_WORK[0]), ("newest", torch_private.SEEN_TO_WORK[-1])):
+        assert f"\ntorch=={release}." in (root / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    for readme in ("README.md", "README.zh-CN.md"):
+        tested = f"(tested: {', '.join(torch_private.SEEN_TO_WORK)})"
+        assert tested in (root / readme).read_text(encoding="utf-8")

@@ -406,7 +406,7 @@ def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=words):
                 make({**FULL, **change})
-        with pytest.raises(ConfigError, match="gradient_checkpointing=True"):
+        with pytest.raises(ConfigError, match="activation_checkpointing=True"):
             make({**FULL, "activation_checkpointing": {"checkpoint_units": "auto"}})
         for kwargs, words in (
             ({"bf16_full_eval": True}, "bf16_full_eval"),

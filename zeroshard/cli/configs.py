@@ -31,8 +31,8 @@ def check(
 ) -> None:  # fmt: skip
     """Print the resolved config: the value, origin and effect of each key that is set or computed.
 
-    The command also builds the optimizer and the scheduler for a small model, so it finds values that they reject. It
-    does not check values that depend on your model or machine, such as folders and module names.
+    The command also finds values that the optimizer or the scheduler rejects. It does not check values that depend on
+    your model or machine, such as folders and module names.
     """
     from rich.console import Console
 

@@ -195,7 +195,7 @@ class ActivationCheckpointingBlock(Block):
 
     The options apply to the modules that `checkpoint_units` names. They also apply to
     `zeroshard.checkpointing.checkpoint` after `zeroshard.checkpointing.configure(deepspeed_config=...)`. A model's own
-    `gradient_checkpointing_enable()` ignores them.
+    `activation_checkpointing_enable()` (in older releases of transformers, `gradient_checkpointing_enable()`) ignores them.
     """
 
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(

@@ -149,7 +149,7 @@ def _refuse_contradictions(config: Config, args: Any) -> None:
     if schema.activation_checkpointing.checkpoint_units is not None:
         raise ConfigError(
             "activation_checkpointing.checkpoint_units is for initialize; under a Trainer, set "
-            "gradient_checkpointing=True in TrainingArguments."
+            "activation_checkpointing=True in TrainingArguments (in older releases of transformers, gradient_checkpointing=True)."
         )
     if schema.gradient_allreduce_op == "sum":
         raise ConfigError(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 """torch names that other modules import from here."""
 
-SEEN_TO_WORK = ("2.11", "2.13", "2.14")
+SEEN_TO_WORK = ("2.11", "2.13", "2.14", "2.15")
 """The torch releases on which all quick tests passed."""
 
 

@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 TEXT ?=
+SIZE ?= 1M
 CONFIG ?= examples/zero2.json
 MUTANTS ?=
 PARTS ?=
@@ -37,8 +38,10 @@ VARIANTS ?=
 
 .PHONY: train smoke test test-rest test-all test-anywhere test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
 
-train: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) $(if $(TEXT),--text $(TEXT))
+# About two minutes of training on any machine: it times a few steps, and chooses their number. `zeroshard run` is torchrun that
+# ends quietly at Ctrl-C.
+train: .venv/light
+	$(BIN)/zeroshard run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --config $(CONFIG) --size $(SIZE) $(if $(TEXT),--text $(TEXT))
 
 smoke: .venv/ready
 	$(PYTEST) -n 2 $(SMOKE)
@@ -82,13 +85,13 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/offload.py
 
 # Measures on one accelerator, into $(OUT): PART=facts, right, memory, speed or offload, each $(MINUTES) minutes at most; default: all.
-# ROWS="7 8" runs these rows of the part offload, and keeps the others. docs/accelerators.md lists the measurements of each part.
+# ROWS="7 8" runs these rows of the part offload, and keeps the others. benchmarks/results/README.md lists the measurements of each part.
 accelerator:
 	env -u OMP_NUM_THREADS $(ACCELERATOR_PYTHON) benchmarks/accelerator.py $(if $(PART),--part $(PART)) $(if $(ROWS),--rows $(ROWS)) --minutes $(MINUTES) --out $(OUT)
 
-# Fills docs/accelerators_measured.md with the figures in $(OUT).
+# Fills benchmarks/results/accelerator.md with the figures in $(OUT).
 accelerator-page:
-	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json docs/accelerators_measured.md
+	$(ACCELERATOR_PYTHON) benchmarks/accelerator_page.py $(OUT)/results.json benchmarks/results/accelerator.md
 
 # Wheels of the libraries that a machine with an accelerator may lack, for its Python, in $(OUT)/wheels.
 wheels: .venv/ready
@@ -97,7 +100,7 @@ wheels: .venv/ready
 
 # README's picture and table, of one run.
 compare: .venv/ready
-	$(BIN)/zeroshard compare --plot docs/compare.png --table docs/compare.txt
+	$(BIN)/python examples/compare.py --plot docs/compare.png --table docs/compare.txt
 
 # Runs the notebook and keeps what it printed and drew, so that it reads on the web.
 notebook: .venv/ready
@@ -124,10 +127,15 @@ lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
-.venv/ready: pyproject.toml
+# What training needs. torch first and alone, with an exact pin: a range would take the newest build with gigabytes of CUDA packages.
+.venv/light: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[plots]"
+	touch $@
+
+# What tests, checks and benchmarks need, too.
+.venv/ready: .venv/light
 	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
 	touch $@

@@ -7,7 +7,7 @@ Each part runs in a separate process, which ends within the part's time. `result
 measured. After each row, `results.tar.gz` is written again with that file, the logs and the traces. Both keep the
 results of earlier parts.
 
-The script needs torch and this checkout. docs/accelerators.md describes how to supply libraries that a machine lacks.
+The script needs torch and this checkout. benchmarks/results/README.md describes how to supply libraries that a machine lacks.
 """
 
 from __future__ import annotations

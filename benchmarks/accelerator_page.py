@@ -1,6 +1,6 @@
-"""Owns the measurements in docs/accelerators_measured.md: writes the results of `make accelerator` into the page.
+"""Owns the measurements in benchmarks/results/accelerator.md: writes the results of `make accelerator` into the page.
 
-    python benchmarks/accelerator_page.py runs/accelerator/results.json docs/accelerators_measured.md
+    python benchmarks/accelerator_page.py runs/accelerator/results.json benchmarks/results/accelerator.md
 
 It replaces everything between the page's two marks and refuses results from a rehearsal.
 """

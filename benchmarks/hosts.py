@@ -31,7 +31,6 @@ from systems import TrainStep, adamw, ddp, fsdp2, loop
 from torch import nn
 
 import zeroshard
-from zeroshard.policy import EXACT
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
@@ -53,9 +52,9 @@ def hsdp(ranks: int, model: nn.Module) -> TrainStep:
     return loop(model, adamw(model))
 
 
-def zero(stage: int, within: bool, _: int, model: nn.Module, wire: zeroshard.Wire = EXACT) -> TrainStep:
+def zero(stage: int, within: bool, _: int, model: nn.Module) -> TrainStep:
     """Return zeroshard, over all ranks or within hosts."""
-    policy = zeroshard.Policy.stage(stage, within="host" if within else None, wire=wire)
+    policy = zeroshard.Policy.stage(stage, within="host" if within else None)
     return loop(model, zeroshard.shard(model, adamw(model), policy).optimizer)
 
 
@@ -65,7 +64,6 @@ SYSTEMS: dict[str, Callable[[int, nn.Module], TrainStep]] = {
     "FSDP2 as HSDP": hsdp,
     **{f"zeroshard stage {stage}": partial(zero, stage, False) for stage in (1, 2, 3)},
     **{f"zeroshard stage {stage}, within hosts": partial(zero, stage, True) for stage in (1, 2, 3)},
-    "zeroshard stage 3, within hosts, gradients int8": partial(zero, 3, True, wire=zeroshard.Wire(gradients="int8")),
 }
 
 

@@ -7,8 +7,7 @@ If a plan reports that a run fits, the run must end. If not, the kernel must kil
 
 Each rank is a separate process. As in plan_cases.py, memory behaves as on an accelerator: ranks share none, and freed
 memory is free, since malloc maps each larger block separately. With --as-it-is, both are as they are for CPU users. The
-memory that a process needs before it trains is measured first, with a tiny model, as `zeroshard doctor --profile`
-would measure it.
+memory that a process needs before it trains is measured first, with a tiny model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/sequences_memory.md from dry runs of two steps, at the shapes of Llama.
+"""Writes the tables of benchmarks/results/sequence_plans.md from dry runs of two steps, at the shapes of Llama.
 
 `python benchmarks/sequence_plans.py` takes about 12 minutes on one core and needs no accelerator.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 
-PAGE = Path(__file__).parent.parent / "docs" / "sequences_memory.md"
+PAGE = Path(__file__).parent / "results" / "sequence_plans.md"
 BEGIN = "<!-- figures: benchmarks/sequence_plans.py -->\n"
 BEGIN_REACH = "<!-- figures: benchmarks/sequence_plans.py, reach -->\n"
 SHAPES: dict[str, dict[str, Any]] = {

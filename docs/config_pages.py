@@ -24,20 +24,27 @@ _FIRST = (
     "optimizer.type", "scheduler.type",
 )  # fmt: skip
 """The keys that most configs set: they are first in the list of keys, and in the table of their block."""
+_SHARED = {
+    "inside_zero_optimization.md": (
+        "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.leaf_module"),
+    "optimizer_and_scheduler.md": ("optimizer", "scheduler"),
+    "precision.md": ("bf16", "fp16", "torch_autocast", "data_types"),
+    "monitors.md": ("json_monitor", "csv_monitor", "tensorboard", "wandb", "comet", "comms_logger"),
+}  # fmt: skip
+"""Pages with several blocks. Each other block has a page of its own."""
 
 
 def pages() -> dict[str, str]:
     """Return the text of each page of docs/config/, by file name."""
     blocks = dict(_blocks(Schema))
     made = {}
-    listed = ""
     for path, block in blocks.items():
-        text = cleandoc(block.__doc__ or "")
-        purpose = text.partition("\n\n")[0].partition(": ")[2].replace("\n", " ")
-        listed += f"- [`{path}`]({path}.md): {purpose}\n"
-        made[f"{path}.md"] = (
-            f"# `{path}`\n\n{_sentence(text.partition(': ')[2])}\n\n{_tables(f'{path}.', block)}\n[All blocks]({_INDEX})\n"
-        )
+        if "#" not in _place(path):
+            made[_place(path)] = f"# {_section(path, block)}[All keys]({_INDEX})\n"
+    for name, paths in _SHARED.items():
+        title = name.removesuffix(".md").replace("_", " ").replace("zero optimization", "`zero_optimization`")
+        sections = "".join(f"## {_section(path, blocks[path])}" for path in paths)
+        made[name] = f"# {title[0].upper()}{title[1:]}\n\n{sections}[All keys]({_INDEX})\n"
     made[_INDEX] = (
         "# Config keys\n\n"
         "zeroshard reads DeepSpeed configs. `zeroshard config check FILE` shows how zeroshard resolves your config. Each key "
@@ -51,16 +58,29 @@ def pages() -> dict[str, str]:
         "The [glossary](../glossary.md) defines unit, shard, bucket and "
         "other words.\n\n"
         f"## The keys that most configs set\n\n{_first()}\n## Top level\n\n{_table('', Schema, [Kind.WORKS])}\n"
-        f"## Blocks\n\n{listed}\n"
         f"[Keys of the top level that have no meaning here, or are not supported]({_OTHERS})\n"
     )
     made[_OTHERS] = (
         "# Other config keys\n\n"
         "These keys of the top level either *have no meaning here*, or are *not supported*. [Config keys](README.md) explains both "
         "kinds.\n\n"
-        f"{_table('', Schema, [Kind.NO_MEANING, Kind.REFUSED])}\n[All blocks]({_INDEX})\n"
+        f"{_table('', Schema, [Kind.NO_MEANING, Kind.REFUSED])}\n[All keys]({_INDEX})\n"
     )
     return made
+
+
+def _section(path: str, block: type[BaseModel]) -> str:
+    """Return a block's heading, text and tables."""
+    text = cleandoc(block.__doc__ or "").partition(": ")[2]
+    return f"`{path}`\n\n{_sentence(text)}\n\n{_tables(f'{path}.', block)}\n"
+
+
+def _place(path: str, key: str = "") -> str:
+    """Return the place of a block, or of one of its keys: the page, and an anchor if the place is not its beginning."""
+    for name, paths in _SHARED.items():
+        if path in paths:
+            return f"{name}#{path}.{key}" if key else f"{name}#{path.replace('.', '')}"
+    return f"{path}.md#{path}.{key}" if key else f"{path}.md"
 
 
 def _blocks(block: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -77,10 +97,8 @@ def _first() -> str:
     blocks: dict[str, type[BaseModel]] = {"": Schema, **dict(_blocks(Schema))}
     for path in _FIRST:
         parent, _, key = path.rpartition(".")
-        page = ""
-        if parent:
-            page = f"{parent}.md"
-        rows.append(_row(f"[`{path}`]({page}#{key})", _sentence(effect_of(blocks[parent], key).text)))
+        place = _place(parent, key) if parent else f"#{key}"
+        rows.append(_row(f"[`{path}`]({place})", _sentence(effect_of(blocks[parent], key).text)))
     return "\n".join(rows) + "\n"
 
 
@@ -117,7 +135,7 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         else:
             text = _sentence(text)
         if block_of(block, key) is not None:
-            rows.append(_row(f"{_id(key)}[`{key}`]({prefix}{key}.md)", "block", text))
+            rows.append(_row(f"{_id(f'{prefix}{key}')}[`{key}`]({_place(f'{prefix}{key}')})", "block", text))
             continue
         default = "required"
         if not field.is_required():
@@ -125,7 +143,7 @@ def _table(prefix: str, block: type[BaseModel], kinds: Collection[Kind]) -> str:
         rule = rule_of(f"{prefix}{key}")
         if effect.kind is Kind.WORKS and rule is not rule_of("") and '"auto"' not in text:
             text = f'{text} "auto": {rule.text}.'
-        rows.append(_row(f"{_id(key)}`{key}`", f"{_type(field.annotation)}; {default}", text))
+        rows.append(_row(f"{_id(f'{prefix}{key}')}`{key}`", f"{_type(field.annotation)}; {default}", text))
     return "\n".join(rows) + "\n"
 
 
@@ -135,7 +153,7 @@ def _arguments(prefix: str) -> str:
     for path in RULES:
         if path.startswith(f"{prefix}params."):
             name = path.removeprefix(prefix)
-            rows.append(_row(f"{_id(name)}`{name}`", RULES[path].text))
+            rows.append(_row(f"{_id(path)}`{name}`", RULES[path].text))
     if not rows:
         return ""
     header = '`"auto"` in `params` resolves to these values:\n\n| key | value of "auto" |\n| --- | --- |\n'
@@ -179,5 +197,7 @@ def _type(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
+    for old in FOLDER.glob("*.md"):
+        old.unlink()
     for name, page in pages().items():
         (FOLDER / name).write_text(page, encoding="utf-8")

@@ -52,14 +52,17 @@ def on_files(files: Files, config: Any) -> Files:
     for path in _matching(NOTEBOOKS):
         files.append(File.generated(config, _site_path(path), content=_notebook(ROOT / path)))
     for path in _matching(COPIES):
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+        file = File.generated(config, path, abs_src_path=str(ROOT / path))
+        if path.endswith(".md"):
+            file.inclusion = file.inclusion.NOT_IN_NAV
+        files.append(file)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links from file to file into links from page to page."""
     own = page.file.src_uri
-    outside = {_site_path(path): path for path in [*PAGES, *_matching(NOTEBOOKS)]}
+    outside = {_site_path(path): path for path in [*PAGES, *_matching(NOTEBOOKS), *_matching(COPIES)]}
     origin = outside.get(own, f"docs/{own}")
 
     def turned(match: re.Match[str]) -> str:

@@ -1,14 +1,17 @@
-"""Train a byte-level GPT on text at any ZeRO stage, from a DeepSpeed config.
+"""Train a small GPT on text at any ZeRO stage, from a DeepSpeed config, in about two minutes on any machine.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/zero2.json [--stage 3] [--text PATH]
     python examples/train_gpt.py --config examples/zero2.json          # one rank
 
+The script times a few steps, and then trains as many as fit into --minutes. --steps sets their number instead. At the
+end, and at Ctrl-C, it prints a validation loss, a sample and the curve of the loss, and draws the run as a picture if
+matplotlib is installed (`pip install 'zeroshard[plots]'`). After Ctrl-C, the exit code is 130, as of other programs.
+
 With --checkpoints FOLDER the script saves regularly and at Ctrl-C, and resumes from the last save with any number of ranks
 and at any stage. Samples are numbered, and each step trains on the next ones, however many ranks share them. So
-torchrun may restart the script with more or fewer machines (docs/elastic_hosts.md).
+torchrun may restart the script with more or fewer machines (docs/several_hosts.md).
 
-The text is the source of Python's standard library, unless --text names a file or a folder. At the end the script draws
-the loss: as a PNG if matplotlib is installed (`pip install 'zeroshard[plots]'`), and otherwise in the terminal.
+The text is the source of Python's standard library, unless --text names a file or a folder.
 """
 
 from __future__ import annotations
@@ -16,12 +19,17 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import resource
 import shlex
 import signal
+import statistics
 import sys
 import sysconfig
 import time
+import zlib
+from array import array
+from collections import Counter
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -37,33 +45,82 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard.launch import init_distributed, local_device
+from zeroshard.observe.curves import draw, read_run
 from zeroshard.observe.emulation import is_emulated
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LENGTH = 128  # tokens in one training sequence
 MICROBATCH = 4  # sequences in one forward, at most
-STEPS = 500
-STEPS_IN_FP32 = 250  # on a CPU without bf16 instructions, where a step in fp32 takes about three times as long
-CURVE = Path("runs/train_gpt.png")
+VOCABULARY = 2048  # the bytes, and the words that shorten the text most
+SIZES = {
+    "1M": (GPTConfig(vocabulary=VOCABULARY, layers=4, width=128, heads=2), 4e-3),
+    "10M": (GPTConfig(vocabulary=VOCABULARY), 2e-3),
+}
+"""The sizes of the models, and their learning rates. Of the sizes tried, 1M learns most in two minutes of a slow CPU."""
+FEWEST, MOST = 60, 2000
+"""The bounds of the number of steps that --minutes may choose."""
+STEPS_OF_CHECKPOINTS = 500
+"""The number of steps of a run with --checkpoints, which may continue on another machine."""
+LOG = Path("runs/train_gpt")
 
 
-def read_text(path: Path) -> Tensor:
-    """Return all bytes of a file, or of a folder's files except tests and site-packages, as a uint8 tensor of shape [n]."""
+def read_text(path: Path) -> bytes:
+    """Return all bytes of a file, or of a folder's files except tests and site-packages."""
     files = (
         [path] if path.is_file() else sorted(p for p in path.rglob("*.py" if path == STDLIB else "*") if p.is_file())
     )
     files = [p for p in files if not {"site-packages", "test"} & set(p.relative_to(path).parts)]
-    data = bytearray(b"\n".join(p.read_bytes() for p in files))
+    data = b"\n".join(p.read_bytes() for p in files)
     if len(data) < 100 * LENGTH:
         raise SystemExit(f"{path} has {len(data)} bytes of text. Choose a text of at least {100 * LENGTH} bytes.")
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return data
 
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 
+class Text:
+    """A text as tokens.
+
+    A token is one byte, or a frequent word or indentation. Words make a token 2 bytes long on average, so that a small model
+    sees more text in the same time.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        # In pieces of a mebibyte, since a list of all words takes 20 times the memory of the text.
+        stretches = [data[start : start + 2**20] for start in range(0, len(data), 2**20)]
+        counts = Counter[bytes]()
+        for stretch in stretches:
+            counts.update(word for word in PIECE.findall(stretch) if len(word) > 1)
+        saved = sorted(counts, key=lambda word: (-counts[word] * (len(word) - 1), word))
+        self.vocabulary = [bytes([byte]) for byte in range(256)] + saved[: VOCABULARY - 256]
+        numbers: dict[bytes, Any] = {word: (256 + i,) for i, word in enumerate(self.vocabulary[256:])}
+        tokens = array("h")
+        for stretch in stretches:
+            for word in PIECE.findall(stretch):
+                tokens.extend(numbers.get(word, word))  # the bytes of other words
+        if len(tokens) < 100 * LENGTH:
+            raise SystemExit(f"the text has {len(tokens)} tokens. Choose one of at least {100 * LENGTH}.")
+        self.tokens = torch.frombuffer(tokens, dtype=torch.int16)
+        self.lengths = torch.tensor([len(word) for word in self.vocabulary])
+
+    @property
+    def checksum(self) -> int:
+        """A number that changes with the vocabulary."""
+        return zlib.crc32(b"\0".join(self.vocabulary))
+
+    def decode(self, tokens: Tensor) -> str:
+        return b"".join(self.vocabulary[token] for token in tokens.tolist() if token < len(self.vocabulary)).decode(
+            errors="replace"
+        )
+
+
+PIECE = re.compile(rb"\n *| ?[A-Za-z]+|[\x00-\xff]")
+"""A line's end with the next line's indentation, a word with the blank before it, or one byte."""
+
+
 class Windows:
-    """Random windows of the text, by number. Sample 7 is the same window on every rank and in every run."""
+    """Random windows of the tokens, by number. Sample 7 is the same window on every rank and in every run."""
 
     def __init__(self, text: Tensor) -> None:
         self.text = text
@@ -87,10 +144,12 @@ def microbatch_size(batch: object, world_size: int) -> int:
 
 
 class CtrlC:
-    """A block in which Ctrl-C takes effect between steps. If one rank stopped within a step, the others would wait forever.
+    """A block in which Ctrl-C ends the training between two steps.
+
+    If one rank stopped within a step, the others would wait forever.
 
     Under torchrun, each process gets the signal twice: from the terminal and from torchrun. With several ranks, the
-    second signal has no effect. A single rank ends at the second signal.
+    second signal has no effect, and torchrun ends ranks that take 30 more seconds. A single rank ends at the second signal.
     """
 
     def __enter__(self) -> Self:
@@ -115,40 +174,36 @@ class CtrlC:
         return bool(pressed > 0)
 
 
-def stop(engine: zeroshard.Engine, folder: Path | None, console: Console) -> None:
-    """Save, print the command that resumes, and exit with code 130, as programs do after Ctrl-C."""
-    if folder is None:
-        console.print(
-            f"stopped after step {engine.global_steps}; nothing was saved. Pass --checkpoints FOLDER to save."
-        )
-    else:
-        engine.save_checkpoint(folder, keep_last=2)
-        local = os.environ.get("LOCAL_WORLD_SIZE")
-        start = ["torchrun", "--nproc-per-node", local] if local else [Path(sys.executable).name]
-        console.print(f"stopped after step {engine.global_steps}, and saved. To resume:")
-        console.print(f"  {shlex.join([*start, *sys.argv])}", soft_wrap=True, markup=False, highlight=False)
-    raise SystemExit(128 + signal.SIGINT)
+def resume_command() -> str:
+    """Return the command that started this script."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    start = ["torchrun", "--nproc-per-node", local] if local else [Path(sys.executable).name]
+    return shlex.join([*start, *sys.argv])
 
 
 @torch.no_grad()
-def evaluate(engine: zeroshard.Engine, data: Windows, count: int) -> float:
+def evaluate(engine: zeroshard.Engine, data: Windows, text: Text, count: int) -> float:
     """Return bits per byte over `count` batches of every rank."""
     batch, own = engine.train_micro_batch_size_per_gpu(), dist.get_rank() * count
-    total = torch.stack([engine(*data.batch((own + number) * batch, engine)) for number in range(count)]).mean()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size() / math.log(2)
+    sums = torch.zeros(2, device=engine.device)  # nats, and bytes
+    for number in range(count):
+        tokens, targets = data.batch((own + number) * batch, engine)
+        nats = engine(tokens, targets) * targets.numel()
+        sums += torch.stack([nats.float(), text.lengths[targets.cpu()].sum().to(sums)])
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1]) / math.log(2)
 
 
 @torch.no_grad()
-def sample(engine: zeroshard.Engine, prompt: str, length: int, temperature: float = 0.6) -> str:
+def sample(engine: zeroshard.Engine, text: Text, prompt: bytes, length: int, temperature: float = 0.6) -> str:
     """Continue a prompt. Every rank must call it, since at stage 3 each forward gathers the parameters."""
-    tokens = torch.tensor([list(prompt.encode())], device=engine.device)
+    tokens = torch.tensor([list(prompt)], device=engine.device)
     generator = torch.Generator(engine.device).manual_seed(1)
     for _ in range(length):
         logits = engine(tokens[:, -LENGTH:])[0, -1].float() / temperature
         choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         tokens = torch.cat([tokens, choice[None]], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+    return text.decode(tokens[0])
 
 
 def report(engine: zeroshard.Engine, console: Console) -> None:
@@ -157,14 +212,16 @@ def report(engine: zeroshard.Engine, console: Console) -> None:
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     formula = engine.memory_formula()
-    table = Table(title=f"Memory at rest at ZeRO stage {engine.zero_optimization_stage()}, MiB")
+    expected = {kind: f"{nbytes / 2**20:.2f}" for kind, nbytes in formula.items()}
+    expected["gradients"] += " until a step frees them"
+    table = Table(title=f"Memory between steps at ZeRO stage {engine.zero_optimization_stage()}, MiB")
     table.add_column("")
     for rank in range(dist.get_world_size()):
         table.add_column(f"rank {rank}", justify="right")
     table.add_column("formula", justify="right")
     for kind in mine:
         cells = [f"{figures[kind] / 2**20:.2f}" for figures in everyone]
-        table.add_row(kind, *cells, f"{formula[kind] / 2**20:.2f}" if kind in formula else "")
+        table.add_row(kind, *cells, expected.get(kind, ""))
     console.print(table)
 
 
@@ -182,30 +239,56 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", required=True, help="a DeepSpeed JSON config")
     parser.add_argument("--stage", type=int, choices=range(4), help="the stage, instead of the config's")
     parser.add_argument("--text", type=Path, default=STDLIB, help="a file or a folder")
-    parser.add_argument("--steps", type=int, help=f"default: {STEPS}, or {STEPS_IN_FP32} on a CPU without bf16")
-    parser.add_argument("--checkpoints", type=Path, help="a folder to save to and to resume from")
+    parser.add_argument("--size", choices=SIZES, default="1M", help="the number of parameters, roughly")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="the time of the training, which sets the number of steps"
+    )
+    parser.add_argument("--steps", type=int, help="an exact number of steps, instead of --minutes")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        help="a folder to save to and to resume from",
+    )
     parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
-    parser.add_argument("--sample", type=int, default=400, help="bytes to generate")
+    parser.add_argument("--sample", type=int, default=250, help="tokens to generate")
     parser.add_argument("--fp16", action="store_true", help='use fp16 instead of bf16 if the config has "auto"')
     return parser.parse_args()
 
 
-def set_steps(options: argparse.Namespace, config: dict[str, Any], console: Console) -> None:
-    """Choose the number of steps if --steps is missing: fewer on a CPU without bf16, with a shorter schedule."""
-    if options.steps is not None:
-        return
-    options.steps = STEPS
-    if is_emulated_on_any_rank(torch.bfloat16):
-        options.steps = STEPS_IN_FP32
-        schedule = config.get("scheduler", {}).get("params", {})
-        if schedule.get("total_num_steps") == STEPS:
-            schedule["total_num_steps"] = STEPS_IN_FP32
-        console.print(
-            f"this CPU has no bf16 instructions: {STEPS_IN_FP32} steps, not {STEPS} (--steps {STEPS} runs all)"
-        )
+LOGS = ("json_monitor", "csv_monitor", "tensorboard", "wandb", "comet", "steps_per_print")
 
 
-def curve(losses: list[float], first: int, width: int = 64, height: int = 12) -> str:
+def seconds_per_step(model: GPTConfig, config: dict[str, Any], auto: dict[str, Any], data: Windows) -> float:
+    """Time a few steps of a model that is thrown away. All ranks return the same number, the slowest rank's."""
+    timed = {key: value for key, value in config.items() if key not in LOGS}
+    engine, _, _, _ = zeroshard.initialize(model=GPT(model), config=timed, auto=auto)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(*data.batch(engine.global_samples, engine)))
+            engine.step()
+        if engine.device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(seconds[2:]), device=engine.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    engine.destroy()
+    return float(slowest)
+
+
+def steps_for(minutes: float, seconds: float, console: Console) -> int:
+    """Return the number of steps that fit into a time, if each takes `seconds`, and say how long they take."""
+    steps = min(max(int(60 * minutes / seconds), FEWEST), MOST)
+    took = round(steps * seconds)
+    console.print(
+        f"about {steps} steps, done in about {took // 60}:{took % 60:02}; Ctrl-C stops earlier and shows what it has learnt",
+        soft_wrap=True,
+    )
+    return steps
+
+
+def curve(losses: list[float], first: int, width: int = 64, height: int = 10) -> str:
     """Return a plot made of characters, in which each column is the mean of several steps.
 
     Args:
@@ -230,33 +313,23 @@ def curve(losses: list[float], first: int, width: int = 64, height: int = 12) ->
     return "\n".join(lines)
 
 
-def draw(losses: list[float], first: int, console: Console) -> None:
-    """Draw the loss of each step from step `first` on, as a PNG or, without matplotlib, in the terminal."""
-    if not losses:
-        return
-    if find_spec("matplotlib") is None:
-        console.print(curve(losses, first), markup=False, highlight=False)
-        return
-    from matplotlib.figure import Figure
+def train(
+    engine: zeroshard.Engine, data: Windows, text: Text, interrupt: CtrlC, options: argparse.Namespace
+) -> tuple[list[float], bool]:
+    """Train until --steps or Ctrl-C, and save.
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(range(first, first + len(losses)), losses, linewidth=1)
-    axes.set(xlabel="step", ylabel="loss, nats per byte")
-    CURVE.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(CURVE, dpi=150)
-    console.print(f"the loss of each step: {CURVE.resolve()}", soft_wrap=True, markup=False, highlight=False)
-
-
-def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, console: Console) -> list[float]:
-    """Train until --steps or Ctrl-C, and save. Return this rank's loss of each step's last microbatch."""
-    loss = torch.zeros(())
-    losses = []
+    Returns:
+        losses: this rank's loss of each step's last microbatch.
+        stopped: whether Ctrl-C was pressed on any rank.
+    """
+    losses: list[Tensor] = []
+    stopped = False
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
-    shown = zeroshard.progress(engine, steps=options.steps, tokens=LENGTH)
-    with CtrlC() as interrupt, shown as progress:
+    every = max(1, options.steps // 10)
+    shown = zeroshard.progress(engine, steps=options.steps, tokens=LENGTH, log=LOG)
+    state = {"vocabulary": text.checksum}
+    with shown as progress:
         for step in range(engine.global_steps, options.steps):
-            start = time.perf_counter()
             for microbatch in range(engine.gradient_accumulation_steps()):
                 # A step uses the next train_batch_size() samples, however many ranks share them.
                 first = engine.global_samples + (microbatch * world_size + rank) * batch
@@ -264,71 +337,114 @@ def train(engine: zeroshard.Engine, data: Windows, options: argparse.Namespace, 
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.detach())
-            if step % 50 == 0 or step == options.steps - 1:
-                speed = engine.train_batch_size() * LENGTH / (time.perf_counter() - start)
+            if step % every == 0 or step == options.steps - 1:
                 norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
-                progress.print(f"step {step:4d}  loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}  {speed:,.0f} tokens/s")
-            if interrupt.on_any_rank(engine.device):
-                progress.stop()
-                stop(engine, options.checkpoints, console)
+                progress.print(f"step {step:4d}  loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}")
+            stopped = interrupt.on_any_rank(engine.device)
+            if stopped:
+                break
             if options.checkpoints is not None and (step + 1) % options.save_every == 0:
-                engine.save_checkpoint(options.checkpoints, asynchronous=True, keep_last=2)
+                engine.save_checkpoint(options.checkpoints, client_state=state, asynchronous=True, keep_last=2)
     if options.checkpoints is not None:
-        engine.save_checkpoint(options.checkpoints, keep_last=2)
-    return [float(one) for one in losses]
+        engine.save_checkpoint(options.checkpoints, client_state=state, keep_last=2)
+    return [float(one) for one in losses], stopped
 
 
-def main() -> None:
-    """Train, validate, sample, print the memory at rest, and draw the loss."""
-    options = parse()
+def show(losses: list[float], first: int, console: Console) -> None:
+    """Print the curve of the loss from step `first` on, and draw the log as a picture if matplotlib is there."""
+    if not losses:
+        return
+    console.print(curve(losses, first), markup=False, highlight=False)
+    if find_spec("matplotlib") is not None:
+        picture = LOG / "report.png"
+        draw([read_run(LOG)], picture)
+        console.print(f"the run as a picture: {picture.resolve()}", soft_wrap=True, markup=False, highlight=False)
 
-    config = json5.loads(Path(options.config).read_text(encoding="utf-8"))
-    if options.stage is not None:
-        config.setdefault("zero_optimization", {})["stage"] = options.stage
-    init_distributed()
-    torch.manual_seed(0)
-    console = Console(quiet=dist.get_rank() != 0)
-    set_steps(options, config, console)
-    # Values for keys that the config leaves to "auto".
-    auto = {
+
+def values_for_auto(options: argparse.Namespace, config: dict[str, Any], rate: float) -> dict[str, Any]:
+    """Return values for keys that the config leaves to "auto". `rate` is the learning rate."""
+    steps = options.steps or MOST
+    return {
         "train_micro_batch_size_per_gpu": microbatch_size(config.get("train_batch_size"), dist.get_world_size()),
-        "lr": 2e-3,
+        "lr": rate,
+        "warmup_max_lr": rate,
         "betas": (0.9, 0.95),
         "weight_decay": 0.1,
-        "total_num_steps": options.steps,
-        "warmup_num_steps": 40,
+        "total_num_steps": steps,
+        "warmup_num_steps": max(2, steps // 12),
         "fp16": options.fp16,
         "bf16": not options.fp16 and not is_emulated_on_any_rank(torch.bfloat16),
     }
-    engine, _, _, _ = zeroshard.initialize(model=GPT(GPTConfig()), config=config, auto=auto)
 
-    text = read_text(options.text)
-    training, validation = Windows(text[: -len(text) // 20]), Windows(text[-len(text) // 20 :])
+
+def run(interrupt: CtrlC) -> int:
+    """Train, validate, sample, print the memory, and draw the loss. Return the exit code."""
+    options = parse()
+    config = json5.loads(Path(options.config).read_text(encoding="utf-8"))
+    if options.stage is not None:
+        config.setdefault("zero_optimization", {})["stage"] = options.stage
+    console = Console(quiet=dist.get_rank() != 0)
+    size, rate = SIZES[options.size]
+    if options.checkpoints is not None and options.steps is None:
+        options.steps = STEPS_OF_CHECKPOINTS
+    if options.steps is None:
+        console.print(f"this trains for about {options.minutes:g} minutes (--minutes); Ctrl-C stops earlier")
+    data = read_text(options.text)
+    text = Text(data)
+    cut = len(text.tokens) - len(text.tokens) // 20
+    training, validation = Windows(text.tokens[:cut]), Windows(text.tokens[cut:])
+    auto = values_for_auto(options, config, rate)
+    if options.steps is None:
+        options.steps = steps_for(options.minutes, seconds_per_step(size, config, auto, training), console)
+        auto = values_for_auto(options, config, rate)
+    torch.manual_seed(0)
+    engine, _, _, _ = zeroshard.initialize(model=GPT(size), config=config, auto=auto)
     numel = sum(p.numel() for p in engine.module.parameters())
     ranks = f"{dist.get_world_size()} ranks, a step of {engine.train_batch_size()} sequences"
-    console.print(f"{numel / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {ranks}")
+    console.print(f"{numel / 1e6:.1f} M parameters, {len(data) / 1e6:.1f} MB of text, {ranks}")
 
     if options.checkpoints is not None:  # every rank calls it, even on a host without a checkpoint
-        path, _ = engine.load_checkpoint(options.checkpoints, fall_back=True)
+        path, state = engine.load_checkpoint(options.checkpoints, fall_back=True)
         console.print("no checkpoint yet" if path is None else f"resuming from {path}")
-
+        if state and state.get("vocabulary", text.checksum) != text.checksum:
+            raise SystemExit(f"{path} was trained on another text. Pass the same --text, or another --checkpoints.")
     first = engine.global_steps
-    losses = train(engine, training, options, console)
+    if first == 0 and dist.get_rank() == 0:
+        (LOG / "steps.jsonl").unlink(missing_ok=True)  # another run's
+    losses, stopped = train(engine, training, text, interrupt, options)
 
+    untrained = math.log2(VOCABULARY) * len(text.tokens) / len(data)
+    prompt = b"\n    def read(self" if options.text == STDLIB else text.decode(validation.text[:16]).encode()
     engine.eval()
-    bits = evaluate(engine, validation, count=8)
-    console.print(f"validation: {bits:.3f} bits per byte (8.000 before training)")
+    bits = evaluate(engine, validation, text, count=8)
+    console.print(f"validation: {bits:.3f} bits per byte ({untrained:.3f} before training)")
     console.rule("a sample")
-    console.print(sample(engine, "def read(self, ", options.sample), markup=False, highlight=False)
+    console.print(sample(engine, text, prompt, options.sample), markup=False, highlight=False)
     console.rule()
     report(engine, console)
     if dist.get_rank() == 0:
-        draw(losses, first, console)
+        show(losses, first, console)
+    if stopped:
+        saved = "nothing was saved. Pass --checkpoints FOLDER to save."
+        if options.checkpoints is not None:
+            saved = f"and saved. To resume:\n  {resume_command()}"
+        console.print(
+            f"stopped after step {engine.global_steps}: {saved}", soft_wrap=True, markup=False, highlight=False
+        )
+    return 128 + signal.SIGINT if stopped else 0
+
+
+def main() -> int:
+    """Run the script, and return its exit code."""
+    init_distributed()
+    with CtrlC() as interrupt:
+        status = run(interrupt)
     dist.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":
     try:
-        main()
-    except KeyboardInterrupt:  # before or after training, when there is nothing to save
+        raise SystemExit(main())
+    except KeyboardInterrupt:  # before the training, or a second Ctrl-C
         raise SystemExit(128 + signal.SIGINT) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 from pathlib import Path
@@ -18,6 +19,9 @@ def prepare() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(
+        gc.unfreeze
+    )  # libraries that nanobind binds, such as triton, print what the last collection does not free
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, _, *name = line.split()

@@ -27,17 +27,6 @@ class Boom(Exception):
     """An error that the user's own code raises in the middle of an action."""
 
 
-class Special(nn.Parameter):
-    """A parameter of the user's own class, with an attribute."""
-
-    note = ""
-
-    def __new__(cls, data: Tensor, requires_grad: bool = True) -> Special:
-        made: Special = super().__new__(cls, data, requires_grad)
-        made.note = f"{tuple(data.shape)}"
-        return made
-
-
 class Block(nn.Module):
     """A block that keeps a running mean of its inputs in fp32, and adds a tenth of the mean."""
 
@@ -117,8 +106,6 @@ class Setting:
     one_unit: bool = False
     two_optimizers: bool = False
     """One for matrices and one for the rest."""
-    own_class: bool = False
-    """Whether the blocks' scales have the user's own class, only below stage 3, which refuses such classes."""
     places: tuple[Place, Place, Place] = (Place.ACCELERATOR, Place.ACCELERATOR, Place.ACCELERATOR)
     """The places of parameters, gradients and optimizer states."""
 
@@ -148,9 +135,6 @@ class Side:
     def __init__(self, setting: Setting, folder: Path) -> None:
         torch.manual_seed(0)
         self.setting, self.model, self.folder = setting, Net(), folder
-        if setting.own_class and setting.stage < 3:
-            for block in self.model.blocks:
-                block.scale = Special(block.scale.detach(), block.scale.requires_grad)
         self.losses: list[Tensor] = []
         """The losses of graphs that have not run a backward yet, or may run one again."""
         self.alias: Tensor | None = None
@@ -416,13 +400,12 @@ class Side:
         torch.nn.utils.clip_grad_value_(self.graded(), 0.01 * (number + 1))
 
     def drops(self, number: int) -> bool:
-        """Return whether `drop_grads` removes gradients, as own classes require (docs/limits.md), or sets them to zero."""
-        return bool(number % 4) or self.setting.own_class
+        """Return whether `drop_grads` removes gradients, or sets them to zero."""
+        return bool(number % 4)
 
     def drop_one(self, number: int) -> None:
-        """Leave one parameter out of the step. (Nobody sees it if its class is the user's own.)"""
-        if not self.setting.own_class:
-            self.pick(number)[1].grad = None
+        """Leave one parameter out of the step."""
+        self.pick(number)[1].grad = None
 
     def toggle(self, number: int) -> None:
         _, parameter = self.pick(number)
@@ -433,8 +416,7 @@ class Side:
     def read(self, number: int) -> Any:
         with self.whole():
             parameters = {fqn: p.detach().clone() for fqn, p in self.model.named_parameters()}
-        notes = {fqn: p.note for fqn, p in self.model.named_parameters() if isinstance(p, Special)}
-        return parameters, {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}, notes
+        return parameters, {fqn: buffer.clone() for fqn, buffer in self.model.named_buffers()}
 
     def read_state_dict(self, number: int) -> Any:
         return {fqn: value.clone() for fqn, value in self.model.state_dict().items()}
@@ -449,14 +431,8 @@ class Side:
         if loss.requires_grad:
             loss.backward()
         flags = torch.tensor([p.requires_grad for p in copied.parameters()])
-        notes = [p.note for p in copied.parameters() if isinstance(p, Special)]
-        return (
-            notes,
-            values,
-            loss.detach(),
-            flags,
-            {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None},
-        )
+        gradients = {fqn: p.grad for fqn, p in copied.named_parameters() if p.grad is not None}
+        return values, loss.detach(), flags, gradients
 
 
 def _halve(parameter: Tensor) -> None:

@@ -72,15 +72,9 @@ _BEGINS = (
 
 _OF_GRADIENTS = ("halve_grads", "clamp_grads", "clip_by_torch")
 """Operations on `grad`. They need gradients that are complete."""
-_OF_CLASS = ("offload", "inside", "drop_grads", *_OF_GRADIENTS)
-"""Actions that leave out, or hide, parameters of the user's own class."""
 
 EXPECTED: list[tuple[str, Callable[[Facts], bool]]] = [
     (r"parked|reload_states", lambda facts: facts.parked),
-    (
-        r"class (of|is) your own",
-        lambda facts: facts.setting.own_class and (facts.grad_set or facts.action in _OF_CLASS),
-    ),
     (r"was aborted", lambda facts: facts.broken),
     (r"without optimizer\.zero_grad\(\)", lambda facts: facts.stepped),
     (r"between (a )?backward and (its )?(step|zero_grad)|gradients await a step", lambda facts: facts.begun),

@@ -299,10 +299,9 @@ class Plain(Side):
 
     def drop_one(self, number: int) -> None:
         super().drop_one(number)
-        if not self.setting.own_class:
-            fqn, _ = self.pick(number)
-            self.masters[fqn].grad = None
-            self.by_hand.pop(fqn, None)
+        fqn, _ = self.pick(number)
+        self.masters[fqn].grad = None
+        self.by_hand.pop(fqn, None)
 
     def zero_grad(self, number: int) -> None:
         self.optimizer.zero_grad()

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch import nn
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest, node_local
@@ -24,18 +24,18 @@ from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
 from zeroshard.collectives.grouped import PointToPoint
 from zeroshard.collectives.shared_memory import SharedMemory
-from zeroshard.collectives.waits import Pairing
 from zeroshard.collectives.watch import Watch
 from zeroshard.formats import deepspeed
+from zeroshard.observe.display import Display
+from zeroshard.observe.monitors import StepFigures
 from zeroshard.parameters import parameter_bucket
 from zeroshard.planning import search, simulated
-from zeroshard.recompute.saved_inputs import Slots
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
 from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.transfers import LANDED, Copies
-from zeroshard.training_progress import TrainingRow
+from zeroshard.training_progress import TrainingProgress
 
 # ---------------------------------------------------------------------- a sharded model
 
@@ -112,10 +112,17 @@ def set_slice(attention: CutAttention, positions: Slice) -> None:
     attention._slice = positions
 
 
-def throughput(row: TrainingRow, samples: Iterable[tuple[float, int]]) -> list[str]:
-    """Return the text of a rate, from (seconds, samples). Tests assert no seconds of a real run."""
-    row._sampled = deque(samples)
-    return row._throughput()
+def columns_of_a_bar(
+    model: nn.Module, *, ranks: int, samples_per_second: float, flops: float, peak_flops: float
+) -> list[str]:
+    """Return the texts behind a bar at a given speed. Tests assert no seconds of a real run."""
+    context = SimpleNamespace(everyone=SimpleNamespace(world_size=ranks))
+    sharded: Any = SimpleNamespace(
+        model=model, _context=context, display=Display(speaks=False), comm_report=lambda clear: {}
+    )
+    shown = TrainingProgress(sharded, None, 0, None, None, flops, peak_flops, None)
+    shown._show(StepFigures(1, 5, None, 0.1, 1.0, 0.5, True, samples_per_second))
+    return shown._row.columns
 
 
 # ---------------------------------------------------------------------- processes
@@ -129,7 +136,7 @@ WRITE_BEHIND = "_write_behind"
 meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
-"""The other parts of `doctor` take seconds."""
+"""`doctor` takes its console from the terminal."""
 progress_of_plan = plan._progress
 """A plan of 25 dry runs takes a minute."""
 last_that_fits = search._last_that_fits
@@ -158,16 +165,6 @@ def kept_messages(collectives: SharedMemory) -> int:
 def is_posted(watch: Watch) -> bool:
     """Return whether this rank's wait is in the store, for other ranks to read."""
     return watch._is_posted
-
-
-message_key = Watch._key
-"""The key of a rank's message in the store, with which a test posts for an absent rank."""
-
-
-def interrupt_in_vain(watch: Watch, store: Store, pairing: Pairing) -> None:
-    """Run one check of the watch's thread, at a moment that the test chooses."""
-    watch._store = store
-    watch._interrupt_in_vain(pairing)
 
 
 def read_others(watch: Watch) -> dict[int, Any]:
@@ -201,17 +198,6 @@ def around_requests(
     finally:
         for name, work in before.items():
             setattr(DirectFile, name, work)
-
-
-def slots_of(keeper: Any) -> Slots | None:
-    """Return a checkpointer's contiguous memory, whose addresses do not change."""
-    slots: Slots | None = keeper if isinstance(keeper, Slots) else keeper._slots
-    return slots
-
-
-def addresses(slots: Slots) -> dict[Any, int]:
-    """Return the addresses of its buffers."""
-    return {key: buffer.data_ptr() for key, buffer in slots._buffers.items()}
 
 
 # ---------------------------------------------------------------------- checkpoints and other formats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from zeroshard.optim.several import Several
 from zeroshard.testing import Workload
 
 WIDTH, VOCABULARY = 12, 31
@@ -204,3 +205,11 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
 }
+
+
+def muon_with_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return Muon for matrices and AdamW for the rest, as one."""
+    listed = list(parameters)
+    matrices = [p for p in listed if p.ndim == 2]
+    muon = torch.optim.Muon(matrices, lr=1e-2, adjust_lr_fn="match_rms_adamw")
+    return Several([muon, torch.optim.AdamW([p for p in listed if p.ndim != 2], lr=1e-2)])

@@ -443,7 +443,6 @@ def _train_traced(rank: int, tracer: Tracer, steady: Lines, setup: Lines, folder
     import zeroshard
     from zeroshard import Offload, Place, Policy, Precision
     from zeroshard.collectives.meeting import VARIABLE
-    from zeroshard.policy import Wire
     from zeroshard.storage import storages
 
     shared_memory, gloo = "1", "0"
@@ -452,7 +451,6 @@ def _train_traced(rank: int, tracer: Tracer, steady: Lines, setup: Lines, folder
     on_cpu = Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU, offload=offload)
     on_disk = Policy.stage(3).offloaded(optimizer=Place.DISK, parameters=Place.DISK, offload=offload)
     on_both = Policy.stage(2).offloaded(optimizer=Place.DISK, parameters=Place.CPU, offload=offload)
-    rounded = Policy.stage(3, within=1, wire=Wire(gradients="int8"))
     runs = [
         (Policy.stage(0), fp32, shared_memory),
         (Policy.stage(1), bf16, gloo),
@@ -460,7 +458,7 @@ def _train_traced(rank: int, tracer: Tracer, steady: Lines, setup: Lines, folder
         (Policy.stage(3), bf16, shared_memory),
         (Policy.stage(3), fp32, gloo),
         (Policy.stage(3, reshard_after_forward=False), fp32, shared_memory),
-        (rounded, fp32, shared_memory),
+        (Policy.stage(3, within=1), fp32, shared_memory),
         (on_cpu, bf16, shared_memory),
         (on_disk, fp32, gloo),
         (on_both, bf16, shared_memory),

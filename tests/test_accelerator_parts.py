@@ -263,10 +263,10 @@ def test_the_page_takes_the_figures(tmp_path: Path) -> None:
     assert "61 s" in text
 
 
-def test_the_page_of_the_docs_shows_the_figures_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_results_shows_the_figures_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     results = json.loads((ROOT / "benchmarks/results/accelerator.json").read_text(encoding="utf-8"))
-    text = (ROOT / "docs/accelerators_measured.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks/results/accelerator.md").read_text(encoding="utf-8")
     assert importlib.import_module("accelerator_page").filled(text, results) == text
 
 

@@ -20,6 +20,7 @@ SHIM = PACKAGE / "shim"
 ORDER = [
     {"version"},
     {"errors"},
+    {"removed"},
     {"torch_private"},
     {"policy"},
     {"launch"},

@@ -8,14 +8,13 @@ import gc
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from insides import addresses, slots_of
 from models import tokens
 from quiet import no_warnings
 from ranks import on_ranks
@@ -27,8 +26,6 @@ from torch.nn import functional as F
 import zeroshard
 from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
 from zeroshard.recompute.checkpointing import Checkpointer, Checkpointing
-from zeroshard.recompute.saved_inputs import HostCopies, Slots
-from zeroshard.storage.transfers import CPU, Copies
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -93,8 +90,6 @@ def train(
 OPTIONS = {
     "plain": Checkpointing(),
     "cpu": Checkpointing(cpu_checkpointing=True),
-    "contiguous": Checkpointing(contiguous_memory_optimization=True, number_checkpoints=DEPTH),
-    "contiguous, cpu": Checkpointing(contiguous_memory_optimization=True, number_checkpoints=6, cpu_checkpointing=True),
     "profile": Checkpointing(profile=True, synchronize_checkpoint_boundary=True),
 }
 
@@ -111,78 +106,6 @@ def test_the_bits_are_those_without_checkpointing(own: bool, stage: int, dtype: 
             assert all(map(torch.equal, expected, got)), name
 
     on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("contiguous", [False, True])
-def test_partitioned_inputs_are_gathered_for_the_recompute(contiguous: bool) -> None:
-    """Ranks that hold the same inputs, as those of a model-parallel group do: each keeps half."""
-
-    def body(rank: int) -> None:
-        options = Checkpointing(
-            partition_activations=True,
-            model_parallel_group=dist.group.WORLD,
-            contiguous_memory_optimization=contiguous,
-            number_checkpoints=DEPTH if contiguous else None,
-        )
-        gradients = []
-        for checkpointer in (None, Checkpointer(options)):
-            torch.manual_seed(0)
-            model = Model() if checkpointer is None else Model(checkpointer.checkpoint)
-            torch.manual_seed(1)
-            for step in range(2):
-                model(*tokens(0, step)).backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert all(map(torch.equal, *gradients))
-        if contiguous:
-            assert slots_of(checkpointer).nbytes == DEPTH * (3 * 5 * WIDTH * 4) // 2
-
-    on_ranks(body, 2)
-
-
-def test_without_a_model_parallel_group_it_says_so() -> None:
-    checkpointer = Checkpointer(Checkpointing(partition_activations=True))
-    with pytest.warns(UserWarning, match="without a model-parallel group"):
-        Model(checkpointer.checkpoint)(*tokens(0, 0)).backward()
-
-
-@pytest.mark.parametrize(
-    "keeper", [HostCopies(None, Copies(CPU)), HostCopies(Slots(DEPTH, on_host=True), Copies(CPU)), Slots(DEPTH)]
-)
-def test_what_is_kept_elsewhere_comes_back_as_it_was(keeper: Any) -> None:
-    """The copies of cpu_checkpointing, which a model on the CPU does not need."""
-    leaf = torch.randn(DEPTH, 5, requires_grad=True)
-    for _ in range(3):
-        if isinstance(keeper, Slots):
-            keeper.begin()
-        with saved_tensors_hooks(keeper, lambda recall: recall()):
-            out = [(row * 2).exp() for row in leaf]
-        (gradient,) = torch.autograd.grad(sum(one.sum() for one in out), leaf)
-        torch.testing.assert_close(gradient, 2 * (2 * leaf).exp().detach())
-        del out
-        slots = slots_of(keeper)
-        if slots is not None:
-            slots.begin()
-
-
-def test_contiguous_memory_is_allocated_once_and_its_end_is_an_error() -> None:
-    options = Checkpointing(contiguous_memory_optimization=True, number_checkpoints=DEPTH)
-    checkpointer = Checkpointer(options)
-    model = Model(checkpointer.checkpoint)
-    model(*tokens(0, 0)).backward()
-    slots = slots_of(checkpointer)
-    before = addresses(slots)
-    assert slots.nbytes == DEPTH * 3 * 5 * WIDTH * 4  # of x alone: positions and the scale are no activations
-    model(*tokens(0, 1)).backward()
-    assert addresses(slots) == before
-    kept = model(*tokens(0, 2))
-    with pytest.raises(UsageError, match="number_checkpoints is 4"):
-        model(*tokens(0, 3))
-    kept.backward()
-    del kept
-    gc.collect()
-    model(*tokens(0, 4)).backward()
-    with pytest.raises(UsageError, match="set number_checkpoints"):
-        Checkpointing(contiguous_memory_optimization=True)
 
 
 def test_the_profile_counts_calls_seconds_and_bytes() -> None:
@@ -213,15 +136,14 @@ def test_as_users_of_deepspeed_call_it() -> None:
     assert not checkpointing.is_configured()
     config = {
         "activation_checkpointing": {
-            "contiguous_memory_optimization": True,
-            "number_checkpoints": "4",
+            "cpu_checkpointing": True,
             "profile": True,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
     }
-    made = checkpointing.configure(None, deepspeed_config=config, num_checkpoints=9)
+    made = checkpointing.configure(None, deepspeed_config=config, synchronize=True)
     assert checkpointing.is_configured()
-    assert made.options == Checkpointing(contiguous_memory_optimization=True, number_checkpoints=9, profile=True)
+    assert made.options == Checkpointing(cpu_checkpointing=True, synchronize_checkpoint_boundary=True, profile=True)
     x = torch.randn(3, requires_grad=True)
     checkpointing.checkpoint(torch.sin, x).sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
@@ -229,8 +151,19 @@ def test_as_users_of_deepspeed_call_it() -> None:
     assert not checkpointing.is_configured()
     with pytest.raises(ConfigError, match="unknown key"):
         checkpointing.configure(deepspeed_config={"activation_checkpointing": {"partition": True}})
-    with pytest.raises(UsageError, match="takes a process group, or an object with get_model_parallel_group"):
-        checkpointing.configure(mpu_=2)
+
+
+def test_options_without_effect_are_named() -> None:
+    block = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": "4"}
+    with pytest.warns(
+        UserWarning, match="ignores partition_activations, contiguous_memory_optimization, number_checkp"
+    ):
+        checkpointing.configure(deepspeed_config={"activation_checkpointing": block})
+    with pytest.warns(UserWarning, match="ignores partition_activations, contiguous_checkpointing, num_checkpoints: "):
+        checkpointing.configure(None, None, True, True, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointing.configure(None, None, False, False, checkpoint_in_cpu=True)
 
 
 @pytest.mark.parametrize("chosen", ["auto", ["auto"], ["blocks.1", "blocks.[23]"]])

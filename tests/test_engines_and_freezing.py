@@ -154,9 +154,10 @@ def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
     assert not torch.equal(before, model.embedding.weight)
-    muon = zeroshard.shard(nn.Linear(3, 3), zeroshard.MuonWithAdamW, Policy.stage(0))
+    layer = nn.Linear(3, 3)
+    two = zeroshard.shard(layer, [torch.optim.Muon([layer.weight]), torch.optim.AdamW([layer.bias])], Policy.stage(0))
     with pytest.raises(UsageError, match="takes its groups when it is made"):
-        muon.update_trainable({"params": []})
+        two.update_trainable({"params": []})
     other = Stack(tied=False)
     engine, *_ = zeroshard.initialize(
         model=other, config=config(0, **ADAMW, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ from twin import (
 )
 from unusual import UNUSUAL, unusual
 
-from zeroshard import Place, Policy, Sharded, Wire
+from zeroshard import Place, Policy, Sharded
 from zeroshard.collectives import meeting
 from zeroshard.collectives.composed import OverHosts
 from zeroshard.testing import Workload, train
@@ -363,24 +363,3 @@ def test_ranks_that_share_memory_in_pairs(ranks: int, stage: int, monkeypatch: p
         assert runs[0].equals(runs[1])
 
     on_ranks(body, ranks)
-
-
-# ---------------------------------------------------------------------- lossy communication
-
-
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full), "fp16"])
-@pytest.mark.parametrize("codes", ["int8", "int4"])
-@FEW_MICROBATCHES
-@pytest.mark.quick(1)
-def test_lossy_gradients(microbatches: int, codes: Literal["int8", "int4"], precision: str) -> None:
-    """The codes are the topology's, as the order of sums is: settings of one `within` and one wire give the same bits."""
-
-    def body(rank: int) -> None:
-        work = workload("tied", steps=2, microbatches=microbatches, max_norm=0.5)
-        first = expect_equal(rank, work, hosts(2, Wire(gradients=codes)), precision)
-        exact = run(rank, work, hosts(2)["stage 2"], precision=precision)
-        assert not exact.equals(first[microbatches > 1])
-        near = 0.05 if codes == "int8" else 0.2
-        torch.testing.assert_close(first[microbatches > 1].losses, exact.losses, rtol=near, atol=near)
-
-    on_ranks(body, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import random
 import re
@@ -18,8 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from insides import interrupt_in_vain, message_key
 from models import Stack, tokens, workload
 from ranks import on_ranks, run_until_all_end
 from torch import Tensor, nn
@@ -33,8 +30,6 @@ from zeroshard import CollectiveError, ConfigError, Place, Policy, PolicyError, 
 from zeroshard.collectives.grouped import Transfer
 from zeroshard.collectives.meeting import VARIABLE
 from zeroshard.collectives.neighbours import Neighbours
-from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing
-from zeroshard.collectives.watch import Told, Watch
 from zeroshard.config.load import load_config
 from zeroshard.testing import RankError, run_ranks, train
 
@@ -137,12 +132,11 @@ def test_a_wait_with_a_timeout_of_months() -> None:
 @pytest.mark.parametrize("alone", ["state_dict", "save", "states", "forward"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.quick(2)
-def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
+def test_a_rank_alone_over_gloo_is_named_at_the_timeout(
     ranks: int, alone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that wait for each other in vain would be reported as hung."""
+    """Ranks that wait for each other in vain."""
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0")
-    monkeypatch.setenv("ZEROSHARD_NOTICE_SECONDS", "2")
 
     def body(rank: int) -> str:
         model = Stack()
@@ -161,42 +155,10 @@ def test_a_rank_alone_over_gloo_is_named_long_before_the_timeout(
             sharded.sum_over_ranks(torch.zeros(1))
         return str(caught.value)
 
-    messages = run_ranks(body, ranks, timeout=100, collective_timeout=600)
-    assert any("is itself waiting for this one, for" in message for message in messages), messages
+    messages = run_ranks(body, ranks, timeout=100, collective_timeout=4)
+    assert any("Timed out" in message for message in messages), messages
     for message in messages:
         assert "rank 0 waited for" in message and "rank 1 waited for" in message, message
-
-
-@pytest.mark.parametrize("mistake", ["none", "another connection", "begun here", "begun there", "not for this rank"])
-def test_ranks_wait_in_vain_only_where_neither_has_begun_what_the_other_waits_for(mistake: str) -> None:
-    channel = 1 << SEQUENCE_BITS
-    code = 3 << OPERATION_SHIFT
-    mine, theirs = 2 * channel + 1, code + 5 * channel + 255
-    here = {2: mine, 5: theirs if mistake == "begun here" else theirs - 1}
-    there = [5 * channel + 255 + code, mine if mistake == "begun there" else code + mine]
-    report = [
-        "b" if mistake == "another connection" else "a", theirs, [7] if mistake == "not for this rank" else [0], there,
-    ]  # fmt: skip
-    pairing = Pairing("a", mine, [1], here, lambda: None)
-    pairing.awaited = 1
-    assert pairing.report() == ["a", mine, [1], [*here.values()]]
-    assert pairing.is_in_vain(0, report) is (mistake == "none")
-
-
-def test_a_message_of_an_earlier_wait_interrupts_no_wait() -> None:
-    """Only one that was posted again meanwhile is of a wait that is still in progress."""
-    store, closed = dist.HashStore(), list[int]()
-    watch = Watch(store, [0, 1], 0, 30.0)
-    theirs = 5 << SEQUENCE_BITS
-    pairing = Pairing("a", 2 << SEQUENCE_BITS, [1], {}, lambda: closed.append(1))
-    pairing.awaited = 1
-    for post, ends in ((7, False), (7, False), (8, True)):
-        message = Told("all-gather", False, pairing=[post, "a", theirs, [0], []])
-        store.set(message_key(1), json.dumps(message))
-        interrupt_in_vain(watch, store, pairing)
-        assert bool(closed) is ends, post
-    assert pairing.why_interrupted == "rank 1 is itself waiting for this one, for all-gather"
-    watch.close()
 
 
 def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
@@ -402,7 +364,7 @@ def test_call_order_of_the_engine() -> None:
     [
         ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_optimization.zero_quantized_gradients"),
+        ({"zero_optimization": {"zero_quantized_gradients": "fp8"}}, "zero_optimization.zero_quantized_gradients"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
             "offload_optimizer.nvme_path",

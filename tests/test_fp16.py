@@ -17,8 +17,7 @@ from ranks import on_ranks
 from torch import nn
 
 import zeroshard
-from zeroshard import DynamicLossScaler, LossScaleError, Precision, StaticLossScaler
-from zeroshard.observe.underflow import SCALES
+from zeroshard import DynamicLossScaler, LossScaleError, Precision, StaticLossScaler, UsageError
 
 RECORDED = np.load(Path(__file__).parent / "recorded" / "scalers.npz")
 """By tests/recorded/record.py, from DeepSpeed 0.19.8's DynamicLossScaler; -1 is its exception at the smallest scale."""
@@ -232,97 +231,7 @@ def test_autocast_keeps_fp32_parameters(dtype: str) -> None:
     assert engine.step().loss_scale == (1.0 if dtype == "bfloat16" else 2.0**16)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_underflow_is_seen_and_nothing_is_disturbed(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        def run(look: bool) -> tuple[torch.Tensor, Any]:
-            torch.manual_seed(0)
-            model = Stack()
-            engine, *_ = zeroshard.initialize(model=model, config=config(stage, initial_scale_power=10))
-            report = None
-            for number in range(4):
-                engine.backward(engine(*tokens(rank, number)))
-                if look:
-                    report = engine.underflow_report(scales=(2.0**-16, *SCALES))
-                    other = engine.underflow_report(lambda: engine(*tokens(rank, 99)), scales=(4.0,))
-                    assert set(other.shares) == {4.0, 1024.0}
-                engine.step()
-            with zeroshard.unsharded(model):
-                return torch.cat([p.detach().flatten() for p in model.parameters()]), report
-
-        (plain, _), (looked, report) = run(False), run(True)
-        assert torch.equal(plain, looked)
-        assert set(report.shares) == {2.0**-16, *SCALES, 1024.0}
-        names = {fqn for fqn, p in Stack().named_parameters()}
-        assert set(report.shares[1.0]) == names
-        totals = list(report.total.values())
-        assert totals[0] > 0
-        assert totals == sorted(totals, reverse=True)
-        assert sum(report.histogram.values()) > 100
-        if rank == 0:
-            report.plot(tmp_path / "underflow.png")
-            assert (tmp_path / "underflow.png").stat().st_size > 10_000
-            assert report.table().row_count == len(names) + 1
-
-    on_ranks(body, 2)
-
-
-def test_an_underflow_report_has_the_parameters_of_every_rank() -> None:
-    """Each rank uses a layer of its own, and one that all use."""
-
-    def body(rank: int) -> None:
-        model = torch.nn.ModuleList(torch.nn.Linear(size, 1, bias=False) for size in (2, 3, 4))
-        engine, *_ = zeroshard.initialize(model=model, config=config(1))
-
-        def compute_loss() -> torch.Tensor:
-            outputs = [model[index](torch.ones(index + 2).half()) for index in (rank, 2)]
-            return torch.stack(outputs).float().sum()
-
-        report = engine.underflow_report(compute_loss, scales=(1.0,))
-        assert set(report.shares[1.0]) == {"0.weight", "1.weight", "2.weight"}
-        assert sum(report.histogram.values()) == 2 + 3 + 4 + 4
-
-    on_ranks(body, 2)
-
-
-def test_an_underflow_report_keeps_buffers_that_a_forward_replaces() -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(2))
-            self.register_buffer("mean", torch.zeros(()))
-
-        def forward(self) -> torch.Tensor:
-            self.mean = self.mean * 0.5 + 1
-            return self.weight.float().sum()
-
-    engine, *_ = zeroshard.initialize(model=Net(), config=config(1))
-    engine.backward(engine())
-    before = engine.module.mean.clone()
-    engine.underflow_report(scales=(1.0, 4.0))
-    assert torch.equal(engine.module.mean, before)
-
-
-def test_the_underflow_report_counts_what_vanishes() -> None:
-    """A gradient known element by element: 2^-26 is lost below scale 4 (half of fp16's smallest rounds to zero)."""
-
-    class Known(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(4))
-
-        def forward(self, slopes: torch.Tensor) -> torch.Tensor:
-            return (self.weight * slopes.half()).float().sum()
-
-    settings = {**config(0, loss_scale=4), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = zeroshard.initialize(model=Known(), config=settings)
-    slopes = torch.tensor([1.0, 2.0**-20, 2.0**-24, 0.0])
-
-    def compute_loss() -> torch.Tensor:
-        return engine(slopes) * 2.0**-2
-
-    report = engine.underflow_report(compute_loss, scales=(2.0**-4, 1.0, 4.0, 2.0**10))
-    assert report.total == {2.0**-4: 0.5, 1.0: 0.25, 4.0: 0.0, 2.0**10: 0.0}
-    assert not report.overflows
-    assert {power: n for power, n in report.histogram.items() if n} == {-2: 1, -22: 1, -26: 1}
+def test_the_removed_underflow_report_names_the_remedy() -> None:
+    engine, *_ = zeroshard.initialize(model=torch.nn.Linear(2, 1), config=config(1))
+    with pytest.raises(UsageError, match=r"was removed.*raise initial_scale_power, or train in bf16"):
+        engine.underflow_report()

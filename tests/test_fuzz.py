@@ -30,7 +30,6 @@ SETTINGS = st.builds(
     overlap=st.booleans(),
     one_unit=st.booleans(),
     two_optimizers=st.booleans(),
-    own_class=st.booleans(),
 )
 NUMBERS = st.integers(0, 11)
 
@@ -139,20 +138,6 @@ FOUND_OF_TWO: dict[str, list[Action]] = {
     "a gradient set after the norm, and the other dropped": [("clip", 0), ("set_grad", 0), ("zero_one", 1), ("step", 0)],
 }  # fmt: skip
 """The same, of two optimizers."""
-FOUND_OF_A_CLASS: dict[str, list[Action]] = {
-    "parameters parked that cannot name their readers": [("offload", 0), ("write", 8)],
-    "a copy after a backward": [("train", 0), ("deepcopy", 0)],
-    "a gradient set after a step that had none": [("step", 0), ("set_grad", 0), ("update_trainable", 0), ("step_one", 0)],
-    "gradients set to zero between microbatches": [
-        ("accumulate", 0), ("drop_grads", 0), ("train", 0), ("read_gradients", 0),
-    ],
-    "a part's backward after another": [("train", 0), ("forward_part", 0), ("backward", 0)],
-    "a gradient set between two backwards": [("train", 10), ("set_grad", 2), ("train_with_penalty", 9), ("step", 1)],
-    "a step after a drop that was refused": [
-        ("train", 10), ("set_mean_gradient", 8), ("drop_grads", 7), ("set_mean_gradient", 8), ("step_one", 1),
-    ],
-}  # fmt: skip
-"""The same, of parameters of a class of the user's own."""
 
 
 @pytest.mark.every
@@ -169,15 +154,6 @@ def test_what_was_found_once(found: str, stage: int, bf16: bool) -> None:
 @pytest.mark.parametrize("found", FOUND_OF_TWO)
 def test_what_was_found_once_of_two_optimizers(found: str, stage: int, bf16: bool) -> None:
     run(Setting(stage, bf16, two_optimizers=True), FOUND_OF_TWO[found])
-
-
-@pytest.mark.every
-@pytest.mark.parametrize("one_unit", [False, True])
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", range(3))
-@pytest.mark.parametrize("found", FOUND_OF_A_CLASS)
-def test_what_was_found_once_of_own_classes(found: str, stage: int, bf16: bool, one_unit: bool) -> None:
-    run(Setting(stage, bf16, one_unit=one_unit, own_class=True), FOUND_OF_A_CLASS[found])
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -170,7 +170,6 @@ def setting_of(choice: random.Random) -> tuple[Setting, str, bool]:
         overlap=choice.random() < 0.7,
         one_unit=choice.random() < 0.3,
         two_optimizers=choice.random() < 0.3,
-        own_class=choice.random() < 0.2,
         places=places,
     )
     return setting, choice.choice(["shared memory", "gloo"]), choice.random() < 0.8

@@ -17,7 +17,7 @@ from two_hosts import NotPermitted, Outcome, Program, TwoHosts
 
 from zeroshard import UsageError
 from zeroshard.cli.doctor import doctor
-from zeroshard.cli.measure import problem_of
+from zeroshard.cli.links import problem_of
 
 JOB = Path(__file__).parent / "hosts" / "job.py"
 SECONDS = 240.0

@@ -30,7 +30,7 @@ from twin import (
 )
 
 import zeroshard
-from zeroshard import Offload, Policy, Precision, Residency, UsageError, Wire
+from zeroshard import Offload, Policy, Precision, Residency, UsageError
 from zeroshard.checkpoint.loading import open_checkpoint
 from zeroshard.testing import Workload, train
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -74,18 +74,17 @@ def test_the_bits_are_the_same(name: str, precision: str, microbatches: int) -> 
 
 @pytest.mark.full
 def test_the_bits_over_hosts() -> None:
-    """Sums that cross hosts, rounded or not; where each host has the whole, both rest."""
+    """Sums that cross hosts; where each host has the whole, both rest."""
 
     def body(rank: int) -> None:
-        for wire in (Wire(), Wire(gradients="int8")):
-            per_host = Policy.stage(3, within=2, wire=wire)
-            everywhere = replace(per_host, parameters=Residency(sharded=True))
-            settings = {
-                f"{name}, {rests}": Setting(replace(policy, rests_as_masters=rests))
-                for name, policy in (("per host", per_host), ("over all", everywhere))
-                for rests in (False, True)
-            }
-            expect_equal(rank, workload(steps=2), settings, "bf16")
+        per_host = Policy.stage(3, within=2)
+        everywhere = replace(per_host, parameters=Residency(sharded=True))
+        settings = {
+            f"{name}, {rests}": Setting(replace(policy, rests_as_masters=rests))
+            for name, policy in (("per host", per_host), ("over all", everywhere))
+            for rests in (False, True)
+        }
+        expect_equal(rank, workload(steps=2), settings, "bf16")
 
     on_ranks(body, 4)
 
@@ -191,25 +190,19 @@ def test_writes_reach_what_rests() -> None:
     both(body)
 
 
-def test_writes_without_a_modifier_are_undone_or_refused() -> None:
+def test_writes_without_a_modifier_are_refused() -> None:
     def body(rank: int, policy: Policy) -> dict[str, Tensor]:
         model, sharded = build(policy, precision=BF16)
         step(model, sharded, rank, 0)
         before = everything(sharded)
         with (
             pytest.raises(
-                UsageError, match=r"changed inside unsharded\(\) without a modifier rank: .*embedding\.weight"
+                UsageError, match=r"changed inside unsharded\(\) without a modifier rank: embedding\.weight\. "
             ),
             zeroshard.unsharded(model),
             torch.no_grad(),
         ):
             model.head.weight.mul_(2)
-        with zeroshard.unsharded(model, undo=True), torch.no_grad():
-            model.blocks[0].up.weight.data.zero_()
-        with zeroshard.unsharded(model):
-            with zeroshard.unsharded(model, undo=True), torch.no_grad():
-                model.blocks[0].up.weight.zero_()
-            assert model.blocks[0].up.weight.any()
         assert same(everything(sharded), before)
         return before
 

@@ -220,10 +220,6 @@ def number():
     return 3
 def empty():
     return torch.nn.ReLU()
-def alone():
-    return torch.nn.Linear(2, 2)
-def vector():
-    return torch.nn.Linear(2, 2), lambda rank, step: (torch.ones(2),)
 """
 
 
@@ -240,11 +236,6 @@ def vector():
         (["estimate", "--model", "{tmp}/folder.safetensors"], "is a folder, not a file"),
         (["estimate", "--model", "{tmp}/none.safetensors"], "no file at"),
         (["estimate", "--parameters", "1B", "--optimizer", "Adan"], "there is no --optimizer"),
-        (["compare", "--model", "{tmp}/model.py:alone"], "must return (module, batch)"),
-        (["compare", "--model", "{tmp}/model.py:vector"], "must return its loss"),
-        (["compare", "--plot", "{tmp}/folder.safetensors"], "is a folder"),
-        (["compare", "--plot", "{tmp}/bad.py/plot.png"], "is a file, not a folder"),
-        (["compare", "--table", "{tmp}"], "--table: {tmp} is a folder"),
         (["config", "check", "{tmp}"], "is a folder, not a config file"),
         (["config", "check", "{tmp}/none.json"], "no config file at"),
         (["config", "check", "{tmp}/bad.py"], "not readable as JSON"),
@@ -267,7 +258,7 @@ def test_wrong_input_is_a_sentence(arguments: list[str], expected: str, tmp_path
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compare", "--ranks", "0"], ["compare", "--steps", "-1"], ["estimate", "--parameters", "-7B"],
+        ["estimate", "--parameters", "-7B"],
         ["estimate", "--parameters", "1B", "--ranks", "0"], ["estimate", "--parameters", "1B", "--dtype", "int8"],
         ["doctor", "--size", "-1MB"], ["plan", "x", "--gpus", "0"], ["plan", "x", "--memory", "80"],
         ["config", "check", "x.json", "--ranks", "-2"], ["nonsense"], ["consolidate", "a", "b", "--max-shard-size", "many"],
@@ -300,13 +291,6 @@ def test_the_program_answers_without_torch() -> None:
     )
     assert done.stdout.startswith(f"zeroshard {zeroshard.__version__}, torch 2")
     assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-
-
-def test_doctor_without_arguments_does_what_it_can() -> None:
-    done = CliRunner().invoke(app, ["doctor", "--size", "1MiB"], env={"COLUMNS": "150"})
-    assert done.exit_code == 0, done.output
-    for word in ("torch", "gloo", "AdamW on the CPU", "pass --io FOLDER"):
-        assert word in done.output
 
 
 # ---------------------------------------------------------------------- importing

@@ -24,6 +24,7 @@ from twin import every_state
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Sharded, StorageError, UsageError, ZeroshardError
+from zeroshard.step.sharded_step import ShardedStep
 from zeroshard.step.travelling import Frame
 from zeroshard.storage.disk import Requests
 
@@ -100,72 +101,41 @@ def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
     on_ranks(body, 2)
 
 
-class Counting(torch.optim.SGD):
-    """Keeps its step count in the group, and makes it in the first step."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["count"] = group["count"] + 1 if "count" in group else 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-0.1 / group["count"])
-
-
-def test_an_optimizer_that_counts_by_group_counts_steps(tmp_path: Path) -> None:
-    results = []
-    for policy in policies(tmp_path).values():
-        sharded, work = build(Policy.stage(3), steps=0)
-        sharded.remove()
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = Counting(two_groups(model), lr=0.1)
-        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS, elementwise=True)
-        for step in range(3):
-            take_step(sharded, work, step)
-        assert [group["count"] for group in optimizer.param_groups] == [3, 3]
-        results.append(every_state(sharded))
-    assert all(same(result, results[0]) for result in results)
-
-
-class Raising(torch.optim.AdamW):
-    """Raises in one of the calls that update a part of the model each.
-
-    Numbers in its own attributes would count steps.
-    """
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr)
-        self.noted = SimpleNamespace(calls=0, fails_in=0)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.noted.calls += 1
-        if self.noted.calls == self.noted.fails_in:
-            raise ValueError("in the middle of a step")
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("place", [CPU, DISK])
-def test_after_an_optimizer_raised_in_a_later_sub_group_a_checkpoint_goes_on(place: Place, tmp_path: Path) -> None:
+def test_after_an_optimizer_raised_in_a_later_sub_group_a_checkpoint_goes_on(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = SimpleNamespace(calls=0, fails_in=0)
+    step_inner = ShardedStep.step_inner
+
+    def counted(self: ShardedStep, optimizer: torch.optim.Optimizer, *evaluated: Any) -> None:
+        noted.calls += 1
+        if noted.calls == noted.fails_in:
+            raise ValueError("in the middle of a step")
+        step_inner(self, optimizer, *evaluated)
+
+    monkeypatch.setattr(ShardedStep, "step_inner", counted)
     work = workload("frozen", param_groups=two_groups)
     how = Offload(str(tmp_path), buffer_numel=6000, sub_group_numel=400, block_nbytes=4096)
     for stage in (1, 2, 3):
         policy = Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else None, offload=how)
         torch.manual_seed(0)
         model = Stack()
-        optimizer = Raising(model.parameters(), lr=0.01)
-        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS, elementwise=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS)
+        noted.calls = noted.fails_in = 0
         take_step(sharded, work, 0)
-        optimizer.noted.fails_in = max(optimizer.noted.calls - 1, 2)  # in the middle of a step
-        assert optimizer.noted.calls > 1
+        noted.fails_in = noted.calls  # in the last sub-group
+        assert noted.calls > 1 or place is CPU
         sharded.save(tmp_path / str(stage), "last")
-        optimizer.noted.calls = optimizer.noted.calls * 10
+        noted.calls = noted.calls * 10
         take_step(sharded, work, 1)
         expected = every_state(sharded)
         sharded.load(tmp_path / str(stage))
-        optimizer.noted.calls = 0
+        noted.calls = 0
         with pytest.raises(ValueError, match="in the middle of a step"):
             take_step(sharded, work, 1)
-        optimizer.noted.calls = 10 * optimizer.noted.fails_in
+        noted.calls = 10 * noted.fails_in
         sharded.optimizer.zero_grad()
         sharded.load(tmp_path / str(stage))
         take_step(sharded, work, 1)
@@ -238,20 +208,40 @@ def test_writes_that_go_nowhere_are_refused(tmp_path: Path) -> None:
 
 
 class Special(nn.Parameter):
-    pass
+    """A class of the user's own."""
 
 
-def test_parameters_of_a_users_own_class_stay_readable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_trainable_parameters_of_a_users_own_class_are_refused(stage: int) -> None:
+    model = Stack()
+    model.blocks[0].up.weight = Special(model.blocks[0].up.weight.detach())
+    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight is of the class Special, and .* trains only ordinary"):
+        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage)
+
+
+def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path) -> None:
     keep = zeroshard.storage.storages.is_cpu_memory
     try:
         keep_places_apart()
-        work_model = Stack()
-        work_model.blocks[0].up.weight = Special(work_model.blocks[0].up.weight.detach())
+        model = Stack()
+        model.blocks[0].up.weight = special = Special(model.blocks[0].up.weight.detach(), requires_grad=False)
+        values = special.detach().clone()
+        trained = [parameter for parameter in model.parameters() if parameter is not special]
         policy = policies(tmp_path)["stage 2, whole in CPU memory"]
-        sharded = zeroshard.shard(work_model, torch.optim.AdamW(work_model.parameters()), policy, bucket_numel=BUCKETS)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(trained), policy, bucket_numel=BUCKETS)
         _, work = build(Policy.stage(2), steps=0)
         take_step(sharded, work, 0)
-        assert not work_model.blocks[0].up.weight.norm().isnan()
+        assert type(special) is Special
+        assert torch.equal(special, values)
+        assert torch.equal(sharded.states.get("blocks.0.up.weight"), values)
+        assert type(copy.deepcopy(special)) is Special
+        with pytest.raises(UsageError, match="parameter of a class of your own"):
+            sharded.offload_states(["parameters"])
+        special.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"trains only ordinary parameters\. Keep it frozen"):
+            sharded.optimizer.add_param_group({"params": [special]})
+        sharded.remove()
+        assert type(special) is Special
     finally:
         zeroshard.storage.storages.is_cpu_memory = keep
 

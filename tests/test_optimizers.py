@@ -6,33 +6,37 @@ import copy
 import importlib
 import json
 import pkgutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens, workload
+from insides import sharded_of
+from models import Stack, muon_with_adamw, tokens, workload
 from oracles import same_on_all_ranks, train_reference
 from ranks import on_ranks
 from torch import nn
+from twin import same, whole
 
 import zeroshard.optim
-from zeroshard import ConfigError, Lion, MuonWithAdamW, Policy, UsageError
+from zeroshard import ConfigError, Lion, Policy, UsageError
 from zeroshard.config.schema import OptimizerBlock
 from zeroshard.layout.layout import lay_out_whole
 from zeroshard.optim.from_config import create_optimizer
+from zeroshard.optim.several import Several
 from zeroshard.optim.states import KNOWN, REFUSED, states_per_parameter
 from zeroshard.testing import train
 
 WHOLE = {
-    "Muon and AdamW": lambda p: MuonWithAdamW(p, lr=1e-2, fused=False),
+    "Muon and AdamW": muon_with_adamw,
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
 }
 
 
 OPTIMIZERS = {
     cls.__name__: cls
-    for cls in (*vars(torch.optim).values(), Lion, MuonWithAdamW)
+    for cls in (*vars(torch.optim).values(), Lion)
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 }
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -79,7 +83,7 @@ def test_the_table_of_states_has_every_optimizer() -> None:
         for value in vars(importlib.import_module(f"zeroshard.optim.{module.name}")).values():
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
                 found.add(value.__name__)
-    assert {"Lion", "MuonWithAdamW"} <= found
+    assert "Lion" in found
     assert (OPTIMIZERS.keys() | found) - {"Optimizer", "Several"} - REFUSED.keys() == KNOWN.keys()
     assert states_per_parameter(type("Unknown", (torch.optim.Optimizer,), {})([nn.Parameter(torch.ones(2))], {})) == 2
 
@@ -166,7 +170,7 @@ def test_lion_is_cut_like_adam() -> None:
         ({"type": "Lion", "params": {"betas": [0.95, 0.98]}}, Lion, {"betas": (0.95, 0.98)}),
         ({"type": "RMSprop", "params": {"alpha": 0.5}}, torch.optim.RMSprop, {"alpha": 0.5}),
         ({"type": "Adafactor"}, torch.optim.Adafactor, {}),
-        ({"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}, MuonWithAdamW, {"lr": 0.1}),
+        ({"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}, Several, {"lr": 0.1}),
     ],
 )
 def test_the_config_makes_optimizers(block: dict[str, Any], cls: type, expected: dict[str, Any]) -> None:
@@ -204,7 +208,7 @@ def test_what_a_config_leaves_out_is_what_deepspeed_takes(made: dict[str, Any]) 
 
 
 def test_muon_of_a_config_scales_updates_as_deepspeed_does() -> None:
-    """By sqrt(rows / columns) of tall matrices; MuonWithAdamW itself matches AdamW's root mean square."""
+    """By sqrt(rows / columns) of tall matrices."""
     made = create_optimizer(OptimizerBlock(type="Muon", params={"lr": 1.0}), [nn.Parameter(torch.zeros(8, 2))])
     (parameter,) = made.param_groups[0]["params"]
     parameter.grad = torch.eye(8)[:, :2]
@@ -292,22 +296,63 @@ def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
     on_ranks(body, 1)
 
 
-def test_muon_keeps_its_state_over_a_save() -> None:
-    torch.manual_seed(0)
-    model, twin = Stack(), Stack()
-    twin.load_state_dict(model.state_dict())
-    optimizer = MuonWithAdamW(model.parameters(), fused=False)
-    model(*tokens(0, 0)).backward()
-    optimizer.step()
-    twin.load_state_dict(model.state_dict())
-    other = MuonWithAdamW(twin.parameters(), fused=False)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((model, optimizer), (twin, other)):
-        its.zero_grad()
-        each(*tokens(0, 1)).backward()
-        its.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    assert other.step(lambda: 3) == 3
+@pytest.mark.parametrize(("stage", "place"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "none"), (3, "cpu")])
+def test_muon_of_a_config_steps_as_two_optimizers_of_torch(stage: int, place: str, tmp_path: Path) -> None:
+    """Bit for bit, with a schedule, a save, and the optimizer's own `step`."""
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "Muon", "params": {"muon_lr": 2e-2, "adam_lr": 1e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [2e-2, 1e-3], "warmup_num_steps": 3}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": place}},
+    }
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack(tied=False)
+        plain = copy.deepcopy(model)
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        matrices = [p for name, p in plain.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
+        others = [p for name, p in plain.named_parameters() if p.ndim != 2 or not name.startswith("blocks")]
+        muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1, adjust_lr_fn="original")
+        adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1, fused=True)
+        rates = []
+
+        def train(numbers: Iterable[int], take: Callable[[], object]) -> None:
+            for number in numbers:
+                groups = [*muon.param_groups, *adamw.param_groups]
+                for theirs, ours in zip(groups, engine.optimizer.param_groups, strict=True):
+                    theirs["lr"] = ours["lr"]
+                rates.append([group["lr"] for group in groups])
+                engine.backward(engine(*tokens(rank, number)))
+                take()
+                for one in range(2):
+                    plain(*tokens(one, number)).backward()
+                for p in plain.parameters():
+                    p.grad = p.grad / 2
+                muon.step()
+                adamw.step()
+                plain.zero_grad()
+                assert same(whole(engine.module), dict(plain.named_parameters())), number
+
+        train(range(3), engine.step)
+        assert rates[1] != rates[2] and rates[0] == [0.0, 0.0]
+        engine.save_checkpoint(tmp_path)
+        halfway = copy.deepcopy([one.state_dict() for one in (plain, muon, adamw)])
+        states = sharded_of(engine).states
+        momentum = states.get("blocks.0.up.weight", "momentum_buffer")
+        assert torch.equal(momentum, muon.state[plain.blocks[0].up.weight]["momentum_buffer"])
+        assert torch.equal(states.get("head.weight", "exp_avg"), adamw.state[plain.head.weight]["exp_avg"])
+        train([3], engine.optimizer.step)
+        assert engine.global_steps == 4
+        engine.destroy()
+        engine, *_ = zeroshard.initialize(model=Stack(tied=False), config=config)
+        engine.load_checkpoint(tmp_path)
+        for one, state in zip((plain, muon, adamw), halfway, strict=True):
+            one.load_state_dict(state)
+        train([4, 5], engine.step)
+        engine.destroy()
+
+    on_ranks(body, 2)
 
 
 def test_the_users_word_on_an_unknown_optimizer_is_taken() -> None:

@@ -11,10 +11,10 @@ from command_line import zeroshard
 from insides import progress_of_plan
 from typer.testing import CliRunner
 
-from zeroshard.cli import measure, plan
+from zeroshard.cli import plan
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
-from zeroshard.planning.machine import TABLE, machines
+from zeroshard.planning.machine import TABLE
 from zeroshard.planning.report import size
 
 LLAMA = {
@@ -267,25 +267,6 @@ def test_progress_is_logged_where_stderr_is_no_terminal(
 )
 def test_sizes_have_a_unit_that_fits(nbytes: float, expected: str) -> None:
     assert size(nbytes) == expected
-
-
-@pytest.mark.full
-def test_doctor_measures_a_machine_for_plans(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", "--profile", "here.json", "--size", "4MB"])
-    assert result.exit_code == 0, result.output
-    model = ("factory.py:make", "--gpus", "2", "--machine", "here.json", "--config", "zero.json")
-    assert planned_as_json(*model, "--quick")["machine"] == "here"
-    (folder / "here.json").write_text('{"memory": -1}')
-    assert "does not describe a machine" in refused(
-        "factory.py:make", "--machine", "here.json", "--config", "zero.json"
-    )
-
-
-def test_a_measured_machine_takes_the_rest_from_the_nearest_known_one() -> None:
-    assert measure.known_machine("NVIDIA A100-SXM4-80GB") is machines()["a100-80gb"]
-    unknown = measure.known_machine("another maker's")
-    assert unknown.devices == ("another maker's",)
-    assert unknown.between == machines()["h100"].between
 
 
 def test_a_model_that_takes_one_batch_size_only_is_planned(folder: Path) -> None:

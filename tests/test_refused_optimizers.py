@@ -197,7 +197,7 @@ def test_an_engine_gives_an_unknown_optimizer_whole_parameters(stage: int) -> No
 def test_an_argument_that_contradicts_what_is_known_is_refused() -> None:
     """Updates of shards would differ from those of whole parameters, without an error."""
     model = Stack()
-    for optimizer in (torch.optim.Adafactor(model.parameters()), zeroshard.MuonWithAdamW(model.parameters())):
+    for optimizer in (torch.optim.Adafactor(model.parameters()), torch.optim.Muon([model.head.weight])):
         with pytest.raises(UsageError, match=r"elementwise=True, but .* uses whole parameters"):
             zeroshard.shard(model, optimizer, 2, elementwise=True)
 
@@ -218,7 +218,6 @@ def test_a_refused_shard_leaves_several_optimizers_as_they_were() -> None:
     assert len(optimizers[1].state_dict()["state"]) == len(parameters) - 3
 
 
-def test_muon_takes_no_later_groups() -> None:
-    optimizer = zeroshard.MuonWithAdamW(Stack().parameters())
-    with pytest.raises(UsageError, match="Pass all groups to its constructor"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 2))]})
+def test_a_removed_name_says_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"two optimizers instead.*torch\.optim\.Muon"):
+        _ = zeroshard.MuonWithAdamW

@@ -31,7 +31,7 @@ from torch import Tensor
 from twin import build, step
 
 import zeroshard
-from zeroshard import CollectiveError, Policy, UsageError
+from zeroshard import CollectiveError, Policy
 from zeroshard.collectives import meeting, watch
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.choose import create_collectives
@@ -600,28 +600,6 @@ def test_a_backward_that_aborts_on_all_ranks_is_forgotten(stage: int) -> None:
         return found
 
     both_ways(body)
-
-
-def test_a_look_after_a_backward_that_aborted_does_not_hide_it() -> None:
-    """Gradients that are left of it would be added to those of the next backward."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_model=Breaking)
-        step(model, sharded, rank, 0)
-        model.breaks = True
-        with pytest.raises(ValueError, match="broken"):
-            model(*tokens(rank, 1)).backward()
-        model.breaks = False
-        seen: list[str] = []
-        with sharded.probe(lambda fqn, gradient: seen.append(fqn)):
-            model(*tokens(rank, 2)).backward()
-        assert seen
-        with pytest.raises(UsageError, match="was aborted"):
-            model(*tokens(rank, 3)).backward()
-        sharded.optimizer.zero_grad()
-        step(model, sharded, rank, 4)
-
-    on_ranks(body, 2)
 
 
 @pytest.mark.parametrize("count", [2, 3])

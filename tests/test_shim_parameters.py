@@ -361,8 +361,9 @@ def test_only_writes_of_the_modifier_rank_count(kind: str) -> None:
                     nn.init.constant_(weight, 1.0 + number)
         with gathered(weights[0]), torch.no_grad():
             assert bool((weights[0] == 1).all())
-            weights[0].add_(rank)  # merged, say, for a while
-            weights[0].data = weights[0].data * 2
+            weights[0].data += 1.0  # as PEFT merges an adapter for a while
+        with pytest.raises(zeroshard.UsageError, match="modifier_rank"), gathered(weights[0]), torch.no_grad():
+            weights[0].add_(rank + 1)
         with gathered(weights):
             assert [float(weight.mean()) for weight in weights] == [1, 2]
         with pytest.raises(KeyError), gathered(weights, modifier_rank=0):

@@ -63,10 +63,3 @@ def test_bf16_without_overflow_checks_makes_the_host_wait_for_nothing(door: str)
     counts = server.call(budgets.unchecked_step, mode="all late", door=door)[0]
     assert budgets.total(counts, "synchronisations") == 0, counts
     assert counts["norm"] > 0
-
-
-@pytest.mark.parametrize("bits", ["int8", pytest.param("int4", marks=pytest.mark.full)])
-def test_codes_of_all_ranks_are_made_at_once(bits: str) -> None:
-    """Each bucket has whole blocks, and perhaps a rest, of all rows at once."""
-    found = server.call(budgets.lossy_launches, ranks=4, bits=bits)[0]
-    assert 0 < found["buckets"] <= found["amax"] <= 2 * found["buckets"]

@@ -20,7 +20,7 @@ Attempt = tuple[str, str]
 
 ASKED_FIRST = {
     "storage": ("cpu_memory", "slots", "cpu_memory_in_16_bits", "sub_groups", "disk", "parking"),
-    "collectives": ("stages", "hosts", "hosts_of_two", "lossy_wires"),
+    "collectives": ("stages", "hosts", "hosts_of_two"),
     "parameters": (
         "reads_and_writes",
         "written_by_all",
@@ -31,7 +31,6 @@ ASKED_FIRST = {
         "disk",
     ),
     "gradients": ("stages", "several_backwards", "sums_elsewhere", "error_roads"),
-    "recompute": ("activation_checkpointing", "partitioned_activations"),
     "step": ("sub_groups", "parking", "late_files", "states_at_once", "unclipped", "disk", "frozen_states"),
     "schedule": ("stages", "nested", "error_roads", "side_stream"),
     "checkpoint": ("asynchronous_checkpoints", "checkpoints"),

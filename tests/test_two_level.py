@@ -163,12 +163,24 @@ def test_keys_of_configs_mean_it(block: dict[str, Any], within: int | None) -> N
     assert policy == replace(policy, within=within, parameters=Residency(sharded=True, per_host=within is not None))
 
 
+@pytest.mark.parametrize("value", [True, "int8", "int4"])
+def test_quantised_gradients_have_no_effect(value: bool | str) -> None:
+    def policy(**block: Any) -> Policy:
+        zero = {"stage": 3, "zero_hpz_partition_size": 2, **block}
+        return load_config({"train_batch_size": 8, "zero_optimization": zero}, 8).policy
+
+    with pytest.warns(UserWarning, match="zero_quantized_gradients has no effect"):
+        assert policy(zero_quantized_gradients=value) == policy(zero_quantized_gradients=False)
+    for made in (lambda: Policy.stage(3, within=2, wire="int8"), lambda: zeroshard.Wire):
+        with pytest.raises(UsageError, match="reduce_dtype"):
+            made()
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
         ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
         ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
-        ({"zero_quantized_gradients": True}, "Give within"),
     ],
 )
 def test_keys_that_cannot_be_meant_are_refused(block: dict[str, Any], words: str) -> None:

@@ -22,7 +22,7 @@ from oracles import same_on_all_ranks
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, Wire, ZeroshardError
+from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, ZeroshardError
 from zeroshard.collectives.base import Alone, Collectives
 from zeroshard.collectives.composed import TwoLevel
 from zeroshard.collectives.grouped import PointToPoint
@@ -39,14 +39,12 @@ PROMISES = {
         "offload": "test_equality::test_places",
         "near plain PyTorch and DDP, or equal": "test_equality::test_plain_pytorch",
         "`within` sums host by host": "test_equality::test_hosts",
-        "a lossy `wire` is the same for all policies": "test_equality::test_lossy_gradients",
         "whatever users do": "test_fuzz::test_whatever_users_do_is_as_plain_pytorch_does_it_or_refused_by_name",
         "backends that round after each addition": "test_simgpu::test_no_wait_is_missing",
     },
     "Bytes": {
         "of each stage": "test_memory_and_bytes::test_bytes_on_the_wire",
         "across hosts": "test_two_level::test_bytes_and_memory_are_what_the_formulas_say",
-        "rounded": "test_quantized::test_bytes_are_what_the_formula_says",
     },
     "Memory at rest": {
         "of each stage": "test_memory_and_bytes::test_memory_at_rest_is_what_the_formulas_say",
@@ -158,10 +156,9 @@ def in_one_memory(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     return {name: replace(setting, apart=False) for name, setting in settings.items()}
 
 
-def hosts(within: int, wire: Wire | None = None) -> dict[str, Setting]:
+def hosts(within: int) -> dict[str, Setting]:
     """Return the stages over hosts of `within` ranks, with sums host by host."""
-    options = {"within": within} if wire is None else {"within": within, "wire": wire}
-    stages = {f"stage {stage}": Setting(Policy.stage(stage, **options)) for stage in range(4)}  # type: ignore[arg-type]
+    stages = {f"stage {stage}": Setting(Policy.stage(stage, within=within)) for stage in range(4)}
     third = stages["stage 3"].policy
     return {
         **stages,

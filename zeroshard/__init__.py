@@ -19,9 +19,8 @@ _NAMES = {
     "formats.pretrained": "load_pretrained materialise",
     "optim.lion": "Lion",
     "optim.loss_scaler": "DynamicLossScaler StaticLossScaler",
-    "optim.muon": "MuonWithAdamW",
     "planning": "Plan plan",
-    "policy": "Offload Place Policy Precision Residency Units Wire",
+    "policy": "Offload Place Policy Precision Residency Units",
     "recompute": "checkpointing",
     "sharding.shard": "shard",
     "sharding.sharded": "Sharded",
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from zeroshard.optim.lion import Lion as Lion
     from zeroshard.optim.loss_scaler import DynamicLossScaler as DynamicLossScaler
     from zeroshard.optim.loss_scaler import StaticLossScaler as StaticLossScaler
-    from zeroshard.optim.muon import MuonWithAdamW as MuonWithAdamW
     from zeroshard.planning import Plan as Plan
     from zeroshard.planning import plan as plan
     from zeroshard.policy import Offload as Offload
@@ -68,7 +66,6 @@ if TYPE_CHECKING:
     from zeroshard.policy import Precision as Precision
     from zeroshard.policy import Residency as Residency
     from zeroshard.policy import Units as Units
-    from zeroshard.policy import Wire as Wire
     from zeroshard.recompute import checkpointing as checkpointing
     from zeroshard.sharding.shard import shard as shard
     from zeroshard.sharding.sharded import Sharded as Sharded
@@ -84,6 +81,7 @@ else:
 def __getattr__(name: str) -> Any:
     """Import a public name from its module, at its first use (PEP 562)."""
     if name not in _MODULE_OF:
+        import_module(f"{__name__}.removed").refuse_removed(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value

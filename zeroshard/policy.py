@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
+from dataclasses import InitVar, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from zeroshard.errors import PolicyError, UsageError
+from zeroshard.removed import refuse_removed
+
+if TYPE_CHECKING:  # the command line reads configs without torch, whose import takes seconds
+    import torch
 
 PAGE_NBYTES = 4096
 """In direct I/O, addresses, offsets and lengths are multiples of this number of bytes."""
@@ -116,40 +118,6 @@ def largest_shard_numel(offload: Offload) -> int:
     return max(offload.buffer_count * offload.buffer_numel // (4 * 4 * 2), 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """The lossy communication between ranks; by default, none.
-
-    Only gradients are rounded. They are sent in blocks of 256 values, each with one scale: the block's largest
-    magnitude over 127 (int8) or 7 (int4). The error of a value is at most half a scale.
-
-    Attributes:
-        gradients: "int8" or "int4", for gradient sums sent between hosts (`Policy.within`). Sums are computed in fp32.
-
-    Raises:
-        PolicyError: `gradients` is not a supported value.
-    """
-
-    gradients: Literal["int8", "int4"] | None = None
-
-    def __post_init__(self) -> None:
-        if self.gradients not in (None, "int8", "int4"):
-            raise PolicyError(
-                f'Wire(gradients=...) takes "int8", "int4" or None, not {self.gradients!r}. Pass one of them.'
-            )
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether any communication is lossy."""
-        return self.gradients is not None
-
-    def __str__(self) -> str:
-        return f"gradients across hosts {self.gradients}" if self.is_lossy else "nothing"
-
-
-EXACT = Wire()
-
-
 @dataclass(frozen=True)
 class Policy:
     """The residencies of the three model states.
@@ -170,8 +138,6 @@ class Policy:
         within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
             Gradients are then summed inside each host first, and then over hosts. Rounding differs from runs without
             `within`. With one microbatch per step, results are bit-identical for all policies with the same `within`.
-        wire: the values that are rounded before they are sent to other ranks; by default, none. Rounding changes
-            results.
         rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
             whether to store only the master weights and round them in each all-gather. 16-bit parameters then take two
             bytes less each, and results are bit-identical. It has no effect with `per_host` parameters.
@@ -190,10 +156,12 @@ class Policy:
     offload_parameters: Offload = Offload()
     offload_optimizer: Offload = Offload()
     within: int | Literal["host"] | None = None
-    wire: Wire = EXACT
     rests_as_masters: bool = False
+    wire: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, wire: object) -> None:
+        if wire is not None:
+            refuse_removed("Wire")
         self._refuse_hosts()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
@@ -253,12 +221,6 @@ class Policy:
                 "parameters are to be stored on disk, whole on each host (within): every host would write the same. Store "
                 "them in CPU memory, or leave within out (in a config, zero_hpz_partition_size or mics_shard_size)."
             )
-        if self.wire.gradients is not None and self.within is None:
-            raise PolicyError(
-                "gradients are to be quantised between hosts (in a config, zero_optimization.zero_quantized_gradients), "
-                "but the policy names no hosts. Give within, the number of ranks of a host (zero_hpz_partition_size "
-                "or mics_shard_size), or leave the quantisation out."
-            )
 
     @property
     def keeps_masters_only(self) -> bool:
@@ -275,7 +237,7 @@ class Policy:
     @classmethod
     def stage(
         cls, stage: int, *, reshard_after_forward: bool = True, within: int | Literal["host"] | None = None,
-        wire: Wire = EXACT,
+        wire: object = None,
     ) -> Policy:  # fmt: skip
         """Return the preset of a ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
 
@@ -283,7 +245,7 @@ class Policy:
         ranks of each host, and gradients and optimizer states over all ranks.
 
         Raises:
-            PolicyError: the stage is unknown, `within` is invalid, or `wire` is lossy without `within`.
+            PolicyError: the stage is unknown, or `within` is invalid.
         """
         if stage not in (0, 1, 2, 3):
             raise PolicyError(f"a ZeRO stage is 0, 1, 2 or 3, not {stage!r}. Pass one of them.")
@@ -383,7 +345,7 @@ class Precision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = field(default_factory=lambda: _torch().float32)
     buffer_dtype: torch.dtype | None = None
     predivide_factor: float = 1.0
 
@@ -410,8 +372,14 @@ class Precision:
             return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
         # A master weight is never narrower than the parameter that the forward uses: double precision stays.
-        master = torch.promote_types(self.master_dtype, param)
+        master = _torch().promote_types(self.master_dtype, param)
         return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Owns `zeroshard.progress`: the progress line and the log of a training run.
+"""Owns `zeroshard.progress`: the progress bar and the log of a training run.
 
 with zeroshard.progress(engine, steps=1000, tokens=2048):  # the engine supplies the rest
     for batch in data: ...
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from time import monotonic
@@ -26,9 +26,9 @@ from typing import Self
 from torch import Tensor
 
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.progress import StepReport, about, device_name
+from zeroshard.engine.progress import StepReport, about
 from zeroshard.errors import UsageError
-from zeroshard.observe.display import Display, Row, clock
+from zeroshard.observe.display import Row
 from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
 from zeroshard.observe.monitors import JsonLinesMonitor, Sent, StepFigures
 from zeroshard.observe.readings import Readings
@@ -36,9 +36,8 @@ from zeroshard.sharding.sharded import Sharded
 
 READ_SECONDS = 0.5
 """The shortest time between two reads of steps' figures during training."""
-MEMORY_SECONDS = 5.0
-"""The shortest time between two counts of live bytes for the line. A count visits every tensor."""
-_MIB = 2**20
+PLAIN_SECONDS = 30.0
+"""The shortest time between two lines on stderr if it is not a terminal."""
 
 
 def progress(
@@ -46,12 +45,11 @@ def progress(
     tokens: int | None = None, flops: float | None = None, peak_flops: float | None = None,
     log: str | os.PathLike[str] | None = None,
 ) -> TrainingProgress:  # fmt: skip
-    """Show the progress of the loop in a `with` block on rank 0's terminal and log its steps. Every rank must call it.
+    """Show the progress of the loop in a `with` block on rank 0's stderr and log its steps. Every rank must call it.
 
-    The progress is one line on stderr, if stderr is a terminal and ZEROSHARD_PROGRESS is not 0. The line shows step,
-    time left, loss, learning rate, norm, samples and tokens per second, MFU, bytes of model states and peak memory.
-    Steps do not wait for an accelerator: the line shows metrics once they have arrived. The loss is rank 0's own loss,
-    but an engine's log has the mean over ranks.
+    A terminal shows a bar with step, time left, loss, learning rate, norm, throughput, MFU and peak memory. Other outputs get a
+    line every 30 seconds. ZEROSHARD_PROGRESS=0 turns both off. Steps do not wait for an accelerator: metrics appear once they
+    have arrived. The loss is rank 0's own loss, but an engine's log has the mean over ranks.
 
     Args:
         trained: an engine, which reports its own steps, or the result of `shard`, for which you call `step` after each
@@ -62,8 +60,7 @@ def progress(
         tokens: the number of tokens in one sample.
         flops: the FLOPs of one sample, forward and backward; default: for each token, 6 for each trained parameter
             and 4 for each frozen one.
-        peak_flops: the peak of one accelerator in FLOPs per second, for MFU; default: the value in
-            zeroshard's table for this accelerator and dtype. Without a peak, the line does not show MFU.
+        peak_flops: the peak of one accelerator in FLOPs per second, to show MFU.
         log: a folder in which rank 0 writes each step to `steps.jsonl`, for `zeroshard report`.
 
     Raises:
@@ -79,39 +76,34 @@ def progress(
     for name, rate in (("flops", flops), ("peak_flops", peak_flops)):
         if rate is not None and not (isinstance(rate, Real) and float(rate) > 0):
             raise UsageError(f"progress({name}={rate!r}): pass a number, more than 0.")
-    sizes = Sizes(steps, samples, tokens, flops, peak_flops)
-    return TrainingProgress(trained, sizes, begin, None if log is None else Path(log))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that the caller of `progress` passed."""
-
-    steps: int | None
-    samples: int | None
-    tokens: int | None
-    flops: float | None
-    peak_flops: float | None
+    return TrainingProgress(
+        trained, steps, begin, samples, tokens, flops, peak_flops, None if log is None else Path(log)
+    )
 
 
 class TrainingProgress:
     """The progress of a training run: the context manager that `progress` returns."""
 
-    def __init__(self, trained: Engine | Sharded, sizes: Sizes, begin: int, log: Path | None) -> None:
-        self._engine: Engine | None = None
-        self._steps = begin
-        samples = begin * (sizes.samples or 0)
-        if isinstance(trained, Engine):
-            self._engine = trained
-            self._sharded: Sharded = trained._sharded
-            self._steps = trained.global_steps
-            samples = trained.global_samples
-        else:
-            self._sharded = trained
-        self._sizes = sizes
+    def __init__(
+        self, trained: Engine | Sharded, steps: int | None, begin: int, samples: int | None, tokens: int | None,
+        flops: float | None, peak_flops: float | None, log: Path | None,
+    ) -> None:  # fmt: skip
+        self._engine = trained if isinstance(trained, Engine) else None
+        self._sharded = trained._sharded if isinstance(trained, Engine) else trained
+        self._samples_per_step = samples or 0
+        self._steps = begin if self._engine is None else self._engine.global_steps
+        self._samples = begin * (samples or 0) if self._engine is None else self._engine.global_samples
+        self._tokens = tokens
+        parameters = list(self._sharded.model.parameters())
+        self._device = parameters[0].device
+        if flops is None and tokens is not None:
+            flops = tokens * sum((6 if one.requires_grad else 4) * one.numel() for one in parameters)
+        self._mfu_per_speed: float | None = None
+        if flops is not None and peak_flops is not None:  # ranks that divide tensors compute too
+            self._mfu_per_speed = flops / (peak_flops * self._sharded._context.everyone.world_size)
         self._log = log
-        self._display: Display = self._sharded.display
-        self._row = TrainingRow(self._sharded, sizes, self._steps, samples, self._display)
+        self._display = self._sharded.display
+        self._row = Row("", steps, self._display, done=self._steps, stays=True)
         self._readings: Readings[StepFigures] = Readings()
         self._monitor: JsonLinesMonitor | None = None
         self._sent = Sent(self._sharded.comm_report(clear=False))
@@ -122,14 +114,14 @@ class TrainingProgress:
     def __enter__(self) -> Self:
         with ExitStack() as exits:
             if self._engine is not None:
-                exits.enter_context(self._engine._progress.heard_by(self._hear, self._sizes.tokens, self._log))
+                exits.enter_context(self._engine._progress.heard_by(self._hear, self._tokens, self._log))
             elif self._log is not None and self._display.speaks:
                 self._monitor = JsonLinesMonitor(self._log, about(self._sharded))
                 exits.callback(self._monitor.close)
-            self._is_heard = self._display.is_on or self._monitor is not None
-            self._read_at = self._arrived_at = monotonic()
-            self._arrived_samples = self._row.samples
-            exits.enter_context(self._display.shown(self._row, stays=True))
+            self._is_heard = self._display.is_wanted or self._monitor is not None
+            self._read_at = self._arrived_at = self._told_at = monotonic()
+            self._arrived_samples = self._samples
+            exits.enter_context(self._display.shown(self._row))
             self._exits = exits.pop_all()
             self._was_entered = True
         return self
@@ -145,7 +137,7 @@ class TrainingProgress:
                 self._read()
 
     def stop(self) -> None:
-        """Wait for the last metrics, show them, and leave the line on the terminal.
+        """Wait for the last metrics, show them, and leave the bar on the terminal.
 
         The `with` block calls this method at its end, unless an exception ends the block.
         """
@@ -185,42 +177,26 @@ class TrainingProgress:
                 raise UsageError(
                     f"progress.step() got a {name} of shape {tuple(given.shape)}, not a single number. Pass its mean."
                 )
-        if samples is None:
-            samples = self._sizes.samples or 0
-        losses = []
-        if loss is not None:
-            losses.append(loss)
         rate = self._sharded.optimizer.param_groups[0].get("lr")  # a tensor is read later, when its copy has arrived
-        if rate is None:
-            rate = math.nan
+        samples = self._samples + (self._samples_per_step if samples is None else samples)
         report = StepReport(applied, norm=norm, loss_scale=loss_scale)
-        self._hear(report, self._steps + 1, self._row.samples + samples, rate, losses)
+        self._hear(report, self._steps + 1, samples, math.nan if rate is None else rate, [] if loss is None else [loss])
 
     def _hear(
         self, report: StepReport, step: int, samples: int, lr: float | Tensor, losses: Sequence[float | Tensor]
     ) -> None:
         self._steps = step
-        self._row.samples = samples
+        self._samples = samples
         if not self._is_heard:
             return
-        self._row.done = step - 1
-        self._row.advance(1)
-        if self._monitor is None:
-            self._readings.forget_waiting()  # the line shows only the last step
-        norm = report.norm
-        if norm is None:
-            norm = math.nan
+        self._row.done = step
+        self._display.refresh()
         figures = StepFigures(
-            step=step,
-            samples=samples,
-            loss=None,
-            lr=math.nan,  # `_read` replaces the values that are NaN here, and the loss
-            loss_scale=report.loss_scale,
-            grad_norm=math.nan,
-            applied=report.applied,
-            samples_per_second=math.nan,
-        )
-        self._readings.add(figures, [*losses, norm, lr])
+            step=step, samples=samples, loss=None, lr=math.nan, loss_scale=report.loss_scale, grad_norm=math.nan,
+            applied=report.applied, samples_per_second=math.nan,
+        )  # fmt: skip
+        norm = math.nan if report.norm is None else report.norm
+        self._readings.add(figures, [*losses, norm, lr], only_last=self._monitor is None)
         if monotonic() - self._read_at >= READ_SECONDS:
             self._read()
 
@@ -238,114 +214,49 @@ class TrainingProgress:
         self._arrived_at = self._read_at
         self._arrived_samples = last.samples
         for step, (*losses, norm, lr) in arrived:
-            self._row.loss = sum(losses) if losses else None
-            self._row.norm = norm
-            self._row.lr = lr
-            if self._monitor is None:
-                continue
-            figures = replace(step, lr=lr, grad_norm=norm, samples_per_second=speed)
-            if losses:
-                figures = replace(figures, loss=sum(losses))
-            if self._sizes.tokens is not None:
-                figures = replace(figures, tokens_per_second=speed * self._sizes.tokens)
+            figures = replace(
+                step, loss=sum(losses) if losses else None, lr=lr, grad_norm=norm, samples_per_second=speed
+            )
+            if self._tokens is not None:
+                figures = replace(figures, tokens_per_second=speed * self._tokens)
             if step is last:
-                figures = replace(
-                    figures,
-                    sent=self._sent.take(self._sharded.comm_report(clear=False)),
-                    memory=self._sharded.memory_report(),
-                    peak=peak_nbytes(self._row.device),
-                    reserved=reserved_nbytes(self._row.device),
-                )
-            self._monitor.write(figures, {})
+                figures = replace(figures, peak=peak_nbytes(self._device), reserved=reserved_nbytes(self._device))
+                self._show(figures)
+            if self._monitor is not None:
+                if step is last:
+                    sent = self._sent.take(self._sharded.comm_report(clear=False))
+                    figures = replace(figures, sent=sent, memory=self._sharded.memory_report())
+                self._monitor.write(figures, {})
+
+    def _show(self, figures: StepFigures) -> None:
+        """Put a step's figures behind the bar, or print them now and then if stderr is not a terminal."""
+        speed = figures.samples_per_second
+        columns = []
+        if figures.loss is not None:
+            columns.append(f"loss {figures.loss:.4g}")
+        if speed > 0 and figures.tokens_per_second is not None:
+            columns.append(f"{_short(figures.tokens_per_second)} tokens/s")
+        if figures.peak:
+            columns.append(f"peak {figures.peak / 2**20:,.0f} MiB")
+        if speed > 0 and self._mfu_per_speed is not None:
+            columns.append(f"MFU {speed * self._mfu_per_speed:.1%}")
+        if not math.isnan(figures.lr):
+            columns.append(f"lr {figures.lr:.2e}")
+        if not math.isnan(figures.grad_norm):
+            columns.append(f"norm {figures.grad_norm:.3g}")
+        if speed > 0:
+            columns.append(f"{_short(speed)} samples/s")
+        self._row.columns = columns
+        if self._display.is_wanted and not self._display.is_on and self._read_at - self._told_at >= PLAIN_SECONDS:
+            self._told_at = self._read_at
+            total = "" if self._row.total is None else f"/{self._row.total:.0f}"
+            print(f"step {figures.step}{total}", *columns, sep="  ", file=sys.stderr, flush=True)
 
     def print(self, *values: object) -> None:
-        """Print to stdout on rank 0, above the progress line."""
+        """Print to stdout on rank 0, above the progress bar."""
         if self._display.speaks:
-            with self._display.above():
-                print(*values, flush=True)
-
-
-class TrainingRow(Row):
-    """The progress line of a training run.
-
-    Attributes:
-        loss, norm, lr: the latest values that have arrived.
-        samples: the samples since the start of the run.
-    """
-
-    def __init__(self, sharded: Sharded, sizes: Sizes, begin: int, samples: int, display: Display) -> None:
-        super().__init__("", sizes.steps, display, done=begin, delay=0)
-        self._sharded = sharded
-        self._sizes = sizes
-        parameters = list(sharded.model.parameters())
-        self.device = parameters[0].device
-        self._flops_per_token = sum((6 if one.requires_grad else 4) * one.numel() for one in parameters)
-        self.loss: float | None = None
-        self.norm = math.nan
-        self.lr = math.nan
-        self.samples = samples
-        self._sampled = deque([(self.since, samples)], maxlen=60)
-        self._memory = ""
-        self._counted_at = -math.inf
-        self._peak_flops = sizes.peak_flops
-        if self._peak_flops is None and self.device.type != "cpu":
-            from zeroshard.planning.machine import peak_flops_of
-
-            dtype = str(sharded.dtypes.param).removeprefix("torch.")
-            self._peak_flops = peak_flops_of(device_name(self.device), dtype)
-
-    def figures(self) -> list[str]:
-        parts = [f"step {self.done:.0f}"]
-        if self.total is not None:
-            parts = [f"step {self.done:.0f}/{self.total:.0f}"]
-        if self.done == self.total:
-            parts.append(f"in {clock(monotonic() - self.since)}")
-        elif self.seconds_left is not None:
-            parts.append(f"{clock(self.seconds_left)} left")
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4g}")
-        if math.isfinite(self.lr):
-            parts.append(f"lr {self.lr:.2e}")
-        if not math.isnan(self.norm):
-            parts.append(f"norm {self.norm:.3g}")
-        now = monotonic()
-        if now - self._counted_at >= MEMORY_SECONDS:
-            self._counted_at = now
-            report = self._sharded.memory_report()
-            states = sum(report[kind] for kind in ("parameters", "gradients", "optimizer"))
-            self._memory = f"states {_mib(states)}"
-            peak = peak_nbytes(self.device)
-            if peak:
-                self._memory += f", peak {_mib(peak)}"
-        return [*parts, *self._throughput(), self._memory]
-
-    def note(self, now: float) -> None:
-        super().note(now)
-        self._sampled.append((now, self.samples))
-
-    def _throughput(self) -> list[str]:
-        then, before = self._sampled[0]
-        now, samples = self._sampled[-1]
-        if now <= then or samples <= before:
-            return []
-        speed = (samples - before) / (now - then)
-        parts = [f"{_short(speed)} samples/s"]
-        tokens = self._sizes.tokens
-        flops = self._sizes.flops
-        if tokens is not None:
-            parts.append(f"{_short(speed * tokens)} tokens/s")
-            flops = flops or tokens * self._flops_per_token
-        if flops is not None and self._peak_flops is not None:
-            ranks = self._sharded._context.everyone.world_size  # ranks that divide tensors compute too
-            parts.append(f"MFU {speed * flops / (self._peak_flops * ranks):.1%}")
-        return parts
+            print(*values, flush=True)
 
 
 def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _mib(nbytes: int) -> str:
-    if nbytes < 10_000 * _MIB:
-        return f"{nbytes / _MIB:,.0f} MiB"
-    return f"{nbytes / _MIB / 1024:,.1f} GiB"

@@ -17,20 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from insides import sharded_of
-from models import MODELS, Frozen, Stack, Untied, tokens
+from models import MODELS, Frozen, Stack, Untied, muon_with_adamw, tokens
 from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
 from zeroshard import (
-    MuonWithAdamW,
     Offload,
     Place,
     Policy,
     Precision,
-    Residency,
     Sharded,
-    Wire,
     ZeroRedundancyOptimizer,
 )
 from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
@@ -301,15 +298,10 @@ class Checkpointed(Stack):
         return x
 
 
-class _CheckpointedInSlots(Checkpointed):
-    options = Checkpointing(cpu_checkpointing=True, contiguous_memory_optimization=True, number_checkpoints=4)
-
-
 def activation_checkpointing(rank: int) -> None:
     """Train with checkpointed inputs in CPU memory."""
-    for make in (Checkpointed, _CheckpointedInSlots):
-        for stage in (2, 3):
-            on_both(Policy.stage(stage), make=make)
+    for stage in (2, 3):
+        on_both(Policy.stage(stage), make=Checkpointed)
 
 
 def overflow(rank: int) -> None:
@@ -334,10 +326,6 @@ def overflow(rank: int) -> None:
     assert all(same(one, results[0]) for one in results)
 
 
-def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return MuonWithAdamW(parameters, lr=1e-2, fused=False)
-
-
 def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Return Adafactor without empty parameters, on which torch's class divides by zero."""
     return torch.optim.Adafactor([p for p in parameters if p.numel()], lr=1e-2)
@@ -346,15 +334,8 @@ def adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 def whole_parameters(rank: int) -> None:
     """Train with optimizers that need whole parameters."""
     for stage in range(4):
-        on_both(Policy.stage(stage), optimizer=muon)
+        on_both(Policy.stage(stage), optimizer=muon_with_adamw)
         on_both(Policy.stage(stage), optimizer=adafactor)
-
-
-def lossy_wires(rank: int) -> None:
-    """Train with codes, which must have arrived before they are decoded, and be read before their memory is reused."""
-    coarse = Wire(gradients="int4")
-    on_both(replace(Policy.stage(3, within=1, wire=coarse), parameters=Residency(sharded=True)), make=Untied)
-    on_both(Policy.stage(2, within=1, wire=Wire(gradients="int8")), make=Untied)
 
 
 def freezing(rank: int) -> None:
@@ -614,6 +595,6 @@ BODIES: dict[str, Callable[..., None]] = {
     for body in (
         stages, stages_in_16_bits, without_overlap, cpu_memory, cpu_memory_in_16_bits, disk, sub_groups, parking, sharded_init,
         checkpoints, asynchronous_checkpoints, activation_checkpointing, overflow, whole_parameters, freezing, error_roads,
-        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, engine, compiled, lossy_wires,
+        zero_redundancy, reads_and_writes, written_by_all, second_gradients, slots, side_stream, engine, compiled,
     )
 }  # fmt: skip

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from insides import units
 from torch import Tensor, nn
 
 import zeroshard
 from simgpu import device as simgpu
-from zeroshard import Policy, Precision, Wire
+from zeroshard import Policy, Precision
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LAYERS = 32
@@ -158,20 +157,3 @@ def unchecked_step(rank: int, door: str) -> dict[str, Any]:
     counts = dict(simgpu.counts().synchronisations)
     assert norm is not None
     return {"synchronisations": counts, "norm": float(norm)}
-
-
-def lossy_launches(rank: int, bits: str) -> dict[str, int]:
-    """Return the launches that compute codes in one step of stage 2, with one rank on each host."""
-    model = _model(2)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    wire = Wire(gradients="int8" if bits == "int8" else "int4")
-    sharded = zeroshard.shard(model, adamw, Policy.stage(2, within=1, wire=wire), bucket_numel=1 << 14)
-    for number in range(2):
-        data = _tokens(rank, number)
-        simgpu.reset_counts()
-        model(data[:, :-1], data[:, 1:]).backward()
-        launches = simgpu.counts().launches
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    buckets = sum(len(unit.buckets) for unit in units(sharded))
-    return {"buckets": buckets, "amax": launches["aten::amax"], "round": launches["aten::round_"]}

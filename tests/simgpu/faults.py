@@ -23,14 +23,14 @@ import zeroshard
 
 ROAD = (
     "storage.transfers", "storage.base", "storage.buffers", "storage.disk",
-    "collectives.native", "collectives.grouped", "collectives.composed", "collectives.quantized",
+    "collectives.native", "collectives.grouped", "collectives.composed",
     "parameters.parameter_bucket", "gradients.gradient_bucket", "gradients.reductions",
-    "checkpoint.values", "checkpoint.saving", "recompute.saved_inputs", "construction.born",
+    "checkpoint.values", "checkpoint.saving", "construction.born",
     "step.parking", "step.resident", "step.travelling", "step.model_states",
     "schedule.unit", "schedule.schedule",
-    "zero_redundancy.parameter_bucket", "zero_redundancy.optimizer_state",
+    "zero_redundancy.gathered_bucket",
 )  # fmt: skip
-WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
+WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded"}
 """Names of waits, whose calls are separate statements."""
 FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls with an argument to wait for, and the index of this argument."""
@@ -50,7 +50,6 @@ ELSEWHERE = {
     "engine.progress": "a clock",
     "observe.readings": "a number for people",
     "recompute.checkpointer": "a clock, if the user asks for it",
-    "zero_redundancy.optimizer": "only under torch's Join, which is made of DDP",
     "zero_redundancy.ddp_hooks": "the wait of a future of torch's returns the value",
 }
 """Modules and packages whose waits are not removed, each with the reason."""
@@ -60,7 +59,6 @@ NO_SITES = {
 }
 """Calls that are no sites, each with the reason."""
 NO_WAITS = {
-    "self._schedule.hold(": "a count of users",
     "work.wait(_PROBE)": "a look, after an error",
 }
 """Beginnings of statements that are no waits."""

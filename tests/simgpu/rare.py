@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from insides import around_requests
 from models import Frozen, Untied
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ from simgpu.bodies import (
     BF16,
     BODIES,
     CPU,
-    Checkpointed,
     Training,
     expect_the_cpus,
     folder_of_all,
@@ -30,7 +28,6 @@ from simgpu.bodies import (
     same,
 )
 from zeroshard import Offload, Place, Policy, StorageError
-from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
 
 LATE_SECONDS = 0.005
 NARROW, WIDE = "blocks.1.up.bias", "blocks.1.up.weight"
@@ -58,27 +55,6 @@ def late_disk(
 
 
 # ---------------------------------------------------------------------- bodies
-
-
-def partitioned_activations(rank: int) -> None:
-    """Train with partitioned checkpointed inputs, which are the same on all ranks, on the device or in CPU memory."""
-
-    def make(**options: Any) -> Callable[[], nn.Module]:
-        def made() -> nn.Module:
-            model = Checkpointed()
-            group = dist.group.WORLD
-            checkpointing = Checkpointing(partition_activations=True, model_parallel_group=group, **options)
-            model.checkpointer = Checkpointer(checkpointing)
-            return model
-
-        return made
-
-    def run(training: Training) -> None:
-        training.rank = 0  # the same batches on all ranks
-        training.step(2)
-
-    on_both(Policy.stage(2), run, make=make())
-    on_both(Policy.stage(2), run, make=make(cpu_checkpointing=True))
 
 
 def unclipped(rank: int) -> None:
@@ -130,12 +106,12 @@ def sums_elsewhere(rank: int) -> None:
 
 
 def nested(rank: int) -> None:
-    """Nest `unsharded`: refused writes are undone at once, and earlier writes remain."""
+    """Nest `unsharded`: refused writes are lost at the end of the outermost block, and earlier writes remain."""
 
     def run(training: Training) -> None:
         training.step(1)
         parameter = training.model.get_parameter(WIDE)
-        with zeroshard.unsharded(training.model):
+        with suppress(zeroshard.UsageError), zeroshard.unsharded(training.model):
             _refused(training.model, lambda: parameter.detach().mul_(2))
             training.losses.append(parameter.detach().sum())
         with suppress(zeroshard.UsageError), zeroshard.unsharded(training.model), torch.no_grad():
@@ -399,7 +375,7 @@ def _no_room() -> Iterator[None]:
 RARE: dict[str, Callable[..., None]] = {
     body.__name__: body
     for body in (
-        partitioned_activations, unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, frozen_states,
+        unclipped, several_backwards, sums_elsewhere, nested, states_at_once, masters_set, frozen_states,
         hosts, late_files, parking_on_late_files, forgotten_reads, hidden_writes, started_for_nothing, failing_disk,
     )
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ NAME = "simccl"
 
 def register() -> None:
     """Register the backend with torch, once in a process."""
+    # From 2.15 on, torch records what the backends of a group send. A group in Python has no backends, and torch would raise.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, SimCCL, devices=["simgpu"])
 

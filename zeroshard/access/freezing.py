@@ -91,6 +91,11 @@ class Freezing:
                 if unit.trainable or not entry.parameter.requires_grad:
                     continue
                 if id(entry.parameter) in listed:
+                    if unit.group.is_of_own_class:
+                        raise UsageError(
+                            f"{entry.fqn} is of the class {type(entry.parameter).__name__}, and zeroshard trains only ordinary "
+                            "parameters. Keep it frozen, or use nn.Parameter."
+                        )
                     freed.append(entry)
                 elif entry.fqn in self._frozen:
                     raise UsageError(

@@ -104,16 +104,13 @@ def _hand_over(live: LiveModel, to: int | None, *, merge_adapters: bool) -> Iter
 
 
 def _make_whole(part: _Part, unit_of: Mapping[int, Unit], stack: ExitStack) -> None:
-    """Unshard a part's units until the stack ends. Undo writes to sharded parameters and refuse writes to others."""
+    """Unshard a part's units until the stack ends."""
     tensors = [tensor for _, tensor in part.plain]
     for _, module in part.adapted:
         tensors += module.parameters()
     # An outer `unsharded` already holds the pinned units and checks for writes when it ends.
     wanted = [tensor for tensor in tensors if id(tensor) in unit_of and not unit_of[id(tensor)].is_pinned]
-    for are_sharded in (True, False):
-        chosen = [parameter for parameter in wanted if unit_of[id(parameter)].sharded_at_rest is are_sharded]
-        if chosen:
-            stack.enter_context(unsharded(chosen, undo=are_sharded))
+    stack.enter_context(unsharded(wanted))
 
 
 def _exchange(live: LiveModel, part: _Part, status: bytes) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.schedule.hooks import Hooks
 from zeroshard.schedule.unit import Unit, UnitState
 from zeroshard.step.sharded_step import ShardedStep
+from zeroshard.torch_private import version_of
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,25 @@ def unsharded(
     This works under every policy, and for parameters created under `sharded_init`. Parameters stay unsharded while the
     model runs, so each rank may run it any number of times inside the block, for example to generate. If parameters are
     sharded at rest, or if there is a modifier rank, every rank must enter and leave the block. Blocks may be nested. If
-    an exception leaves the block, changes to parameters that are sharded at rest are lost. With `undo`, all other
-    changes are lost too.
+    an exception leaves the block, changes to parameters that are sharded at rest are lost.
 
     Args:
         target: a module, a parameter, or several modules and parameters. Other parameters of their units are unsharded
             too. None, and tensors outside of sharded models, are ignored.
         modifier_rank: the data-parallel rank whose in-place changes count. At the end of the block, they
             reach every rank's parameters and master weights. With None, the block is read-only.
-        undo: without a modifier rank, whether to undo changes at the end of the block instead of raising an error. This copies
-            parameters that are unsharded at rest.
+        undo: not supported any more.
 
     Raises:
         UsageError: the target has an unsupported type, its parameters are parked, or `modifier_rank` is not a rank of
-            the group. Without a modifier rank, the block also raises it if parameters were changed: at its end, unless
-            `undo` is set, or when another block begins inside it. Changes to sharded parameters are then lost.
+            the group. Without a modifier rank, the block also raises it at its end, on each rank that wrote to parameters.
+            Changes to sharded parameters are then lost. Writes through `.data` are not found.
     """
+    if undo:
+        raise UsageError(
+            "unsharded(undo=True) does not exist any more. Change a copy (parameter.detach().clone()); for a model with merged "
+            "adapters, call sharded.named_weights(merge_adapters=True)."
+        )
     wanted = list[Tensor]()
     for one in [target] if isinstance(target, nn.Module | Tensor) else target:
         if isinstance(one, nn.Module):
@@ -99,8 +103,7 @@ def unsharded(
             wanted.append(one)
         elif one is not None:
             raise UsageError(f"unsharded() got a {type(one).__name__} in its target. Pass modules and parameters.")
-    undo = undo and modifier_rank is None
-    with _born_whole(wanted, modifier_rank, undo=undo), _units_whole(wanted, modifier_rank, undo=undo):
+    with _born_whole(wanted, modifier_rank), _units_whole(wanted, modifier_rank):
         yield
 
 
@@ -146,9 +149,7 @@ class Borrowed:
 
 
 @contextmanager
-def _units_whole(
-    wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool = False, changes: bool = True
-) -> Iterator[None]:
+def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, changes: bool = True) -> Iterator[None]:
     """Unshard units, as `unsharded` does. Without `changes`, writes count like writes in a forward of the units' own modules."""
     homes = [home for home in map(home_of, wanted) if home is not None]
     # The caller's order may differ between ranks, as in a set.
@@ -159,18 +160,11 @@ def _units_whole(
         if modifier_rank is not None:
             refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, unit.collectives.world_size)
             unit.refuse_parked("a change of")
-        if unit.appearance.has_changes_to_report:  # of an outer block; this block would store them when it begins
-            raise UsageError(
-                f"{unit.label} was changed inside unsharded() without a modifier rank, and another unsharded() begins there, which "
-                "would store the change. Pass modifier_rank=0 to the outer block, or change the parameters in the inner one."
-            )
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
     offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
-    decides = undo or (changes and modifier_rank is not None)
     written: list[str] = []
     pinned: list[Unit] = []
     looks: list[tuple[Unit, list[int]]] = []
-    kept: dict[Unit, Tensor] = {}
     is_over = False
     try:
         with _operation(units, "unsharded"):
@@ -178,29 +172,29 @@ def _units_whole(
                 unit.start_unshard()
             for unit in units:
                 unit.unshard()
+                is_outermost = not unit.pins
                 unit.pins += 1
-                unit.undecided += decides
+                unit.undecided += modifier_rank is not None
                 pinned.append(unit)  # at once: what follows may raise, and `_leave` must then count this pin
-                unit.write_back()  # earlier writes are not changes inside the block
-                look = unit.appearance.versions()
-                if changes and modifier_rank is None:
-                    look = unit.appearance.begin_look()
-                looks.append((unit, look))
-        kept = {unit: unit.flat.tensor.clone() for unit in units if undo and not unit.sharded_at_rest}
+                # Earlier writes are not changes inside this block. Those of an outer block are for that one to take or report.
+                if is_outermost:
+                    unit.write_back()
+                else:
+                    unit.appearance.adopt_new_data()
+                looks.append((unit, unit.appearance.versions()))
         with ExitStack() as stack:
             for one in hooks:
                 stack.enter_context(one.whole(units))
             yield
         with _operation(units, "the end of unsharded"):
-            if undo:
-                _undo([one for one in looks if one[0] not in kept], at_rest)
-            elif changes:
+            if changes:
                 written = _take_changes(looks, modifier_rank)
         is_over = True
     finally:
-        for unit, look in looks:
-            unit.appearance.end_look(look)
-        _leave(pinned, at_rest, offloaded, kept, forget_writes=not is_over, decides=decides)
+        for unit in pinned:
+            unit.pins -= 1
+            unit.undecided -= modifier_rank is not None
+        _leave(at_rest, offloaded, forget_writes=not is_over)
     if written:
         raise UsageError(
             f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
@@ -214,43 +208,19 @@ def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]
 
 
 def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> list[str]:
-    """Copy the modifier rank's values to all ranks. Without one, return the fqns of parameters that were changed."""
+    """Copy the modifier rank's values to all ranks. Without one, return the fqns of parameters that this rank wrote to."""
     written = list[str]()
     for unit, versions in looks:
         if modifier_rank is not None:
             unit.broadcast_from(modifier_rank)
+            unit.appearance.accept_writes(versions)
         else:
             written += [unit.named[index].fqn for index in sorted(unit.written_since(versions))]
-        unit.appearance.restart_looks()
-    # Data-parallel ranks have the same names already, but ranks of the mesh's other dimension may not.
-    if not looks or looks[0][0].others.world_size == 1:
-        return written
-    answers = looks[0][0].others.exchange_json(written, "the end of unsharded")
-    return list(dict.fromkeys(itertools.chain.from_iterable(answers)))
+    return written
 
 
-def _undo(looks: Sequence[tuple[Unit, list[int]]], at_rest: Sequence[Unit]) -> None:
-    """Undo writes to units that are sharded at rest, unless their values are freed after the block anyway."""
-    for unit, versions in looks:
-        if unit.pins > 1 or unit.state_dicts or unit not in at_rest:
-            unit.written_since(versions)  # undoes the writes
-        unit.appearance.collect_written()
-        unit.appearance.restart_looks()
-
-
-def _leave(
-    pinned: Sequence[Unit], at_rest: Sequence[Unit], offloaded: Sequence[Unit], kept: Mapping[Unit, Tensor],
-    *, forget_writes: bool, decides: bool,
-) -> None:  # fmt: skip
-    """Restore the states that the units had before the block, and the values in `kept`. This needs no other rank."""
-    for unit, values in kept.items():
-        unit.appearance.show_current()  # instead of tensors that the user assigned as `.data`
-        unit.flat.tensor.copy_(values)
-        unit.appearance.collect_written()
-        unit.appearance.restart_looks()
-    for unit in pinned:
-        unit.pins -= 1
-        unit.undecided -= decides
+def _leave(at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
+    """Restore the states that the units had before the block. This needs no other rank."""
     for unit in at_rest:
         if not unit.is_pinned:
             unit.is_held = False  # by torch.func inside the block, whose graph keeps the memory that it may still read
@@ -266,13 +236,13 @@ def _leave(
 
 
 @contextmanager
-def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bool) -> Iterator[None]:
+def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None) -> Iterator[None]:
     found = {id(one): one for one in wanted if isinstance(one, BornSharded) or is_shown(one)}
     born: list[tuple[nn.Parameter, Shard]] = sorted(
         ((one, shard_of[one]) for one in found.values() if isinstance(one, nn.Parameter)),
         key=lambda pair: pair[1].number,
     )
-    shown = list[tuple[nn.Parameter, Shard]]()
+    shown = list[tuple[nn.Parameter, Shard, int]]()
     written = list[str]()
     if born and modifier_rank is not None:
         world_size = born[0][1].births.collectives(born[0][0].device).world_size
@@ -280,15 +250,18 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
     try:
         for parameter, shard in born:
             shard.show(parameter)
-            shown.append((parameter, shard))
+            shown.append((parameter, shard, version_of(parameter)))
         yield
-        if born and not undo:
-            written = _keep_changes(born, modifier_rank)
-        for parameter, shard in born:
-            if shard.shows > 1 and (undo or written):
-                shard.undo(parameter)
+        if modifier_rank is None:
+            written = [
+                f"number {number} of shape {tuple(parameter.shape)}"
+                for number, (parameter, shard, version) in enumerate(shown)
+                if shard.is_written(parameter, version)
+            ]
+        elif born:
+            _keep_changes(born, modifier_rank)
     finally:
-        for parameter, shard in shown:
+        for parameter, shard, _ in shown:
             shard.hide(parameter)
     if written:
         raise UsageError(
@@ -297,21 +270,16 @@ def _born_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, undo: bo
         )
 
 
-def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int | None) -> list[str]:
-    """Take changes, as `_take_changes` does.
+def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int) -> None:
+    """Copy the modifier rank's values to all ranks.
 
-    These parameters have no names: errors identify them by their numbers among the given ones, and by shape.
+    These parameters have no names: errors identify them by their numbers among the given ones.
     """
     collectives = born[0][1].births.collectives(born[0][0].device)
-    own = [[list(p.shape), str(p.dtype), modifier_rank is None and shard.differs(p)] for p, shard in born]
+    own = [[list(parameter.shape), str(parameter.dtype)] for parameter, _ in born]
     with collectives.operation("the end of unsharded"):
-        everyone = collectives.exchange_json(own, "what was changed")
-        if modifier_rank is None:
-            changed = [any(rank[number][2] for rank in everyone) for number in range(len(born))]
-            return [f"number {n} of shape {tuple(born[n][0].shape)}" for n, one in enumerate(changed) if one]
-        different = next(
-            (n for n in range(len(born)) if any(rank[n][:2] != everyone[0][n][:2] for rank in everyone)), None
-        )
+        everyone = collectives.exchange_json(own, "the shapes of changed parameters")
+        different = next((n for n in range(len(born)) if any(rank[n] != everyone[0][n] for rank in everyone)), None)
         if different is not None:
             raise UsageError(
                 f"parameter number {different} does not have the same shape and dtype on every rank. Set its data to one "
@@ -321,4 +289,3 @@ def _keep_changes(born: Sequence[tuple[nn.Parameter, Shard]], modifier_rank: int
             parameter.data = parameter.data.contiguous()
             shard.births.collectives(parameter.device).broadcast(parameter.data, modifier_rank)
             shard.keep(parameter)
-    return []

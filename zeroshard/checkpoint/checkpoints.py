@@ -323,6 +323,7 @@ class Checkpoints:
             if self.live.schedule.awaits_step:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
             self.live.schedule.refuse_parked("a load")
+            self.live.step.abandon_own_step()
             self.live.step.sub_groups.abandon()
             wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
             loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)

@@ -255,13 +255,13 @@ class Loader:
         saved = ""
         if manifest.optimizer is None and not manifest.param_groups:
             saved = f"without an optimizer, for evaluation: it holds no states for this run's {name}"
-        elif manifest.optimizer not in (None, name):
+        elif manifest.optimizer is not None and not _has_states_of(name, manifest.optimizer):
             saved = f"with {manifest.optimizer}, and this run has {name}"
         classes = class_names(self._optimizer)
         for number, own in enumerate(self._live.group_names):
             for group in manifest.param_groups:
                 found = group.get("optimizer", classes[number])  # older checkpoints lack it
-                if not saved and found != classes[number] and set(own) & set(group["names"]):
+                if not saved and not _has_states_of(classes[number], found) and set(own) & set(group["names"]):
                     saved = f"with {found} for {some_of(own)}, and this run has {classes[number]}"
         if saved:
             raise CheckpointError(
@@ -379,6 +379,12 @@ class Loader:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+
+
+def _has_states_of(own: str, saved: str) -> bool:
+    """Return whether an optimizer of class `own` has the same states as one of class `saved`."""
+    # Earlier releases had one class for Muon with AdamW.
+    return own == saved or (saved == "MuonWithAdamW" and own in ("Several", "Muon", "AdamW"))
 
 
 def _first_that_differs(groups: Sequence[Mapping[str, Any]]) -> int | None:

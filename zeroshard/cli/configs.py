@@ -14,6 +14,7 @@ from zeroshard.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from zeroshard.config.load import Config
+    from zeroshard.config.schema import OptimizerBlock
 
 config_app = typer.Typer(no_args_is_help=True, help="DeepSpeed configs: how zeroshard resolves them.")
 
@@ -36,9 +37,7 @@ def check(
     from rich.console import Console
 
     from zeroshard.config.document import listing, summary
-    from zeroshard.config.load import load_config, refuse_without_batch_size, tensor_parallel_ranks
-    from zeroshard.construction.tensor_parallel import refuse_uneven
-    from zeroshard.recompute.checkpointer import Checkpointing
+    from zeroshard.config.load import load_config, refuse_uneven, refuse_without_batch_size, tensor_parallel_ranks
 
     module = None
     if model is not None:
@@ -50,7 +49,6 @@ def check(
     config = load_config(file, (ranks or of_model) // of_model, module, values)
     refuse_without_batch_size(config)
     _make_optimizer(config)
-    Checkpointing.of(config.schema.activation_checkpointing)
     console = Console()
     show = listing if all_keys else summary
     console.print(show(config, console.width), soft_wrap=True, highlight=False)
@@ -81,40 +79,83 @@ def note_superfluous(config: Path, values: Mapping[str, Any]) -> None:
 
 
 def _make_optimizer(config: Config) -> None:
-    """Build the config's optimizer and scheduler and discard them. Raise `ConfigError` if one cannot be built."""
-    import torch
+    """Build the config's optimizer and scheduler and discard them. Raise `ConfigError` if one cannot be built.
 
-    from zeroshard.optim.from_config import create_optimizer
-    from zeroshard.optim.lr_schedules import create_scheduler
+    Importing torch takes seconds, so the common optimizers with usual values are not built: nothing refuses these.
+    """
+    from zeroshard.optim.lr_schedules import SCHEDULES, create_scheduler
 
+    optimizer = config.schema.optimizer
     scheduler = config.schema.scheduler
     count = 1
     if scheduler is not None:
         # A scheduler may have a value for each param group: create as many groups as there are values.
         values = [value for value in scheduler.params.values() if isinstance(value, list | tuple)]
         count = max(map(len, values), default=1) or 1
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1e-3)
-    if config.schema.optimizer is not None:
-        optimizer = create_optimizer(config.schema.optimizer, groups)
+    of_torch = scheduler is not None and scheduler.type not in SCHEDULES
+    name = "SGD" if optimizer is None else optimizer.type
+    stepped: Any = type(name, (_Groups,), {})(count)  # warnings name the optimizer
+    if of_torch or (optimizer is not None and not is_usual(optimizer)):
+        import torch
+
+        from zeroshard.optim.from_config import create_optimizer
+
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]
+        stepped = torch.optim.SGD(groups, lr=1e-3) if optimizer is None else create_optimizer(optimizer, groups)
+    elif optimizer is not None and optimizer.type.lower() in _WITH_BETAS:
+        stepped.defaults["betas"] = (0.9, 0.999)
     if scheduler is not None:
-        create_scheduler(scheduler, optimizer)
+        create_scheduler(scheduler, stepped)
+
+
+class _Groups:
+    """What a schedule reads and writes of an optimizer."""
+
+    def __init__(self, count: int) -> None:
+        self.defaults: dict[str, Any] = {}
+        self.param_groups: list[dict[str, Any]] = [{"lr": 1e-3} for _ in range(count)]
+
+
+_WITH_BETAS = ("adam", "adamw", "lion")
+
+
+def is_usual(block: OptimizerBlock) -> bool:
+    """Return whether an optimizer is common and has only arguments and values that its class certainly accepts."""
+    name = block.type.lower()
+    numbers = {"lr", "weight_decay"}
+    if name in ("adam", "adamw"):
+        numbers |= {"eps"}
+    elif name == "sgd":
+        numbers |= {"momentum"}
+    elif name != "lion":
+        return False
+    for key, value in block.params.items():
+        if key in ("torch_adam", "adam_w_mode") and name in ("adam", "adamw"):
+            accepted = isinstance(value, bool)
+        elif key == "betas" and name in _WITH_BETAS:
+            accepted = isinstance(value, list) and len(value) == 2 and all(_is_number(one) and one < 1 for one in value)
+        else:
+            accepted = key in numbers and _is_number(value)
+        if not accepted:
+            return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _in_force(config: Config) -> str:
-    """Describe stage, clipping, optimizer and batch, even if the file leaves them out, and any lossy communication."""
+    """Describe stage, clipping, optimizer and batch, even if the file leaves them out."""
     clipping = "gradients are not clipped"
     if config.schema.gradient_clipping:
         clipping = f"gradients are clipped to a norm of {config.schema.gradient_clipping}"
     optimizer = "the one that you pass to `initialize`"
     if config.schema.optimizer is not None:
         optimizer = f"the config's {config.schema.optimizer.type}"
-    rounded = ""
-    if config.policy.wire.is_lossy:
-        rounded = f"lossy communication, whose results differ from exact communication: {config.policy.wire};\n"
     batch = config.batch
     return (
-        f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n{rounded}"
+        f"In force: ZeRO stage {config.stage}; {clipping}; optimizer: {optimizer};\n"
         f"batch {batch.train} = {counted(batch.micro, 'sample')} x {batch.accumulation} accumulated x "
         f"{counted(batch.world_size, 'rank')}."
     )

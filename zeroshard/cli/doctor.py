@@ -1,16 +1,14 @@
-"""Owns `zeroshard doctor`, which reports this machine's hardware and software, and measures its speed."""
+"""Owns `zeroshard doctor`, which reports versions, devices and memory of this machine, and the links between ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroshard.cli.options import nbytes_of, output_file
+from zeroshard.cli.options import nbytes_of
 from zeroshard.errors import UsageError, counted
 from zeroshard.version import __version__
 
@@ -19,56 +17,27 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    io: Annotated[Path | None, typer.Option(
-        help="A folder on the disk to measure; without it, no disk is measured.")] = None,
+    net: Annotated[bool, typer.Option(
+        "--net", help="Measure the links between ranks. On every host: torchrun ... -m zeroshard doctor --net")] = False,
     size: Annotated[int, typer.Option(
         parser=nbytes_of, metavar="BYTES", show_default=False,
-        help="The bytes of each read, write, copy and message, such as 1GB; default: 512MiB.")] = 512 << 20,
-    net: Annotated[bool, typer.Option(
-        "--net", help="Measure only the links between ranks. On every host: torchrun ... -m zeroshard doctor --net")] = False,
-    profile: Annotated[Path | None, typer.Option(
-        help="Measure this machine for `zeroshard plan --machine`, and write the figures to this file.")] = None,
+        help="With --net: the bytes of a message, such as 1GB; default: 512MiB.")] = 512 << 20,
+    io: Annotated[str | None, typer.Option(hidden=True)] = None,
+    profile: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:  # fmt: skip
-    """Print this machine's hardware and software, and measure its speed.
-
-    With --profile, the command writes a file, from which `zeroshard plan --machine` estimates the time of a step.
-    """
+    """Print versions, devices and memory of this machine; with --net, the links between ranks instead."""
     from rich.console import Console
 
+    if io is not None or profile is not None:
+        raise UsageError(
+            "doctor no longer measures disks and processors (--io, --profile). Measure a disk with fio or dd, and the "
+            "time of a step by training a few."
+        )
     console = Console(highlight=False)
-    if net and profile is not None:
-        raise UsageError("--net measures links only, so --profile would get no figures. Pass one of them.")
     if net:
         _print_links(console, size)
-        return
-    _print_machine(console)
-    from zeroshard.cli.measure import measure, measured_machine
-
-    if profile is not None:
-        output_file(profile, "--profile")
-        profile.parent.mkdir(parents=True, exist_ok=True)
-        with console.status("measuring"):
-            machine = measured_machine(profile.stem, io, size)
-        profile.write_text(json.dumps(machine, indent=2) + "\n", encoding="utf-8")
-        console.print(
-            f"wrote this machine's figures to {profile}. Use them with: zeroshard plan --machine {profile}",
-            markup=False,
-        )
-        return
-    from rich.table import Table
-
-    with console.status("measuring"):
-        speeds = measure(io, size)
-    table = Table("used by training", "GB/s")
-    for key, name, otherwise in (
-        ("disk_write", f"write to {io or 'the disk'}", "not measured: pass --io FOLDER"),
-        ("disk_read", f"read from {io or 'the disk'}", "not measured: pass --io FOLDER"),
-        ("step", "AdamW on the CPU, bytes moved", ""),
-        ("to_accelerator", "to the accelerator", "no accelerator"),
-        ("from_accelerator", "from the accelerator", "no accelerator"),
-    ):
-        table.add_row(name, f"{speeds[key] / 1e9:.2f}" if key in speeds else otherwise)
-    console.print(table)
+    else:
+        _print_machine(console)
 
 
 def _print_machine(console: Console) -> None:
@@ -77,14 +46,22 @@ def _print_machine(console: Console) -> None:
     from torch import __version__ as torch_version
 
     from zeroshard.collectives.meeting import refusal_here
+    from zeroshard.engine.progress import device_name
     from zeroshard.observe.emulation import is_emulated
 
     console.print(
         f"Python {platform.python_version()}, torch {torch_version}, zeroshard {__version__}; "
         f"{counted(os.cpu_count() or 1, 'CPU')}, torch uses {counted(torch.get_num_threads(), 'thread')}"
     )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    console.print(f"CPU memory: {memory / 2**30:.1f} GiB")
     if torch.accelerator.is_available():
-        console.print(f"accelerators: {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}")
+        for number in range(torch.accelerator.device_count()):
+            device = torch.device(str(torch.accelerator.current_accelerator()), number)
+            free, whole = torch.accelerator.get_memory_info(number)
+            console.print(
+                f"{device}: {device_name(device)}, {whole / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are free"
+            )
     else:
         console.print("accelerators: none visible to torch; training runs on the CPU")
         for dtype in (torch.bfloat16, torch.float16):
@@ -105,7 +82,7 @@ def _print_machine(console: Console) -> None:
 def _print_links(console: Console, size: int) -> None:
     from rich.table import Table
 
-    from zeroshard.cli.measure import measure_links, own_name, problem_of
+    from zeroshard.cli.links import measure_links, own_name, problem_of
     from zeroshard.launch import read_launch
 
     if read_launch() is None:

@@ -14,19 +14,16 @@ from typing import Annotated
 import typer
 
 from zeroshard.cli.checkpoints import consolidate, import_from_deepspeed, inspect
-from zeroshard.cli.compare import compare
 from zeroshard.cli.configs import config_app
 from zeroshard.cli.doctor import doctor
-from zeroshard.cli.explain import explain
 from zeroshard.cli.plan import estimate, plan
 from zeroshard.cli.report import report
 from zeroshard.cli.run import PASSED_ON, print_shim_path, run
-from zeroshard.errors import ZeroshardError
+from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.version import __version__
 
 app = typer.Typer(name="zeroshard", no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(config_app, name="config")
-app.command()(compare)
 app.command()(estimate)
 app.command()(plan)
 app.command()(report)
@@ -34,9 +31,22 @@ app.command()(inspect)
 app.command()(consolidate)
 app.command("import-deepspeed")(import_from_deepspeed)
 app.command()(doctor)
-app.command()(explain)
 app.command(context_settings=PASSED_ON)(run)
 app.command("shim-path")(print_shim_path)
+
+_GONE = {
+    "compare": "zeroshard compare is now an example of the repository: run python examples/compare.py, with the same options.",
+    "explain": "zeroshard explain is gone: each message ends with its remedy. Look at docs/troubleshooting.md for the causes.",
+}
+"""Commands of earlier releases, and what replaces them."""
+
+
+def _refuse(context: typer.Context) -> None:
+    raise UsageError(_GONE[str(context.info_name)])
+
+
+for _name in _GONE:
+    app.command(_name, hidden=True, context_settings=PASSED_ON)(_refuse)
 
 
 def _print_version(wanted: bool) -> None:
@@ -56,14 +66,22 @@ def options(
 
 def main() -> None:
     """Run the program. For an error of zeroshard or the file system, print a sentence and exit with code 2."""
-    # Otherwise Python's last garbage collection would go through all of torch's modules, which takes a second.
-    atexit.register(gc.freeze)
+    atexit.register(_skip_last_collection)
     try:
         app(prog_name="zeroshard")
     except ZeroshardError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def _skip_last_collection() -> None:
+    """Exclude all objects from Python's last garbage collection, which goes through all of torch's modules for a second.
+
+    Not with libraries that nanobind binds, such as triton: they print what was never freed.
+    """
+    if not any(metaclass.__module__ == "nanobind" for metaclass in type.__subclasses__(type)):
+        gc.freeze()
 
 
 def _fail(sentence: str) -> None:

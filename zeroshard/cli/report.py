@@ -1,4 +1,4 @@
-"""Owns `zeroshard report`, which draws a run's log as one page of plots."""
+"""Owns `zeroshard report`, which draws the log of a run as one picture."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.cli.options import output_file
-from zeroshard.errors import UsageError
+from zeroshard.cli.options import picture_file
 from zeroshard.observe.plots import require_matplotlib
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="FILE", help="A folder with steps.jsonl, or the file.")],
-    out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html beside the log.")] = None,
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders with steps.jsonl, or the files.")],
+    out: Annotated[Path | None, typer.Option(help="The picture to write; default: report.png beside the first log.")] = None,
 ) -> None:  # fmt: skip
-    """Draw the log of a run as one HTML file: loss, learning rate, norm, loss scale, speed, memory, time, bytes sent.
+    """Draw the logs of runs as one picture: loss, learning rate, gradient norm, tokens per second and memory.
 
-    The page contains its pictures, and needs neither a network nor JavaScript. You can draw it while the run continues.
+    You can draw it while a run continues.
     """
-    from zeroshard.observe.report_page import page
-    from zeroshard.observe.run_log import read_run
+    from zeroshard.observe.curves import draw, read_run
 
-    read = read_run(run)
+    read = [read_run(run) for run in runs]
     require_matplotlib("zeroshard report")
-    path = output_file(out or read.path.with_name("report.html"), "--out")
-    if path.suffix == ".jsonl":
-        raise UsageError(f"--out: {path} has a log's suffix, but the page is HTML. Name a file such as report.html.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(read), encoding="utf-8")
-    for note in read.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"{path}  {path.stat().st_size / 1024:,.0f} KiB")
+    path = picture_file(out or read[0].path.with_name("report.png"), "--out")
+    draw(read, path)
+    for run in read:
+        for note in run.notes:
+            typer.echo(f"note: {note}", err=True)
+    typer.echo(path)

@@ -1,8 +1,8 @@
 """The transport: the operations between ranks that the other packages use, over any medium.
 
 A transport implements five operations: `all_gather`, `reduce_scatter`, `broadcast`, `exchange`, `transfer`. Every other
-method has a default that is correct for all transports, except `discard` (for memory that the system lends) and
-`scatter_rows` (for parts of other transports), which have no default. Callers do not depend on the kind of transport.
+method has a default that is correct for all transports, except `discard` (for memory that the system lends), which has
+no default. Callers do not depend on the kind of transport.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -260,14 +260,6 @@ class Collectives(ABC):
 
     # ------------------------------------------------------------------ transports that consist of others
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        """Send each row of `rows`, uint8 [world_size, n], to its rank. `received` gets each rank's row for this rank.
-
-        This is a part of a reduction, and its bytes count as such. A rank's own row is not copied to `received`. Both tensors are
-        busy until the work has been waited for.
-        """
-        raise NotImplementedError
-
     def count_in(self, sent: Counter[str], measure: Callable[[str], AbstractContextManager[None]]) -> None:
         """Use the counter and `measure` of a transport that is composed of this one."""
         self.sent = sent
@@ -286,13 +278,6 @@ CHUNK_NUMEL = 1 << 16
 """Elements that a CPU sums and divides at once: few enough that the second pass finds them in the cache."""
 
 
-def chunks(row: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a row's elements to process at once: CHUNK_NUMEL elements on a CPU, the whole row on a device."""
-    step = CHUNK_NUMEL if row.device.type == "cpu" else max(row.shape[-1], 1)
-    for low in range(0, row.shape[-1], step):
-        yield low, min(low + step, row.shape[-1])
-
-
 def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accumulate: bool) -> None:
     """Compute out (+)= (c0 + c1 + ... ) / divisor, in this order, in fp32 at least. `out` may be one of the contributions."""
     first = contributions[0]
@@ -303,11 +288,12 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             out.copy_(first)  # otherwise it is `out` itself
         return
     dtype = torch.promote_types(first.dtype, torch.float32)
-    for low, high in chunks(out):
+    step = CHUNK_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
+    for low in range(0, out.numel(), step):
         # One addend of each sum is in `dtype`, so torch adds in `dtype`, and never has casts of all rows in memory at once.
-        total, *parts = [contribution[low:high] for contribution in contributions]
+        total, *parts = [contribution[low : low + step] for contribution in contributions]
         total = total.to(dtype)
-        target = out[low:high]
+        target = out[low : low + step]
         if parts:
             # A sum in place would overwrite a row that may be needed later, as a third contribution.
             room = target if not accumulate and target.dtype == dtype and len(parts) == 1 else None
@@ -320,23 +306,39 @@ def sum_into(contributions: Sequence[Tensor], divisor: float, out: Tensor, accum
             torch.div(total, divisor, out=target)
 
 
+class SummedRows(Reduction, ABC):
+    """A reduction that gets every rank's row, sums the rows in the order of ranks, and divides the sum by `divisor`."""
+
+    divisor: float
+
+    @abstractmethod
+    def rows(self) -> list[Tensor]:
+        """Wait for every rank's row for this rank, each [shard_numel], and return them by rank. They stay until `release`."""
+
+    def release(self) -> None:
+        """Let the ranks that lent the rows write to them again."""
+
+    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+        sum_into(self.rows(), self.divisor, out, accumulate)
+        self.release()
+
+
 @dataclass(eq=False)
-class SummedRows(Reduction):
-    """A reduction that receives every rank's row, sums the rows in the order of ranks, and divides the sum."""
+class ReceivedRows(SummedRows):
+    """Rows that have arrived in this rank's memory when `_works` are done."""
 
     _works: Sequence[Work]
     _rows: Sequence[Tensor]
-    """Every rank's row for this rank, each [shard_numel], by rank. They have arrived when `_works` are done."""
-    _divisor: float
+    divisor: float
 
     @property
     def parts(self) -> Sequence[Work]:
         return self._works
 
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+    def rows(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        sum_into(self._rows, self._divisor, out, accumulate)
+        return [*self._rows]
 
 
 class Alone(Collectives):
@@ -352,7 +354,7 @@ class Alone(Collectives):
         return Done()
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        return SummedRows((), list(rows), divisor)
+        return ReceivedRows((), list(rows), divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         return

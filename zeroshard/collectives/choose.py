@@ -15,11 +15,9 @@ from zeroshard.collectives.grouped import Grouped, PointToPoint
 from zeroshard.collectives.meeting import TURNED_OFF, NotShared
 from zeroshard.collectives.members import Members, refuse_split
 from zeroshard.collectives.native import Native
-from zeroshard.collectives.quantized import BITS
 from zeroshard.collectives.shared_memory import SharedMemory
 from zeroshard.collectives.watch import Watch
 from zeroshard.launch import mark_use, notice_seconds
-from zeroshard.policy import EXACT, Wire
 
 
 def create_collectives(
@@ -29,7 +27,6 @@ def create_collectives(
     *,
     lasting: bool = True,
     within: Within | None = None,
-    wire: Wire = EXACT,
 ) -> Collectives:
     """Create the collectives for `group` (None: all ranks, or only this one when torch.distributed is not initialised).
 
@@ -40,7 +37,6 @@ def create_collectives(
         lasting: False for a few operations at points where the user's collectives could run too. A backend with expensive
             communicators then uses those of the user's group and does not create or close any.
         within: the policy's `within`: sums are computed host by host.
-        wire: the policy's lossy communication, used only between the hosts of `within`.
 
     Raises:
         CollectiveError: some ranks did not make the call; the message names them.
@@ -64,7 +60,7 @@ def create_collectives(
             collectives: Grouped | None = None
             if within is not None:
                 with suppress(OneHost):
-                    collectives = TwoLevel(members, device, watch, within, _best, BITS[wire.gradients])
+                    collectives = TwoLevel(members, device, watch, within, _best)
             collectives = collectives or _best(members, device, watch, lasting=lasting)
     except BaseException:
         watch.close()

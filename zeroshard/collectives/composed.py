@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.collectives.base import Alone, Collectives, Done, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.base import Alone, Collectives, Done, Reduction, Sent, SummedRows, Work, nothing
 from zeroshard.collectives.grouped import Grouped, PointToPoint
 from zeroshard.collectives.meeting import hosts_of
 from zeroshard.collectives.members import Members
-from zeroshard.collectives.quantized import QuantizedGradients
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 
@@ -143,15 +142,15 @@ class OverHosts(Composed):
         return ComposedGather(crossing, lambda: map(gather_inside, self._others), [gather_inside(self._host)])
 
     def workspace_numel(self, rows: Tensor) -> int:
-        return rows.numel()
+        return self._near.workspace_numel(self._block(rows, self._host)) + self._far.workspace_numel(rows)
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        received = workspace.view(rows.shape)
-        here = self._block(rows, self._host).view(torch.uint8)
-        sharing = self._near.scatter_rows(here, self._block(received, self._host).view(torch.uint8), bucket, label)
-        crossing = self._far.scatter_rows(rows, received, bucket, label)
-        received[self.rank].copy_(rows[self.rank])
-        return SummedRows([sharing, crossing], list(received), divisor)
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> SummedRows:
+        here = self._block(rows, self._host)
+        cut_at = self._near.workspace_numel(here)
+        inside = self._near.reduce_scatter(here, workspace[:cut_at], bucket, label, divisor)
+        crossing = self._far.reduce_scatter(rows, workspace[cut_at:], bucket, label, divisor)
+        assert isinstance(inside, SummedRows), "CPU ranks of a host send over shared memory or gloo, which deliver rows"
+        return _RowsOverHosts(inside, crossing, self._host * self._size, divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._far.broadcast(tensor, source)
@@ -171,6 +170,29 @@ class OverHosts(Composed):
         return self._far.transfer(tensor, source, target, label)
 
 
+@dataclass(eq=False)
+class _RowsOverHosts(SummedRows):
+    """The rows of all ranks: those of this host and, around them, those of the hosts before and after it."""
+
+    _inside: SummedRows
+    _crossing: SummedRows
+    _first: int
+    """The first rank of this host. In the rows that cross, this rank's own row is in the place of its host's."""
+    divisor: float
+
+    @property
+    def parts(self) -> Sequence[Sent]:
+        return self._inside, self._crossing
+
+    def rows(self) -> list[Tensor]:
+        found = self._crossing.rows()
+        found[self._first : self._first + 1] = self._inside.rows()
+        return found
+
+    def release(self) -> None:
+        self._inside.release()
+
+
 class TwoLevel(Composed):
     """A transport with two levels: a reduction sums inside each host before it crosses, and a gather crosses first.
 
@@ -181,22 +203,18 @@ class TwoLevel(Composed):
 
     The rank owns row s * H + h, so the rows of the H ranks at one place lie together. Rows [H * S, n] are also blocks [S, H * n],
     and `inside` reduces and gathers blocks. Each host is summed first: (g0 + g1) + (g2 + g3) for two hosts of two ranks. Sums of
-    several ranks cross in fp32 at least, or as codes. The order of a sum depends on the hosts but not on the policy.
+    several ranks cross in fp32 at least. The order of a sum depends on the hosts but not on the policy.
 
     Args:
         within: the number of ranks that count as a host, in the group's order; or "host" for the ranks of each machine.
         make: creates the collectives for some of the members. Each of these must call it.
-        bits: the number of bits of rounded gradients that are sent across hosts; None sends exact gradients.
 
     Raises:
         OneHost: all members are on one host.
         UsageError: the hosts have different numbers of ranks, or `within` does not divide the number of ranks.
     """
 
-    def __init__(
-        self, members: Members, device: torch.device, watch: Watch, within: Within, make: Make,
-        bits: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, members: Members, device: torch.device, watch: Watch, within: Within, make: Make) -> None:
         super().__init__(members, device, watch)
         self._hosts = self._made(lambda: hosts_of(members)) if within == "host" else cut(self.world_size, within)
         """The members of each host."""
@@ -214,7 +232,6 @@ class TwoLevel(Composed):
         far = make(members.only([host[self._place] for host in self._hosts]), device, watch)
         self.compose(near, far)
         far.count_in(CrossingCount(self.sent), self._measure_of_both)
-        self._reducer = far if bits is None else QuantizedGradients(far, bits)
         self._latest: Callable[[], _Mean | None] = lambda: None
         """Returns the last reduction; None once no other code refers to it."""
 
@@ -257,15 +274,15 @@ class TwoLevel(Composed):
 
     def workspace_numel(self, rows: Tensor) -> int:
         if self._near.world_size == 1:
-            return self._reducer.workspace_numel(rows)
+            return self._far.workspace_numel(rows)
         wide = torch.promote_types(rows.dtype, torch.float32)
         block = torch.empty(len(self._hosts), rows.shape[1], dtype=wide, device="meta")
-        crossing = (block.numel() + self._reducer.workspace_numel(block)) * wide.itemsize // rows.dtype.itemsize
+        crossing = (block.numel() + self._far.workspace_numel(block)) * wide.itemsize // rows.dtype.itemsize
         return self._near.workspace_numel(rows.view(self._near.world_size, -1)) + crossing
 
     def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
         if self._near.world_size == 1:  # there is no sum inside, so the rows cross in their own dtype
-            return self._reducer.reduce_scatter(rows, workspace, bucket, label, divisor)
+            return self._far.reduce_scatter(rows, workspace, bucket, label, divisor)
         blocks = rows.view(self._near.world_size, -1)
         # The workspace has three parts: for the reduction inside, the sum inside (wide), and the reduction across (wide).
         cut_at = self._near.workspace_numel(blocks)
@@ -273,7 +290,7 @@ class TwoLevel(Composed):
         pending = self._near.reduce_scatter(blocks, workspace[:cut_at], bucket, f"{label} inside the host", 1.0)
         wide = workspace[cut_at:].view(torch.promote_types(rows.dtype, torch.float32))
         block = wide[: blocks.shape[1]].view(len(self._hosts), -1)
-        mean = _Mean(self._reducer, pending, block, wide[blocks.shape[1] :], bucket, label, divisor)
+        mean = _Mean(self._far, pending, block, wide[blocks.shape[1] :], bucket, label, divisor)
         before = self._latest()
         self._latest = weakref.ref(mean)
         if before is not None:
@@ -332,7 +349,7 @@ class CrossingCount(Counter[str]):
 class _Mean(Reduction):
     """A reduction whose part between hosts starts once the next reduction has started, or when this one is waited for."""
 
-    _across: Grouped | QuantizedGradients
+    _across: Grouped
     _inside: Reduction
     _block: Tensor
     """The sum inside the host, [hosts, n]."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zeroshard.collectives.base import Collectives, Reduction, SummedRows, Work, nothing
+from zeroshard.collectives.base import Collectives, ReceivedRows, SummedRows, Work, nothing
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.neighbours import Lost
-from zeroshard.collectives.waits import OPERATION_SHIFT, SEQUENCE_BITS, Pairing, code_of
+from zeroshard.collectives.waits import code_of
 from zeroshard.collectives.watch import Watch, describe_failure
 from zeroshard.errors import CollectiveError, UsageError, ZeroshardError
 
@@ -26,6 +27,9 @@ T = TypeVar("T")
 TRANSFER_TAG = (1 << 30) + 1
 """Transfers from one rank to another keep their order, so one tag serves all of them; no bucket has this number."""
 CLOSED = "these collectives were closed by remove(), so nothing can be sent. Shard the model again."
+_SEQUENCE_BITS = 8
+_OPERATION_SHIFT = 26
+"""The first bit of the operation's code in a tag, above the channel and the number in the channel. gloo's tags have 31 bits."""
 _PROBE = timedelta(milliseconds=1)
 _CLOSED_CONNECTION = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -127,7 +131,6 @@ class Transfer(Work):
     _kind: str
     _label: str
     _land: Callable[[], None] = nothing
-    _pairing: Pairing | None = None
     _failed: CollectiveError | None = None
 
     def wait(self) -> None:
@@ -137,22 +140,15 @@ class Transfer(Work):
         assert self.works is not None, f"{self._label} was waited for before it was launched"
         works = self.works
         self.works = ()
-        pairing = self._pairing
         with collectives.measure(self._kind):
-            collectives.watch.enter(self._label, pairing)
+            collectives.watch.enter(self._label)
             done = 0
-            peer = None
             try:
-                for work, peer in works:
-                    if pairing is not None and peer is not None:
-                        pairing.awaited = collectives.members.ranks[peer]
+                for work, _ in works:
                     work.wait()
                     done += 1
             except RuntimeError as error:
-                cause: RuntimeError = error
-                if pairing is not None and pairing.why_interrupted:
-                    cause = RuntimeError(pairing.why_interrupted)
-                self._failed = collectives.failure(self._label, cause, peer, works[done + 1 :])
+                self._failed = collectives.failure(self._label, error, works[done][1], works[done + 1 :])
                 raise self._failed from error
             finally:
                 collectives.watch.leave()
@@ -174,13 +170,12 @@ class PointToPoint(Grouped):
         super().__init__(members, device, watch)
         if peers is not None:
             self.peers = [peer for peer in self.peers if peer in peers]
-        self._begun: dict[int, int] = {}
-        """The last tag, by channel."""
+        self._begun: Counter[int] = Counter()
+        """The number of operations, by channel."""
         # torch registers process groups, names each by the number of groups before it, and never frees a subgroup's
         # resources. Ranks that had created different numbers of groups would wait for each other under different names.
         # So the store counts instead, for these members only, and any ranks may create groups in any order.
-        self._name = members.counted_name("gloo")
-        store = PrefixStore(self._name, members.store)
+        store = PrefixStore(members.counted_name("gloo"), members.store)
         # torch's stubs lack its send, recv and broadcast.
         self._made_engine: Any = self._made(
             lambda: dist.ProcessGroupGloo(store, members.rank, len(members.ranks), members.timeout)
@@ -204,12 +199,12 @@ class PointToPoint(Grouped):
             name: makes the tags of unrelated exchanges differ outside operations. Inside one, the operation's name does.
         """
         channel = bucket * 3 + kind
-        number = (self._begun.get(channel, 0) + 1) % (1 << SEQUENCE_BITS)
+        self._begun[channel] += 1
+        number = self._begun[channel] % (1 << _SEQUENCE_BITS)
         code = self.watch.operation_code
         if name is not None and not code:  # gloo ends the process if two messages of unequal lengths meet
             code = code_of(name)
-        self._begun[channel] = code << OPERATION_SHIFT | channel << SEQUENCE_BITS | number
-        return self._begun[channel]
+        return code << _OPERATION_SHIFT | channel << _SEQUENCE_BITS | number
 
     def _start(self, send: dict[int, Tensor], receive: dict[int, Tensor], tag: int, kind: str, label: str) -> Transfer:
         # The engine's own methods: dist.isend and dist.irecv take 20 times as long, because of checks, 200 times a step.
@@ -231,18 +226,7 @@ class PointToPoint(Grouped):
                 works.append((engine.send([tensor], peer, tag), peer))
         except RuntimeError as error:
             raise self.failure(label, error, peer, works) from error
-        pairing = None
-        if tag != TRANSFER_TAG:
-            ranks = [self.members.ranks[peer] for peer in receive]
-            pairing = Pairing(self._name, tag, ranks, self._begun, self._interrupt)
-        return Transfer(self, works, kind, label, land, pairing)
-
-    def _interrupt(self) -> None:
-        """Close all of gloo's connections, as a wait that times out does."""
-        nothing_comes = torch.empty(1, dtype=torch.uint8)
-        with suppress(RuntimeError):
-            # no test needs this wait: it is there to time out.
-            self._engine.recv([nothing_comes], self.peers[0], TRANSFER_TAG + 1).wait(_PROBE)
+        return Transfer(self, works, kind, label, land)
 
     @property
     def _is_staged(self) -> bool:
@@ -289,17 +273,13 @@ class PointToPoint(Grouped):
     def workspace_numel(self, rows: Tensor) -> int:
         return len(self.peers) * rows.shape[1]
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> SummedRows:
         received = dict(zip(self.peers, workspace.view(len(self.peers), rows.shape[1]), strict=True))
-        transfer = self.scatter_rows(rows, received, bucket, label)
-        contributions = [received[rank] if rank != self.rank else rows[rank] for rank in range(self.world_size)]
-        return SummedRows([transfer], contributions, divisor)
-
-    def scatter_rows(self, rows: Tensor, received: Tensor | Mapping[int, Tensor], bucket: int, label: str) -> Work:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
         send = {peer: rows[peer] for peer in self.peers}
-        receive = {peer: received[peer] for peer in self.peers}
-        return self._start(send, receive, self._tag(bucket, 1), "reduce", label)
+        self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
+        transfer = self._start(send, received, self._tag(bucket, 1), "reduce", label)
+        by_rank = {**received, self.rank: rows[self.rank]}
+        return ReceivedRows([transfer], [by_rank[rank] for rank in sorted(by_rank)], divisor)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         found = {self.rank: data, **self.exchange_with_peers(data, label)}

@@ -185,19 +185,6 @@ class Native(Grouped):
         arriving = self._begin(_REDUCE, workspace, rows.view(-1), label, averages=averages)
         return NativeMean(arriving, workspace, 1.0 if averages else divisor)
 
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        self.sent["reduce_scatter"] += rows[self.rank].nbytes * (self.world_size - 1)
-        operations = list[dist.P2POp]()
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                both = [self._end(dist.isend, rows[peer], peer), self._end(dist.irecv, received[peer], peer)]
-                if self.rank > peer:  # if they run one after the other, the lower rank of a pair sends first
-                    both.reverse()
-                operations += both
-        with self.guarded(label):
-            works = dist.batch_isend_irecv(operations)
-        return _OnDevice(self, [(work, None) for work in works], _REDUCE, label)
-
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if tensor.numel() == 0:
             return
@@ -211,13 +198,11 @@ class Native(Grouped):
             return transfer
         self.sent["transfer"] += tensor.nbytes if self.rank == source else 0
         operation, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
-        self._moves.append(_Move(self._end(operation, tensor, peer), peer, transfer))
+        end = dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG)
+        self._moves.append(_Move(end, peer, transfer))
         if not self._is_open:
             self._start(label)
         return transfer
-
-    def _end(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, self.members.ranks[peer], self._group, TRANSFER_TAG)
 
     # ------------------------------------------------------------------ messages
 

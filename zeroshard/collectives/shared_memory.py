@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Done, Reduction, Sent, Work, nothing, sum_into
+from zeroshard.collectives.base import Collectives, Done, SummedRows, Work, nothing
 from zeroshard.collectives.grouped import CLOSED, Grouped
 from zeroshard.collectives.meeting import Met, NotShared, meet
 from zeroshard.collectives.members import Members
@@ -267,15 +267,9 @@ class SharedMemory(Grouped):
             self._unread[gather] = own
         return gather
 
-    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> Reduction:
-        return SharedMean(self, self._lend_rows(rows, bucket, label), rows, divisor)
-
-    def scatter_rows(self, rows: Tensor, received: Tensor, bucket: int, label: str) -> Work:
-        return SharedRows(self, self._lend_rows(rows, bucket, label), received)
-
-    def _lend_rows(self, rows: Tensor, bucket: int, label: str) -> Lent:
+    def reduce_scatter(self, rows: Tensor, workspace: Tensor, bucket: int, label: str, divisor: float) -> SummedRows:
         self.sent["reduce_scatter"] += rows[self.rank].nbytes * len(self.peers)
-        return self.lend(rows, self.tag(bucket, _REDUCE), self.peers, label)
+        return SharedRows(self, self.lend(rows, self.tag(bucket, _REDUCE), self.peers, label), rows, divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         label = f"a broadcast of rank {self.members.ranks[source]}"
@@ -394,17 +388,13 @@ class SharedGather(Work):
 
 
 @dataclass(eq=False)
-class SentRows(Sent):
-    """Rows from each rank to each other rank. The others read this rank's rows, or a copy, in its file."""
+class SharedRows(SummedRows):
+    """Rows that are read in place. The others read this rank's rows, or a copy, in its file."""
 
     _collectives: SharedMemory
     _lent: Lent
-
-    def _row(self, peer: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Wait for the row that `peer` sends to this rank, and return it as a view of the peer's memory."""
-        collectives = self._collectives
-        rows = collectives.lent_by(peer, self._lent.tag, shape.numel(), dtype, self._lent.label)
-        return rows.view(shape)[collectives.rank]
+    _rows: Tensor
+    divisor: float
 
     @property
     def is_released(self) -> bool:
@@ -413,44 +403,19 @@ class SentRows(Sent):
     def wait_released(self) -> None:
         self._collectives.wait_read(self._lent)
 
-
-@dataclass(eq=False)
-class SharedMean(SentRows, Reduction):
-    """A reduce-scatter that reads the ranks' rows in place and sums them."""
-
-    _rows: Tensor
-    _divisor: float
-
-    def finish(self, out: Tensor, *, accumulate: bool) -> None:
+    def rows(self) -> list[Tensor]:
         collectives = self._collectives
-        rows = self._rows
-        contributions = {collectives.rank: rows[collectives.rank]}
+        own = self._rows
+        found = {collectives.rank: own[collectives.rank]}
         with collectives.measure("reduce"):
             for peer in collectives.peers:
-                contributions[peer] = self._row(peer, rows.shape, rows.dtype)
-        ordered = [contributions[one] for one in range(collectives.world_size)]
-        sum_into(ordered, self._divisor, out, accumulate)
-        for peer in collectives.peers:
-            collectives.release(peer, self._lent.tag, self._lent.label)
+                lent = collectives.lent_by(peer, self._lent.tag, own.numel(), own.dtype, self._lent.label)
+                found[peer] = lent.view(own.shape)[collectives.rank]
+        return [found[rank] for rank in range(collectives.world_size)]
 
-
-@dataclass(eq=False)
-class SharedRows(SentRows, Work):
-    """An exchange of rows, as bytes, that copies each row from its sender's memory."""
-
-    _received: Tensor
-
-    def __post_init__(self) -> None:
-        self._left = list(self._collectives.peers)
-
-    def wait(self) -> None:
-        received = self._received
-        with self._collectives.measure("reduce"):
-            while self._left:
-                peer = self._left[0]
-                received[peer].copy_(self._row(peer, received.shape, received.dtype))
-                self._collectives.release(peer, self._lent.tag, self._lent.label)
-                del self._left[0]
+    def release(self) -> None:
+        for peer in self._collectives.peers:
+            self._collectives.release(peer, self._lent.tag, self._lent.label)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -5,68 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
-
-SEQUENCE_BITS = 8
-OPERATION_SHIFT = 26
-"""The first bit of the operation's code in a tag, above the channel and the number in the channel. gloo's tags have 31 bits."""
-
-
-@dataclass(eq=False)
-class Pairing:
-    """A record by which a watchdog detects that two ranks wait for each other, over connections that do not detect it.
-
-    Attributes:
-        _connections: a name for the connections, the same on every rank.
-        _ranks: the others that must begin the operation, by their numbers among all ranks.
-        _begun: by channel, the last tag that this rank has begun; kept up to date.
-        _close: closes the connections, so that waits fail on all ranks. Any thread may call it.
-        awaited: the rank, among all ranks, that this rank is waiting for.
-        why_interrupted: the reason, after `interrupt`.
-    """
-
-    _connections: str
-    _tag: int
-    _ranks: Sequence[int]
-    _begun: Mapping[int, int]
-    _close: Callable[[], None]
-    awaited: int = -1
-    why_interrupted: str = ""
-
-    def interrupt(self, why: str) -> None:
-        """Make the wait of another thread fail."""
-        self.why_interrupted = why
-        self._close()
-
-    def report(self) -> list[Any]:
-        """Return the data that another rank needs for `is_in_vain`."""
-        return [self._connections, self._tag, self._ranks, [*self._begun.values()]]
-
-    def is_in_vain(self, own: int, reported: Sequence[Any]) -> bool:
-        """Return whether this rank and the awaited one are each waiting for an operation that the other has not begun.
-
-        Args:
-            own: the number of this rank among all ranks.
-            reported: the awaited rank's `report` of a wait still in progress.
-        """
-        connections, tag, ranks, begun = reported
-        if connections != self._connections or own not in ranks or self.awaited not in self._ranks:
-            return False
-        return _lacks([*self._begun.values()], tag) and _lacks(begun, self._tag)
-
-
-def _lacks(begun: Sequence[int], tag: int) -> bool:
-    """Return whether this tag's operation has not begun. One with the same number and another code never pairs with it."""
-    channel = tag % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS
-    for last in begun:
-        if last % (1 << OPERATION_SHIFT) >> SEQUENCE_BITS == channel:
-            # Numbers wrap around: a tag is later than the last one if it is in the half of all numbers that follows it.
-            return last != tag and (tag - last) % (1 << SEQUENCE_BITS) < 1 << SEQUENCE_BITS - 1
-    return True
 
 
 class Wait(NamedTuple):
@@ -75,7 +17,6 @@ class Wait(NamedTuple):
     operation: str | None
     label: str
     since: float
-    pairing: Pairing | None = None
 
     @property
     def text(self) -> str:
@@ -124,9 +65,9 @@ class Waits:
         finally:
             self._of_thread.operation = None
 
-    def enter(self, label: str, pairing: Pairing | None = None) -> None:
+    def enter(self, label: str) -> None:
         """Record that this thread begins to wait."""
-        self._waits[threading.get_ident()] = Wait(self._of_thread.operation, label, time.monotonic(), pairing)
+        self._waits[threading.get_ident()] = Wait(self._of_thread.operation, label, time.monotonic())
 
     def leave(self) -> None:
         """Record that this thread no longer waits."""

@@ -19,12 +19,12 @@ from datetime import timedelta
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from zeroshard.collectives.waits import Pairing, Wait, Waits
+from zeroshard.collectives.waits import Wait, Waits
 from zeroshard.errors import UsageError
 from zeroshard.errors.uncaught import is_users
 from zeroshard.launch import NOTICE_SECONDS
@@ -71,14 +71,12 @@ class Told(NamedTuple):
     Attributes:
         operation: the user's call that this belongs to, such as `save "step_10"`; None for a forward, a backward or a step.
         place: the line of the user's program, as `train.py:12`, or "".
-        pairing: the report of the wait's `Pairing`, or ().
     """
 
     text: str
     has_failed: bool
     operation: str | None = None
     place: str = ""
-    pairing: Sequence[Any] = ()
 
 
 def spell(ranks: Iterable[int]) -> str:
@@ -193,10 +191,6 @@ class Watch(Waits):
         self._is_posted = False
         self._has_failed = False
         self._is_closed = False
-        self._posts = 0
-        """The number of messages about waits that have a pairing."""
-        self._seen: tuple[Pairing, int, int] | None = None
-        """A wait of this rank, the rank that it is waiting for, and the number of that rank's last message."""
         self._quiet_until = 0.0
         self._notice_key = f"zeroshard/notice/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         self._wake = threading.Event()
@@ -287,34 +281,12 @@ class Watch(Waits):
                 self._quiet_until = 0.0
             return
         place = next(filter(None, map(place_of, [*self._waits])), "")
-        told = Told(" and ".join(wait.text for wait in long), False, long[0].operation, place)
-        pairing = next((wait.pairing for wait in long if wait.pairing is not None), None)
-        if pairing is None:
-            self._post(told)
-        else:
-            self._posts += 1
-            self._post(told._replace(pairing=[self._posts, *pairing.report()]))
-            self._interrupt_in_vain(pairing)
+        self._post(Told(" and ".join(wait.text for wait in long), False, long[0].operation, place))
         self._is_posted = True
         overdue = [wait for wait in long if now - wait.since >= self._due_seconds]
         if overdue and now >= self._quiet_until and self._may_log():
             self._quiet_until = now + REPEAT_SECONDS
             self._log(overdue[0], now - overdue[0].since)
-
-    def _interrupt_in_vain(self, pairing: Pairing) -> None:
-        """End a wait for a rank that is waiting for this one."""
-        rank = pairing.awaited
-        text = self._read(self._key(rank))
-        other = Told(*json.loads(text)) if text else None
-        if other is None or not other.pairing:
-            return
-        post, *reported = other.pairing
-        # A message may be about an earlier wait. If it was posted again since then, its wait is still in progress.
-        before = self._seen
-        self._seen = pairing, rank, post
-        is_present = before is not None and before[:2] == (pairing, rank) and before[2] < post
-        if is_present and pairing.is_in_vain(self._own, reported):
-            pairing.interrupt(f"rank {rank} is itself waiting for this one, for {other.text}")
 
     def _may_log(self) -> bool:
         """Return whether no other rank of the group has logged lately, and record that this one does."""

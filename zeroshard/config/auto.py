@@ -7,14 +7,15 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.config.fields import AUTO
 from zeroshard.config.schema import KEYS
 from zeroshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 DEFAULT = object()
 """The result of a rule that leaves the key out. Its value is then the default, or computed from other batch sizes."""
@@ -66,8 +67,8 @@ def _of_hidden_size(size: Callable[[int], int], text: str) -> Rule:
     )
 
 
-def _is_dtype(dtype: torch.dtype) -> Rule:
-    return Rule(lambda facts, _: facts.dtype is dtype, "true if the model's parameters have that dtype")
+def _is_dtype(name: str) -> Rule:
+    return Rule(lambda facts, _: str(facts.dtype) == name, "true if the model's parameters have that dtype")
 
 
 def _micro_batch(_: Facts, config: Mapping[str, Any]) -> Any:
@@ -117,9 +118,9 @@ RULES: dict[str, Rule] = {
     "scheduler.params.cos_min_ratio": _constant(1e-4),
     "scheduler.params.last_batch_iteration": _constant(-1),
     "scheduler.params.total_num_steps": _ONLY_YOU,
-    "fp16.enabled": _is_dtype(torch.float16),
-    "bf16.enabled": _is_dtype(torch.bfloat16),
-    "bfloat16.enabled": _is_dtype(torch.bfloat16),
+    "fp16.enabled": _is_dtype("torch.float16"),
+    "bf16.enabled": _is_dtype("torch.bfloat16"),
+    "bfloat16.enabled": _is_dtype("torch.bfloat16"),
     "activation_checkpointing.checkpoint_units": _constant("auto"),
     "zero_optimization.reduce_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),
     "zero_optimization.allgather_bucket_size": _of_hidden_size(lambda size: size * size, "hidden size squared"),

@@ -24,6 +24,22 @@ def summary(config: Config, width: int) -> Text:
             blocks.setdefault(entry.path.rpartition(".")[0], []).append(entry)
         elif entry.origin != "default":
             idle.append(entry.path)
+    ending = []
+    if idle:
+        ending = _wrapped(f"accepted, but without meaning here: {', '.join(idle)}", width)
+    ending.append("--all prints every key, with the whole text of its effect.")
+    room = _MOST_LINES - len(ending)
+    lines = _of_blocks(blocks, width, wrap=True)
+    if len(lines) > room:
+        lines = _of_blocks(blocks, width, wrap=False)
+    if len(lines) > room:
+        ending.insert(0, f"... and {len(lines) - room + 1} more lines.")
+        lines = lines[: room - 1]
+    return Text("\n".join([_title(config), *lines, *ending]))
+
+
+def _of_blocks(blocks: dict[str, list[Entry]], width: int, *, wrap: bool) -> list[str]:
+    """Return the lines of all blocks. A key's effect, or its first sentence, is beside the key or, with `wrap`, below it."""
     lines = []
     for block, entries in blocks.items():
         names = [entry.path.rpartition(".")[2] for entry in entries]
@@ -37,18 +53,18 @@ def summary(config: Config, width: int) -> Text:
             indent = "  "
         column = max(map(len, names))
         for name, entry in zip(names, entries, strict=True):
-            line = f"{indent}{name:<{column}}  {_value(entry):<12}  {entry.effect.text}"
-            if len(line) > width:
-                line = f"{line[: width - 3]}..."
-            lines.append(line)
-    ending = []
-    if idle:
-        ending = _wrapped(f"accepted, but without meaning here: {', '.join(idle)}", width)
-    room = _MOST_LINES - len(ending)
-    if len(lines) > room:
-        ending.insert(0, f"... and {len(lines) - room + 1} more lines: --all prints them")
-        lines = lines[: room - 1]
-    return Text("\n".join([_title(config), *lines, *ending]))
+            line = f"{indent}{name:<{column}}  {_value(entry):<12}"
+            sentence = entry.effect.text.partition(". ")[0].removesuffix(".") + "."
+            beside = [f"{line}  {text}" for text in (entry.effect.text, sentence) if len(line) + 2 + len(text) <= width]
+            if beside:
+                lines.append(beside[0])
+                continue
+            lines.append(line.rstrip())
+            if wrap:
+                lines += textwrap.wrap(
+                    sentence, width, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}    "
+                )
+    return lines
 
 
 def _value(entry: Entry) -> str:

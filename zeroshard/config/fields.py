@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -116,24 +116,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?"
 
 
-def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> None:
-    """Raise for arguments that a class cannot take. The error names their keys in the config.
+def check_arguments(make: Callable[..., Any], params: Mapping[str, Any], block: str, name: str) -> None:
+    """Raise for arguments that cannot be taken. The error names their keys in the config.
 
     Args:
-        cls: the class of an optimizer or a scheduler. The config does not set its first argument.
+        make: creates an optimizer or a scheduler, as its class does. The config does not set the first argument.
         params: the arguments by name.
         block: "optimizer" or "scheduler".
+        name: the optimizer's or scheduler's name.
 
     Raises:
         ConfigError: an argument is unknown, missing, or a number in quotes.
     """
-    _, *rest = inspect.signature(cls).parameters.values()
+    _, *rest = inspect.signature(make).parameters.values()
     accepted = [one.name for one in rest]
     if not any(one.kind is one.VAR_KEYWORD for one in rest):
         for key in params:
             if key not in accepted:
                 raise ConfigError(
-                    f"{block}.params.{key}: {cls.__name__} takes no such argument{nearest(key, accepted)} Pass only "
+                    f"{block}.params.{key}: {name} takes no such argument{nearest(key, accepted)} Pass only "
                     f"{', '.join(accepted)}."
                 )
     defaults = {one.name: one.default for one in rest}
@@ -147,6 +148,4 @@ def check_arguments(cls: type[Any], params: Mapping[str, Any], block: str) -> No
                 raise ConfigError(f"{block}.params.{key}: {item!r} is text: write the number without quotes.")
     for one in rest:
         if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name not in params:
-            raise ConfigError(
-                f"{block}.params.{one.name}: {cls.__name__} requires this argument. Add it to the config."
-            )
+            raise ConfigError(f"{block}.params.{one.name}: {name} requires this argument. Add it to the config.")

@@ -7,28 +7,37 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import json5
-import torch
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from torch import nn
 
 from zeroshard.config.auto import resolve_auto
 from zeroshard.config.fields import AUTO, DTYPE_NAMES, Effect, nearest
 from zeroshard.config.schema import KEYS, ActivationCheckpointingBlock, Schema, block_of, walk
 from zeroshard.config.zero_block import LeafModuleBlock, OffloadOptimizerBlock, OffloadParamBlock, ZeroBlock
-from zeroshard.errors import ConfigError, PolicyError
-from zeroshard.policy import Offload, Place, Policy, Precision, Units, Wire, largest_shard_numel
+from zeroshard.errors import ConfigError, PolicyError, UsageError
+from zeroshard.policy import Offload, Place, Policy, Precision, Units, largest_shard_numel
 
-_DTYPES: dict[str | None, torch.dtype] = {name: getattr(torch, known) for name, known in DTYPE_NAMES.items()}
+if TYPE_CHECKING:  # `zeroshard config check` resolves a config without torch, whose import takes seconds
+    import torch
+    from torch import nn
+
 _MOST_PROBLEMS = 10
 """The maximum number of problems in one message, since each unknown key is compared with all known keys."""
 _PLACES = {"none": None, "cpu": Place.CPU, "nvme": Place.DISK}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype with a name in configs. None stays None."""
+    import torch
+
+    return None if name is None else getattr(torch, DTYPE_NAMES[name])
 
 
 @dataclass(frozen=True)
@@ -100,11 +109,11 @@ class Config:
             read_ahead=optimizer.pipeline_read is not False,
             write_behind=optimizer.pipeline_write is not False,
         )
-        quantized = zero.zero_quantized_gradients
-        if quantized is True:
-            quantized = "int8"
-        within = _ranks_of_a_host(zero, self.batch.world_size)
-        policy = Policy.stage(self.stage, within=within, wire=Wire(gradients=quantized or None))
+        if zero.zero_quantized_gradients:
+            warnings.warn(
+                "zero_quantized_gradients has no effect: gradients are sent exactly. Leave it out.", stacklevel=2
+            )
+        policy = Policy.stage(self.stage, within=_ranks_of_a_host(zero, self.batch.world_size))
         if self.stage > 0:
             policy = policy.offloaded(parameters=_PLACES[parameters.device], offload=of_parameters)
         policy = policy.offloaded(optimizer=_PLACES[optimizer.device], offload=of_optimizer)
@@ -149,19 +158,19 @@ class Config:
         """The dtypes of the run."""
         schema = self.schema
         types = schema.data_types
-        param = _DTYPES.get(types.param_dtype)
+        param = types.param_dtype
         if param is None and schema.fp16.enabled:
-            param = torch.float16
+            param = "fp16"
         elif param is None and schema.bf16.enabled:
-            param = torch.bfloat16
+            param = "bf16"
         factor = schema.gradient_predivide_factor
         if schema.prescale_gradients:
             factor = self.batch.world_size
         precision = Precision(
-            param,
-            reduce_dtype=_DTYPES.get(schema.communication_data_type),
-            accumulate_dtype=_DTYPES.get(types.grad_accum_dtype),
-            buffer_dtype=_DTYPES.get(types.buffer_dtype),
+            _dtype(param),
+            reduce_dtype=_dtype(schema.communication_data_type),
+            accumulate_dtype=_dtype(types.grad_accum_dtype),
+            buffer_dtype=_dtype(types.buffer_dtype),
             predivide_factor=factor,
         )
         count = self.batch.accumulation
@@ -180,12 +189,13 @@ class Config:
         block = self.schema.torch_autocast
         if not block.enabled:
             return None
-        return _DTYPES[block.dtype]
+        return _dtype(block.dtype)
 
     @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled: parameters or torch.autocast are in fp16."""
-        return self.precision.param_dtype is torch.float16 or self.autocast_dtype is torch.float16
+        float16 = _dtype("fp16")
+        return self.precision.param_dtype is float16 or self.autocast_dtype is float16
 
     @property
     def skips_steps_that_are_not_finite(self) -> bool:
@@ -318,6 +328,15 @@ def tensor_parallel_ranks(config: str | os.PathLike[str] | Mapping[str, Any]) ->
         return max(int(size or 1), 1)
     except (TypeError, ValueError, OverflowError):
         return 1  # `load_config` reports it
+
+
+def refuse_uneven(size: int, world: int) -> None:
+    """Raise `UsageError` if the number of tensor-parallel ranks does not divide the number of ranks of the job."""
+    if world % size:
+        raise UsageError(
+            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model needs {size} of them. "
+            "Choose a divisor."
+        )
 
 
 def _resolve_batch_size(schema: Schema, world_size: int) -> BatchSize:
@@ -507,11 +526,11 @@ def load_birth(config: str | os.PathLike[str] | Mapping[str, Any]) -> Birth:
     raw = _in_full(read(config))
     dtype = None
     if any(_is_true(_block(raw, name).get("enabled")) for name in ("bf16", "bfloat16")):
-        dtype = torch.bfloat16
+        dtype = _dtype("bf16")
     if _is_true(_block(raw, "fp16").get("enabled")):
         if dtype is not None:
             raise ConfigError("fp16 and bf16 are both enabled: a model trains in one precision. Enable one of them.")
-        dtype = torch.float16
+        dtype = _dtype("fp16")
     zero = _block(raw, "zero_optimization")
     offload = _block(zero, "offload_param")
     if zero.get("offload_param") is None and _is_true(zero.get("cpu_offload_param")):

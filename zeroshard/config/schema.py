@@ -201,15 +201,14 @@ class ActivationCheckpointingBlock(Block):
     checkpoint_units: Annotated[Literal["auto"] | tuple[str, ...] | None, works(
         'checkpoint these modules, without a change to the model. "auto": each unit, such as a transformer layer. A list: full '
         "module names, in which `*` matches anything. Not in DeepSpeed.")] = None
-    partition_activations: Annotated[bool, works(
-        "shard saved inputs over the model-parallel group of `zeroshard.checkpointing.configure(mpu_=...)`, whose ranks all have the "
-        "same inputs. Without this group (as with `checkpoint_units`), zeroshard warns and does not shard saved inputs.")] = False
+    partition_activations: Annotated[bool, no_meaning(
+        "torch's checkpointing keeps each input whole. A warning says so.")] = False
     cpu_checkpointing: Annotated[bool, works(
-        "keep saved inputs in pinned CPU memory and prefetch them. It has no effect if the model computes on the CPU.")] = False
-    contiguous_memory_optimization: Annotated[bool, works(
-        "keep saved inputs in memory that is allocated once. Requires `number_checkpoints`.")] = False
-    number_checkpoints: Annotated[Count | None, works(
-        "the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.")] = None
+        "keep saved inputs in pinned CPU memory. It has no effect if the model computes on the CPU.")] = False
+    contiguous_memory_optimization: Annotated[bool, no_meaning(
+        "saved inputs are in memory of torch's allocator, which reuses it. A warning says so.")] = False
+    number_checkpoints: Annotated[Count | None, no_meaning(
+        "it belongs to `contiguous_memory_optimization`. A warning says so.")] = None
     synchronize_checkpoint_boundary: Annotated[bool, works(
         "synchronise with the accelerator at the start and end of each checkpoint.")] = False
     profile: Annotated[bool, works(

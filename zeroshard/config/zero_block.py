@@ -153,10 +153,8 @@ class ZeroBlock(Block):
         "parameters are always sent exactly. `zero_hpz_partition_size` keeps the all-gathers of forward and backward inside "
         "hosts.")] = False
     zero_quantized_nontrainable_weights: Annotated[bool, no_meaning("frozen parameters are stored exactly.")] = False
-    zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], works(
-        'send gradients between hosts as int8 (true or "int8") or as int4 ("int4"), and sum them in fp32 (ZeRO++ qgZ). In '
-        'DeepSpeed, true means int4, inside hosts too. Requires '
-        '`zero_hpz_partition_size` or `mics_shard_size`. Results differ from exact communication.')] = False
+    zero_quantized_gradients: Annotated[bool | Literal["int8", "int4"], no_meaning(
+        "gradients are always sent exactly. With `zero_hpz_partition_size`, each host sends only their sums to other hosts.")] = False
     zenflow: Annotated[dict[str, Any] | None, refused("ZenFlow changes the result.", by_presence=True)] = None
 
 

@@ -118,6 +118,8 @@ class Shard:
         self.number = next(_numbers)
         self.shows = 0
         self._whole: Tensor | None = None
+        self._kept_at = 0
+        """The version of the shown parameter at the last `keep`."""
         self._own: Tensor
 
     @property
@@ -203,20 +205,18 @@ class Shard:
             parameter.__class__ = self.births.whole_class
         self.shows += 1
 
-    def differs(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank's part of a shown parameter differs from the stored part."""
-        start, stop = self.range
-        data = parameter.data
-        own = self._own[: stop - start]
-        if data.shape != self._shape or data.dtype != own.dtype:
-            return True
-        part = data.reshape(-1)[start:stop].to(own.device)
-        return not torch.equal(part.view(torch.uint8), own.view(torch.uint8))
+    def is_written(self, parameter: nn.Parameter, version: int) -> bool:
+        """Return whether this rank wrote to a shown parameter since `version`, without `keep`, or gave it other data."""
+        assert self._whole is not None
+        has_other_data = parameter.data_ptr() != self._whole.data_ptr() or parameter.shape != self._whole.shape
+        return has_other_data or version_of(parameter) > max(version, self._kept_at)
 
     def keep(self, parameter: nn.Parameter) -> None:
         """Store this rank's part of a shown parameter, in its present shape and dtype."""
         self._shape = parameter.shape
         self._store(parameter.data)
+        self._whole = parameter.data
+        self._kept_at = version_of(parameter)
 
     def hide(self, parameter: nn.Parameter) -> None:
         """End one `show`. Writes to the parameter without `keep` are lost."""
@@ -224,12 +224,6 @@ class Shard:
         if not self.shows:
             self._whole = None
             _cut(parameter, self)
-
-    def undo(self, parameter: nn.Parameter) -> None:
-        """Restore the stored values of a shown parameter, which stays shown. Every rank must call it."""
-        self._whole = None
-        self._whole = self.whole()
-        parameter.data = self._whole
 
 
 _UNSEEN = storage_users(torch.empty(1))

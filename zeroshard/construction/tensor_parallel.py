@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.collectives.choose import create_collectives
+from zeroshard.config.load import refuse_uneven
 from zeroshard.construction.born import BornSharded
 from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import placement_of
@@ -96,15 +97,6 @@ def plan_of(model: nn.Module, size: int) -> dict[str, str]:
 def _pattern_of(name: str) -> str:
     """Return the name of a module or parameter as plans write it, with `*` for the numbers of layers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def refuse_uneven(size: int, world: int) -> None:
-    """Raise `UsageError` if the number of tensor-parallel ranks does not divide the number of ranks of the job."""
-    if world % size:
-        raise UsageError(
-            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model needs {size} of them. "
-            "Choose a divisor."
-        )
 
 
 def tensor_mesh(size: int, device_type: str) -> DeviceMesh:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from zeroshard.engine.progress import Progress, StepReport
 from zeroshard.engine.saving import Saving
 from zeroshard.errors import UsageError
 from zeroshard.launch import local_rank
-from zeroshard.observe.underflow import SCALES, GradientCount, UnderflowReport, summarise
 from zeroshard.optim.from_config import create_loss_scaler
 from zeroshard.optim.lr_schedules import Floor, LRSchedule, refuse_without_metrics
 from zeroshard.policy import Offload, Place
@@ -84,7 +83,6 @@ class Engine(Saving, nn.Module):
         self._whole_adapters = ExitStack()
         """The context in which the adapters that a trainer is saving stay whole. The next use of the engine closes it."""
         self._microbatches = Microbatches(sharded)
-        self._last_call: tuple[Any, Any] | None = None
         self._progress = Progress(sharded, config, device)
         sharded.sharded_step.driver = self._step_of_optimizer
         sharded.sharded_step.loss_scale = self.loss_scaler.scale
@@ -113,8 +111,6 @@ class Engine(Saving, nn.Module):
                     "initialize again."
                 )
             self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
-            if self.resolved.scales_loss:
-                self._last_call = (args, kwargs)  # for underflow_report
         with self._progress.measure("forward"), self._autocast():
             return self.module(*args, **kwargs)
 
@@ -342,55 +338,11 @@ class Engine(Saving, nn.Module):
 
     # ------------------------------------------------------------------ inspection and changes between steps
 
-    def underflow_report(
-        self, compute_loss: Callable[[], Tensor] | None = None, scales: Sequence[float] = SCALES
-    ) -> UnderflowReport:
-        """Measure the share of each parameter's gradient elements that vanish in fp16, at this loss scale and at others.
-
-        This method recomputes the loss and its gradients at each scale and does not change the training state. Every
-        rank must call it. Print `report.table()` with rich's console or draw a chart with `report.plot(path)`.
-
-        Args:
-            compute_loss: a function that returns the loss of a batch; default: the engine's last forward, whose result
-                must then be the loss.
-            scales: loss scales to compare with the current one.
-
-        Raises:
-            UsageError: fp16 is off, no forward has run, or its result is not the loss.
-        """
-        if not self.resolved.scales_loss:
-            raise UsageError("underflow_report measures fp16 gradients, and fp16 is off. Enable it in the config.")
-        present = self.loss_scaler.scale
-        counts = [GradientCount(scale) for scale in sorted({*scales, present})]
-        buffers = [
-            (owner, name, buffer, buffer.clone())
-            for owner in self.module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-        ]
-        try:
-            for count in counts:
-                # Dropout is the same at each scale, and the random state of the training run does not change.
-                with torch.random.fork_rng(), self._sharded.probe(count.add), torch.enable_grad():
-                    loss = (compute_loss or self._replay)()
-                    (loss.float() * count.scale).backward()  # type: ignore[no-untyped-call]
-        finally:
-            for owner, name, buffer, value in buffers:
-                setattr(owner, name, buffer)  # a forward may have put another there
-                buffer.copy_(value)
-        own = sorted({fqn for count in counts for fqn in count.zeros})
-        everyone = self._sharded.exchange_json(own, "an underflow report")  # ranks may use different parameters
-        names = sorted({fqn for names in everyone for fqn in names})
-        return summarise(counts, names, present, self._sharded.sum_over_ranks)
-
-    def _replay(self) -> Tensor:
-        if self._last_call is None:
-            raise UsageError("underflow_report runs the last microbatch again, but none has run. Pass compute_loss.")
-        args, kwargs = self._last_call
-        with self._autocast():
-            loss = self.module(*args, **kwargs)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("the model does not return its loss. Pass underflow_report a function that computes it.")
-        return loss
+    def underflow_report(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise UsageError: this method was removed."""
+        raise UsageError(
+            "engine.underflow_report() was removed. If gradients vanish in fp16, raise initial_scale_power, or train in bf16."
+        )
 
     def update_trainable(self, param_group: dict[str, Any] | None = None) -> None:
         """Update the training state after parameters were frozen or unfrozen. Every rank must call it.

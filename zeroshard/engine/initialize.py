@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.config.document import listing
-from zeroshard.config.load import Config, load_config, refuse_without_batch_size, tensor_parallel_ranks
+from zeroshard.config.load import Config, load_config, refuse_uneven, refuse_without_batch_size, tensor_parallel_ranks
 from zeroshard.construction.meshes import mesh_of
 from zeroshard.construction.tensor_parallel import (
     data_parallel_group,
     divide,
-    refuse_uneven,
     replace_parameters,
     tensor_mesh,
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from torch import __version__ as torch_version
 
@@ -63,7 +62,7 @@ def about(sharded: Sharded) -> dict[str, Any]:
     """Describe a run, for the first line of its log."""
     parameters = list(sharded.model.parameters())
     policy = asdict(sharded.policy)
-    described = {
+    return {
         "zeroshard": __version__,
         "torch": torch_version,
         "device": device_name(parameters[0].device),
@@ -75,9 +74,6 @@ def about(sharded: Sharded) -> dict[str, Any]:
         "formula": sharded.memory_formula(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
     }
-    if sharded.policy.wire.is_lossy:
-        described["lossy communication"] = str(sharded.policy.wire)
-    return described
 
 
 def device_name(device: torch.device) -> str:
@@ -107,7 +103,6 @@ class Progress:
         self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._console = Console(quiet=self._rank != 0, soft_wrap=True, highlight=False)
         self._every = schema.steps_per_print
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # with a breakdown and no interval, each step prints a line
@@ -231,9 +226,8 @@ class Progress:
         events = self._events(figures)
         for monitor in self._monitors:
             monitor.write(figures, events)
-        if prints:
-            with self._sharded.display.above():
-                self._console.print(self._line(figures), markup=False)
+        if prints and self._rank == 0:
+            print(self._line(figures), flush=True)
 
     # ------------------------------------------------------------------ text
 

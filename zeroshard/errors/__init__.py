@@ -5,9 +5,6 @@ Every error's message names the cause and ends with the remedy.
 
 from zeroshard.errors.uncaught import report_uncaught
 
-PAGES = ("troubleshooting.md", "refused_calls.md")
-"""Pages of the docs with a heading for each class and its messages. `zeroshard explain` reads the package's copies."""
-
 
 def counted(number: int, what: str, ending: str = "s") -> str:
     """Format a number of things: 1 rank, 8 ranks."""
@@ -17,19 +14,12 @@ def counted(number: int, what: str, ending: str = "s") -> str:
 class ZeroshardError(Exception):
     """The base class of zeroshard's errors.
 
-    Under torchrun, each machine prints identical uncaught errors once, without a traceback unless `ZEROSHARD_TRACEBACK=1` is set. A
-    traceback ends in a note with the command that explains the error; `str(error)` is only the message.
+    Under torchrun, each machine prints identical uncaught errors once, without a traceback unless `ZEROSHARD_TRACEBACK=1` is set.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"`zeroshard explain {self.public_name()}` explains it")
         report_uncaught(ZeroshardError)
-
-    @classmethod
-    def public_name(cls) -> str:
-        """Return the name of this class, or of the public class that it extends."""
-        return next(one for one in cls.__mro__ if one.__module__ == __name__).__name__
 
 
 class ConfigError(ZeroshardError, ValueError):

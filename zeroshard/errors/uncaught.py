@@ -54,8 +54,7 @@ class Hook:
             lines.append(f"  caused by {_short(f'{type(error.__cause__).__name__}: {error.__cause__}')}")
         shows_trace = os.environ.get(_WHOLE, "0") != "0"
         if not shows_trace:
-            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            lines.append(f"  ({_WHOLE}=1 shows the whole traceback{notes})")
+            lines.append(f"  ({_WHOLE}=1 shows the whole traceback)")
         text = "\n".join(lines)
         _record(text)
         print(f"[rank {_rank()}] {text}", file=sys.stderr)

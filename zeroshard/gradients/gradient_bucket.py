@@ -197,8 +197,7 @@ class Waiting:
                         return
             otherwise(parameter)
 
-        never_compiled(join)  # a backward may run inside a compiled function
-        return join
+        return never_compiled(join)  # a backward may run inside a compiled function
 
     def take(self) -> dict[int, Tensor]:
         taken = dict(self.gradients)

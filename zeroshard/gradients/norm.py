@@ -25,8 +25,10 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
     """Return the sum of squares of each of several 1-D tensors, as fp64 of shape []."""
     found: dict[int, Tensor] = {}
     for alike in _by_kind(flats):
-        sums: Iterable[Tensor] = map(_sum_on_cpu, alike)
-        if alike[0].device.type != "cpu":
+        sums: Iterable[Tensor]
+        if alike[0].device.type == "cpu":
+            sums = _sums_on_cpu(alike)
+        else:
             # A few launches for all tensors. Each block of threads sums few elements, so fp32 is exact enough.
             norms = foreach_norm(alike, 2, dtype=torch.promote_types(alike[0].dtype, torch.float32))
             sums = torch.stack(norms).double().square().unbind()
@@ -37,6 +39,16 @@ def sums_of_squares(flats: Sequence[Tensor]) -> list[Tensor]:
 def sum_of_squares(flat: Tensor) -> Tensor:
     """Return the sum of squares of one gradient."""
     return sums_of_squares([flat])[0]
+
+
+def _sums_on_cpu(flats: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of squares of each tensor. Those of less than a row are summed in one call, to the same bits."""
+    short = [flat for flat in flats if 0 < flat.numel() < ROW_NUMEL]
+    if not short:
+        return [_sum_on_cpu(flat) for flat in flats]
+    norms = foreach_norm(short, 2, dtype=torch.promote_types(short[0].dtype, torch.float32))
+    squares = iter(torch.stack(norms).double().square().unbind())
+    return [next(squares) if 0 < flat.numel() < ROW_NUMEL else _sum_on_cpu(flat) for flat in flats]
 
 
 def _sum_on_cpu(flat: Tensor) -> Tensor:

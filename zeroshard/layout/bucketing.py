@@ -8,7 +8,7 @@ need preparation. All other parameters, and those that several units share (tied
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -33,6 +33,9 @@ TINY_NUMEL = 10_000
 """With more than `MANY_UNITS` units, a block with fewer than `TINY_NUMEL` elements belongs to the unit around it, unless the rule
 sets `min_numel`. The messages of a separate unit would take longer than the block's computation."""
 
+OWN_CLASSES = " (own classes)"
+"""The `kind` of a group of parameters whose classes are the user's own."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -47,8 +50,18 @@ class Group:
     """Whether the parameters are small enough not to be sharded at rest."""
     kind: str = ""
     """The suffix of the unit's label: " (tensor-parallel)" for divided DTensors, " (whole DTensors)" for DTensors that are whole
-    on each rank, and "" for other parameters.
+    on each rank, `OWN_CLASSES`, and "" for other parameters.
     """
+
+    @property
+    def is_of_own_class(self) -> bool:
+        """Whether the parameters are of classes of the user's own: nothing tells of reads of them, so they keep class and place."""
+        return self.kind == OWN_CLASSES
+
+    @property
+    def stays(self) -> bool:
+        """Whether the parameters stay whole on the accelerator, under every policy."""
+        return self.persistent or self.is_of_own_class
 
     @property
     def label(self) -> str:
@@ -120,12 +133,15 @@ def _is_callable(module: nn.Module) -> bool:
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
-def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None = None) -> list[Group]:
+def group_parameters(
+    model: nn.Module, optimized: set[int], rule: Units | None = None, of_own_class: Collection[int] = ()
+) -> list[Group]:
     """Return the groups of parameters, one for each flat buffer. DTensors are in separate groups.
 
     Args:
         optimized: the `id`s of the parameters that the optimizer updates. Others count as frozen. If they require a gradient,
             autograd computes one from this rank's batches only, and no step uses it.
+        of_own_class: the `id`s of parameters whose classes are the user's own.
     """
     rule = rule or Units()
     units = [("", model), *find_units(model, rule)]
@@ -152,6 +168,8 @@ def group_parameters(model: nn.Module, optimized: set[int], rule: Units | None =
         kind = ""
         if entry.is_distributed:  # a norm counts divided DTensors on each rank of a mesh, and whole ones once
             kind = " (whole DTensors)" if placement.is_whole else " (tensor-parallel)"
+        elif id(parameter) in of_own_class:
+            kind = OWN_CLASSES
         key = (home, is_persistent, parameter.dtype, parameter.device, trainable, kind)
         members[key].append(entry)
 

@@ -1,1 +1,1 @@
-"""Reports of a run: memory, monitors, plots and logs."""
+"""Reports of a run: memory, progress, monitors and pictures."""

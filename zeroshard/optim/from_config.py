@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from zeroshard.errors import ConfigError
 from zeroshard.layout.bucketing import find_units
 from zeroshard.optim.lion import Lion
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
-from zeroshard.optim.muon import MuonWithAdamW
+from zeroshard.optim.several import Several
 from zeroshard.optim.states import REFUSED
 
 _NAMES = {
     "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad,
-    "lion": Lion, "muon": MuonWithAdamW,
+    "lion": Lion, "muon": torch.optim.Muon,
 }  # fmt: skip
 _UNSUPPORTED = {
     "lamb": "its trust ratio needs whole layers", "onebitadam": "it compresses gradients", "onebitlamb": "it compresses gradients",
@@ -48,24 +48,25 @@ def create_optimizer(
     """
     params = dict(block.params)
     cls: Any = _class_of(block)
-    if cls is MuonWithAdamW:
+    make: Callable[..., torch.optim.Optimizer] = cls
+    if cls is torch.optim.Muon:
+        make = _muon_and_adamw
         params = _muon(params)
-        if model is not None:
-            parameters = _muon_groups(parameters, model)
+        parameters = _muon_groups(parameters, model)
     elif cls in (torch.optim.Adam, torch.optim.AdamW):
-        cls = _adam(cls, params)
+        cls = make = _adam(cls, params)
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999)} | params
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: the engine clips gradients. Set gradient_clipping instead.")
-    check_arguments(cls, params, "optimizer")
+    check_arguments(make, params, "optimizer", cls.__name__)
     for key in ("betas", "adam_betas"):
         if isinstance(params.get(key), list):
             params[key] = tuple(params[key])
-    if "fused" in inspect.signature(cls).parameters:
+    if "fused" in inspect.signature(make).parameters:
         params.setdefault("fused", True)
     try:
-        made: torch.optim.Optimizer = cls(parameters, **params)
+        made: torch.optim.Optimizer = make(parameters, **params)
     except ConfigError:
         raise
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -125,7 +126,7 @@ def _adam(cls: type[torch.optim.Optimizer], params: dict[str, Any]) -> type[torc
 
 
 def _muon(params: dict[str, Any]) -> dict[str, Any]:
-    """Return MuonWithAdamW's arguments for DeepSpeed's arguments of Muon, with DeepSpeed's defaults and scale of updates."""
+    """Return the arguments of `_muon_and_adamw` for DeepSpeed's arguments of Muon, with DeepSpeed's defaults."""
     given = {key: value for key, value in params.items() if key not in ("torch_adam", "adam_w_mode")}
     if "ns_method" in given:
         raise ConfigError(
@@ -136,27 +137,45 @@ def _muon(params: dict[str, Any]) -> dict[str, Any]:
             "optimizer.params.adam_w_mode = false is not supported with Muon: its Adam is AdamW. Leave it out."
         )
     rates = {} if "lr" in given else {"muon_lr": 0.02, "adam_lr": 3e-4}
-    return {"weight_decay": 0.0, "eps": 1e-10, "adjust_lr_fn": "original", **rates, **given}
+    return {**rates, **given}
 
 
-def _muon_groups(parameters: Iterable[Any], model: nn.Module) -> list[Any]:
-    """Split param groups without `use_muon` into matrices inside the model's blocks and all other parameters."""
-    inside = {id(p) for _, block in find_units(model) for p in block.parameters()}
+def _muon_and_adamw(
+    groups: dict[bool, list[dict[str, Any]]], lr: float = 1e-3, weight_decay: float = 0.0, *, muon_lr: float | None = None,
+    adam_lr: float | None = None, momentum: float = 0.95, nesterov: bool = True, ns_steps: int = 5,
+    adjust_lr_fn: str | None = "original", betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-10, fused: bool = True,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """Create torch's Muon for `groups[True]` and AdamW for `groups[False]`; only one of them if the other has no groups."""
+    made: list[torch.optim.Optimizer] = []
+    if groups[True]:
+        rate = lr if muon_lr is None else muon_lr
+        made.append(
+            torch.optim.Muon(
+                groups[True], rate, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
+            )
+        )
+    if groups[False] or not made:
+        rate = lr if adam_lr is None else adam_lr
+        made.append(torch.optim.AdamW(groups[False], rate, betas, eps, weight_decay, fused=fused))
+    return made[0] if len(made) == 1 else Several(made)
+
+
+def _muon_groups(parameters: Iterable[Any], model: nn.Module | None) -> dict[bool, list[dict[str, Any]]]:
+    """Return the param groups of Muon (True) and of AdamW (False).
+
+    Muon gets the matrices inside the model's blocks (without a model or blocks: all), unless `use_muon` in a group decides.
+    """
+    inside = {id(p) for _, block in find_units(model) for p in block.parameters()} if model is not None else set()
     given = list(parameters)
-    if not inside:
-        return given
-    groups = [item for item in given if isinstance(item, dict)]
-    loose = [item for item in given if not isinstance(item, dict)]
-    if loose:
-        groups.append({"params": loose})
-    parted = []
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    parted: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for group in groups:
-        if "use_muon" in group:
-            parted.append(group)
-            continue
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        for use_muon in (True, False):
-            chosen = [p for p in members if (p.ndim == 2 and id(p) in inside) is use_muon]
-            if chosen:
-                parted.append({**group, "params": chosen, "use_muon": use_muon})
+        chosen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for parameter in members:
+            is_matrix = parameter.ndim == 2 and (not inside or id(parameter) in inside)
+            chosen[bool(group.get("use_muon", is_matrix))].append(parameter)
+        for use_muon, own in chosen.items():
+            if own:
+                parted[use_muon].append({**group, "params": own, "use_muon": use_muon})
     return parted

@@ -10,14 +10,14 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from zeroshard.config.fields import check_arguments, nearest
 from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:  # `zeroshard config check` creates schedules without torch, whose import takes seconds
+    import torch
 
 PerGroup = float | Sequence[float]
 """One number for all param groups, or one number for each group."""
@@ -35,7 +35,7 @@ def rates(optimizer: torch.optim.Optimizer) -> list[float]:
 def _set_rates(optimizer: torch.optim.Optimizer, new: Iterable[float]) -> None:
     """Set the rates. Tensors are changed in place, since a captured or compiled step reads them."""
     for group, rate in zip(optimizer.param_groups, new, strict=True):
-        if isinstance(group["lr"], Tensor):
+        if hasattr(group["lr"], "fill_"):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
@@ -277,7 +277,7 @@ class OneCycle(LRSchedule):
         self._min_momentum = self._per_group(cycle_min_mom, "cycle_min_mom", optimizer)
         self._max_momentum = self._per_group(cycle_max_mom, "cycle_max_mom", optimizer)
         self._decay = (decay_step_size, decay_lr_rate, decay_mom_rate)
-        self._moves_momentum = cycle_momentum and "betas" in optimizer.defaults
+        self._moves_momentum = cycle_momentum and any("betas" in group for group in optimizer.param_groups)
         if cycle_momentum and not self._moves_momentum:
             warnings.warn(f"{type(optimizer).__name__} has no betas: cycle_momentum is off.", stacklevel=2)
         super().__init__(optimizer, last_batch_iteration)
@@ -375,6 +375,8 @@ def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
 
 def refuse_without_metrics(scheduler: Any) -> None:
     """Raise UsageError for ReduceLROnPlateau, which needs a metric that `engine.step()` did not get."""
+    import torch
+
     inner = scheduler.schedule if isinstance(scheduler, Floor) else scheduler
     if isinstance(inner, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
@@ -400,26 +402,33 @@ def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> 
     return Floor(scheduler, optimizer, min_lr)
 
 
+def _schedules_of_torch() -> dict[str, type[Any]]:
+    import torch
+
+    base = torch.optim.lr_scheduler.LRScheduler
+    return {
+        name: cls
+        for name, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
+    }
+
+
 def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
     """Create the scheduler that a config block names, with rates of at least `min_lr`.
 
     Raises:
         ConfigError: the scheduler does not exist, or it does not accept these arguments.
     """
-    base = torch.optim.lr_scheduler.LRScheduler
-    known: dict[str, type[Any]] = {
-        name: cls
-        for name, cls in vars(torch.optim.lr_scheduler).items()
-        if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
-    }
-    known |= SCHEDULES
+    known: dict[str, type[Any]] = dict(SCHEDULES)
+    if block.type not in known:
+        known = _schedules_of_torch() | known
     cls = known.get(block.type)
     if cls is None:
         raise ConfigError(
             f"scheduler.type: unknown {block.type!r}{nearest(block.type, known)} Choose {', '.join(SCHEDULES)}, or any "
             "class of torch.optim.lr_scheduler."
         )
-    check_arguments(cls, block.params, "scheduler")
+    check_arguments(cls, block.params, "scheduler", cls.__name__)
     try:
         return floored(cls(optimizer, **block.params), optimizer, min_lr)
     except ConfigError:

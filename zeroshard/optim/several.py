@@ -18,6 +18,8 @@ class Several(torch.optim.Optimizer):
     """
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.step_members: Callable[[], Any] | None = None
+        """Steps all members at once; set when the model is sharded."""
         for member in members:
             values = list(vars(member).values())
             for value in vars(member).values():
@@ -59,11 +61,17 @@ class Several(torch.optim.Optimizer):
             start = end
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step all members. Raise UsageError if a closure is passed."""
+        """Step all members, after a call of the closure, if there is one. Return its value."""
+        loss = None
         if closure is not None:
-            raise UsageError("several optimizers together take no closure: run forward and backward before step().")
+            with torch.enable_grad():
+                loss = closure()
+        if self.step_members is not None:
+            report = self.step_members()
+            return report if closure is None else loss
         for member in self.members:
             member.step()
+        return loss
 
 
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -17,7 +17,7 @@ class Known:
 
     Attributes:
         states: the maximum number of state tensors of a parameter's size, with default options (SGD: with momentum).
-            For a matrix, Adafactor keeps only a row and a column, and MuonWithAdamW one tensor.
+            For a matrix, Adafactor keeps only a row and a column.
         elementwise: whether the update of an element depends only on that element's own history. Otherwise it depends
             on the whole parameter, but on no other parameter.
         starts_at_zero: whether its first states are zeros, at any learning rate.
@@ -38,7 +38,6 @@ KNOWN = {
     "Adamax": Known(2),
     "Lion": Known(1),
     "Muon": Known(1, elementwise=False),
-    "MuonWithAdamW": Known(2, elementwise=False),
     "NAdam": Known(2),
     "RAdam": Known(2),
     "RMSprop": Known(1),

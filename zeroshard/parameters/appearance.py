@@ -35,6 +35,7 @@ class Appearance:
         own_writes: the counts of each parameter.
         separate: whether to show each view in a storage of its own, as libraries that write files expect. The flat buffer
             must then keep its memory as long as parameters show it.
+        keeps_classes: whether the parameters, whose values never leave, are of classes of the user's own.
 
     Attributes:
         views: the views of the values, whose memory may be freed.
@@ -50,9 +51,11 @@ class Appearance:
         own_writes: Sequence[OwnWrites],
         *,
         separate: bool,
+        keeps_classes: bool,
     ) -> None:
         self._named = named
         self._separate = separate
+        self._keeps_classes = keeps_classes
         self.own_writes = own_writes
         self.whole_class = whole
         self._is_distributed = named[0].is_distributed
@@ -65,7 +68,6 @@ class Appearance:
             assert kind is not None
             self._ordinary = kind
         self._absent_class, self._taken_class = classes_of(owner, self.whole_class, self._ordinary)
-        self._ours = (self._ordinary, self.whole_class, self._absent_class, self._taken_class)
         self.placeholders: Tensor | None = None
         self._absent_views: list[Tensor] = []
         if views[0].is_floating_point():
@@ -73,7 +75,6 @@ class Appearance:
             self.placeholders = nan
             self._absent_views = [nan[index].expand(entry.shape) for index, entry in enumerate(named)]
         self._versions: list[int] = []
-        self._looks: list[list[int]] = []
         self._shown_taken: set[int] = set()
         self._in_use = False
 
@@ -102,7 +103,7 @@ class Appearance:
         self._versions = self.versions()
 
     def hide(self) -> None:
-        """Show placeholders. Reads call the unit's `before_read`, except reads of a parameter of a user's own class."""
+        """Show placeholders. Reads call the unit's `before_read`."""
         if not self._absent_views:
             raise UsageError(
                 f"{self._named[0].fqn} is an integer parameter, which cannot be sharded; register it as a buffer."
@@ -156,19 +157,11 @@ class Appearance:
             entry.show(entry.local.clone())
 
     def _become(self, cls: type[nn.Parameter]) -> None:
+        if self._keeps_classes:
+            return
         for index, entry in enumerate(self._named):
-            if self.is_own(entry):
-                is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
-                entry.parameter.__class__ = self._taken_class if is_taken else cls
-
-    def is_own(self, entry: NamedParameter) -> bool:
-        """Return whether a parameter is of zeroshard's classes, or an ordinary one, and not of a user's own class."""
-        return type(entry.parameter) in self._ours
-
-    @property
-    def tells_readers(self) -> bool:
-        """Whether reads of all parameters can be intercepted. Reads of a parameter of a user's own class cannot."""
-        return all(map(self.is_own, self._named))
+            is_taken = cls is self.whole_class and index in self._shown_taken and not self._in_use
+            entry.parameter.__class__ = self._taken_class if is_taken else cls
 
     # ------------------------------------------------------------------ the user's writes
 
@@ -181,27 +174,15 @@ class Appearance:
                 for entry, own in zip(self._named, self.own_writes, strict=True)
             ]
 
-    def begin_look(self) -> list[int]:
-        """Look for writes until `end_look`. Return the write counts to compare with, which `restart_looks` resets."""
-        self._looks.append(self.versions())
-        return self._looks[-1]
-
-    @property
-    def has_changes_to_report(self) -> bool:
-        """Whether the parameters were written to or assigned new `.data` since a `begin_look` that has not ended."""
-        if not self._looks:
-            return False
+    def accept_writes(self, versions: Sequence[int]) -> None:
+        """Count the user's writes since `versions` as zeroshard's own: no outer block reports them."""
         now = self.versions()
-        return any(look != now for look in self._looks) or any(self._given_data())
-
-    def end_look(self, look: list[int]) -> None:
-        """End the look that `begin_look` began."""
-        self._looks = [other for other in self._looks if other is not look]
-
-    def restart_looks(self) -> None:
-        """Reset the counts of all looks that have not ended: they no longer report the writes so far."""
-        for look in self._looks:
-            look[:] = self.versions()
+        new = {
+            id(own): (own, after - before) for own, before, after in zip(self.own_writes, versions, now, strict=True)
+        }
+        for own, count in new.values():
+            own.updates += count
+        self._versions = self.versions()
 
     def outdate_graphs(self, indices: Iterable[int] | None = None) -> None:
         """Record that parameters (default: all) were updated, so that torch refuses to differentiate graphs that saved them before.
@@ -217,17 +198,21 @@ class Appearance:
 
     def collect_written(self) -> set[int]:
         """Return the indices of parameters that were written to in place or assigned new `.data` since the last call."""
-        written = self.adopt_new_data()
-        now = self.versions()
-        if now != self._versions:
-            written |= {index for index, version in enumerate(now) if version != self._versions[index]}
-            self._versions = now
+        self.adopt_new_data()
+        written = self.written_since(self._versions)
+        self._versions = self.versions()
         return written
 
-    def adopt_new_data(self) -> set[int]:
-        """Copy tensors assigned as `.data` into the parameters' memory. Return the indices. Raise for another shape or dtype."""
-        found = set()
-        for index, entry, view in self._given_data():
+    def written_since(self, versions: Sequence[int]) -> set[int]:
+        """Return the indices of parameters that the user wrote to since `versions`."""
+        now = self.versions()
+        if now == versions:
+            return set()
+        return {index for index, version in enumerate(now) if version != versions[index]}
+
+    def adopt_new_data(self) -> None:
+        """Copy tensors assigned as `.data` into the parameters' memory: a write. Raise for another shape or dtype."""
+        for entry, view in self._given_data():
             data = entry.local
             if data.shape != view.shape or data.dtype != view.dtype:
                 raise UsageError(
@@ -238,16 +223,15 @@ class Appearance:
             # `weight.data.t()` shows the view's own memory in another order.
             view.copy_(data.clone() if data.data_ptr() == view.data_ptr() else data)
             self._show(entry, view)
-            self.outdate_graphs([index])
-            found.add(index)
-        return found
+            with past_torch_function():
+                torch.autograd.graph.increment_version(entry.parameter)
 
-    def _given_data(self) -> Iterator[tuple[int, NamedParameter, Tensor]]:
-        """Yield (index, parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
-        for index, (entry, view) in enumerate(zip(self._named, self.views, strict=True)):
+    def _given_data(self) -> Iterator[tuple[NamedParameter, Tensor]]:
+        """Yield (parameter, view) for each parameter whose data is no longer its view of the flat buffer."""
+        for entry, view in zip(self._named, self.views, strict=True):
             shown = entry.local if self._is_distributed else entry.parameter
             if view.numel() and not self._is_shown(shown, view):
-                yield index, entry, view
+                yield entry, view
 
     def _is_shown(self, shown: Tensor, view: Tensor) -> bool:
         if shown.shape != view.shape or shown.stride() != view.stride():

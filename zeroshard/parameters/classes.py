@@ -89,7 +89,7 @@ def classes_of(
         whole: the class of parameters that have their values.
         ordinary: the class that the user gave them.
     """
-    shown: dict[int, Tensor] = {}
+    shown: dict[int, TakenGradient] = {}
     """The tensors that `grad` returns for taken gradients, by the parameter's `id`."""
 
     class Taken(whole):  # type: ignore[misc, valid-type]
@@ -100,21 +100,22 @@ def classes_of(
             own = grad_of(self)
             if own is not None or is_traced():  # torch.compile describes parameters, without reading them
                 return own
+            gradient = shown.get(id(self))
+            if gradient is not None and owner.is_taken(gradient.place):
+                return gradient
             fqn: str | None = owner.taken_gradient(self)
             if fqn is None:
                 return None
             local: Tensor | None = owner.local_gradient(self)
             if local is not None:
                 return local
-            if id(self) not in shown:
-                with past_torch_function():
-                    nothing = torch.empty((1,) * self.ndim, dtype=self.dtype, device=self.device)
-                    gradient = nothing.expand(self.shape).as_subclass(TakenGradient)
+            if gradient is None:
+                gradient = shown[id(self)] = _shape_of(self)
                 gradient.fqn = fqn
                 gradient.parameter = self
                 gradient.owner = owner
-                shown[id(self)] = gradient
-            return shown[id(self)]
+                gradient.place = owner.index_of(self)
+            return gradient
 
         @grad.setter
         def grad(self, value: Tensor | None) -> None:
@@ -240,11 +241,18 @@ class TakenGradient(Tensor):
     fqn: str
     parameter: Tensor
     owner: Any
+    place: int
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        # torch's clipping makes these two calls for each gradient. The first call of a step does the work for all gradients.
+        look_up = _LOOK_UPS.get(func)
+        if look_up is not None and len(args) == 2 and not kwargs:
+            answer = look_up(*args)
+            if answer is not None:
+                return answer
         attribute = attribute_of(func)
         if func.__name__ in METADATA and attribute not in VALUES:
             with past_torch_function():
@@ -274,6 +282,28 @@ class TakenGradient(Tensor):
         return f"TakenGradient of {self.fqn}"
 
 
+def _shape_of(parameter: Tensor) -> TakenGradient:
+    """Return a gradient of a parameter's shape, dtype and device, over one element of memory."""
+    with past_torch_function():
+        nothing = torch.empty((1,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
+        return nothing.expand(parameter.shape).as_subclass(TakenGradient)
+
+
+def _known_norm(gradient: TakenGradient, order: Any) -> Tensor | None:
+    operations = gradient.owner.operations
+    return None if operations is None else operations.known_norm(gradient.parameter, order)
+
+
+def _multiplied(gradient: TakenGradient, factor: Any) -> Tensor | None:
+    operations = gradient.owner.operations
+    return gradient if operations is not None and operations.multiplies(gradient.parameter, factor) else None
+
+
+_LOOK_UPS: dict[Callable[..., Any], Callable[[Any, Any], Tensor | None]] = {
+    torch.linalg.vector_norm: _known_norm,
+    Tensor.mul_: _multiplied,
+}
+"""torch's operations with a short path. The functions return None where the whole path must decide."""
 _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": torch.linalg.vector_norm,
     "_foreach_mul_": Tensor.mul_,

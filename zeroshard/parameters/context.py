@@ -64,6 +64,7 @@ class Live:
         numels: the elements of each unit that is sharded at rest, and now unsharded or arriving.
         parked: the model states that are elsewhere until `reload_states`.
         gradient_operation: runs one of torch's operations on a parameter's mean gradient: `(unit, index), name, args, kwargs`.
+        operations: the operations on gradients in this step, once there was one; a `GradientOperations`, of a higher package.
         before_later_gradients: called before the first gradients of a further backward are added to those of the step.
         drop_gradients: called when the user has replaced each `grad` of a unit; drops all gradients if every `grad` is None.
         own_writes: the counts of each parameter, by `id`.
@@ -74,6 +75,7 @@ class Live:
     numels: Counter[Any] = field(default_factory=Counter)
     parked: frozenset[str] = frozenset()
     gradient_operation: Callable[..., Any] = lambda *_: NotImplemented
+    operations: Any = None
     before_later_gradients: Callable[[], object] = lambda: None
     drop_gradients: Callable[[], object] = lambda: None
     own_writes: dict[int, OwnWrites] = field(default_factory=dict)

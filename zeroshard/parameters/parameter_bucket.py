@@ -262,22 +262,6 @@ class ParameterBucket:
             self._bring("all-gather of set")
             self.wait_unsharded()
 
-    def differs_from_rest(self) -> bool:
-        """Return whether unsharded parameters differ, on any rank, from those at rest.
-
-        Every rank must call it if parameters are sharded at rest; otherwise the result is False.
-        """
-        resting, shown = self.block, self._own_block
-        if resting is None:
-            return False
-        self.settle()
-        with resting.borrowed(self._accelerator, self._pool) as values:
-            if values.dtype == shown.dtype:
-                same = torch.equal(shown.view(torch.uint8), values.view(torch.uint8))
-            else:  # a zero that was written keeps its master's digits, and so its master's sign
-                same = torch.equal(shown, values.to(shown.dtype)) or _shows(shown, values)
-        return any(data != b"\1" for data in self._collectives.exchange(bytes([same]), f"changes of {self.label}"))
-
     # ------------------------------------------------------------------ live memory
 
     def tensors(self, kind: str) -> list[Tensor]:

@@ -243,7 +243,7 @@ def plan(
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run
             without values; no batch size is known; an argument is invalid (see `job_of`); or a plan does not cover the
-            config (quantised gradients; tensor parallelism with sequence parallelism or `sharded_init`).
+            config (tensor parallelism with sequence parallelism or `sharded_init`).
     """
     make_batch = batch
     shapes: list[torch.Size] = []

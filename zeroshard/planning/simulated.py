@@ -19,9 +19,10 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, Reduction, SummedRows, Work, nothing, sum_into
+from zeroshard.collectives.base import CHUNK_NUMEL, Collectives, Done, ReceivedRows, Reduction, Work, nothing, sum_into
 from zeroshard.collectives.composed import CrossingCount, OneHost, TwoLevel
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import NativeMean
@@ -30,7 +31,6 @@ from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
 from zeroshard.planning.machine import Clock, Line, Link, Machine
 from zeroshard.policy import Offload, Policy
-from zeroshard.recompute.saved_inputs import HostCopies, Slots
 from zeroshard.storage.base import FREE_SHARE, AcceleratorStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
 from zeroshard.storage.disk import DirectFile
@@ -59,7 +59,7 @@ _ROWS_SUMMED = 3
 
 
 @dataclass(eq=False)
-class _CountedRows(SummedRows):
+class _CountedRows(ReceivedRows):
     """The rows of a reduction of `_ranks` ranks, which a CPU sums in chunks.
 
     All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows and counts the time
@@ -70,14 +70,13 @@ class _CountedRows(SummedRows):
     _clock: Clock
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
-        for work in self._works:
-            work.wait()
+        arrived = self.rows()
         chunks, rest = divmod(out.numel(), CHUNK_NUMEL)
         for numel, times in ((CHUNK_NUMEL, chunks), (rest, 1)):
             if numel and times:
-                rows = [row[:numel] for row in self._rows]
+                rows = [row[:numel] for row in arrived]
                 with self._clock.times(times):
-                    sum_into(rows, self._divisor, out[:numel], accumulate)
+                    sum_into(rows, self.divisor, out[:numel], accumulate)
                     if len(rows) < self._ranks:
                         total = torch.promote_types(rows[0].dtype, torch.float32)
                         nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # in place: two are read, one written
@@ -205,14 +204,8 @@ class Hosts:
         """Create simulated collectives; the counterpart of `create_collectives`.
 
         Raises:
-            UsageError: communication is lossy; or `within` does not divide the ranks, or is "host" and hosts have
-                different numbers of ranks.
+            UsageError: `within` does not divide the ranks, or is "host" and hosts have different numbers of ranks.
         """
-        if policy.wire.is_lossy:
-            raise UsageError(
-                "quantised communication (zero_quantized_gradients) cannot be planned. Plan without it: memory at rest "
-                "is the same."
-            )
         size = policy.within
         if size is None or self.ranks == 1:
             return self._flat(policy)
@@ -388,22 +381,6 @@ class _Copies(Copies):
         return line.send(source.nbytes, after)
 
 
-class SimulatedHostCopies(HostCopies):
-    """A keeper that holds inputs in CPU memory, whose bytes the ledger counts."""
-
-    def __init__(self, slots: Slots | None, ledger: Ledger, copies: Copies) -> None:
-        super().__init__(slots, copies)
-        self._ledger = ledger
-
-    def _host_memory(self, tensor: Tensor) -> Tensor:
-        with self._ledger.purpose(ACTIVATIONS, on_host=True):
-            return super()._host_memory(tensor)
-
-    def _device_memory(self, memory: Tensor, device: torch.device) -> Tensor:
-        with self._ledger.purpose(ACTIVATIONS):
-            return super()._device_memory(memory, device)
-
-
 class _File(DirectFile):
     """A file that does not write anything, on a disk that `sharers` ranks share."""
 
@@ -444,9 +421,22 @@ class SimulatedStorages(Storages):
         self._sharers = sharers
         super().__init__(policy, device, param_itemsize, collectives)
 
-    def host_copies(self, slots: Slots | None) -> SimulatedHostCopies:
-        """Create the object that keeps recomputation's inputs in CPU memory."""
-        return SimulatedHostCopies(slots, self._ledger, self._copies)
+    def host_copies(self) -> saved_tensors_hooks:
+        """Return hooks that keep recomputation's inputs in CPU memory, as torch's `save_on_cpu` does."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            with self._ledger.purpose(ACTIVATIONS, on_host=True):
+                memory = torch.empty_like(tensor)
+            self._copies.copy(memory, tensor)
+            return memory
+
+        def unpack(memory: Tensor) -> Tensor:
+            with self._ledger.purpose(ACTIVATIONS):
+                back = torch.empty_like(memory)
+            self._copies.copy(back, memory).wait(CPU)
+            return back
+
+        return saved_tensors_hooks(pack, unpack)
 
     def _make_copies(self, device: torch.device) -> Copies:
         return _Copies(self._ledger)

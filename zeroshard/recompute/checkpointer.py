@@ -1,40 +1,35 @@
 """Owns activation checkpointing of functions and of a model's units: the backward recomputes their activations.
 
-It uses torch's non-reentrant checkpointing. `Checkpointing` adds measurements, and options for the place of saved
-inputs. Gradients are bit-identical with and without checkpointing, even with dropout.
+torch does the work: its non-reentrant checkpointing, and `save_on_cpu` for inputs in CPU memory. Gradients are
+bit-identical with and without checkpointing, even with dropout.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zeroshard.collectives.choose import create_collectives
 from zeroshard.config.load import Config
 from zeroshard.config.schema import ActivationCheckpointingBlock
 from zeroshard.errors import UsageError
 from zeroshard.layout.bucketing import find_units
 from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.policy import Units
-from zeroshard.recompute.saved_inputs import HostCopies, Keeper, Partition, Recall, Slots, keep
-from zeroshard.storage.transfers import Copies
-from zeroshard.torch_private import tree_flatten, tree_unflatten, version_of
+from zeroshard.torch_private import tree_flatten, tree_unflatten
 
-_Versions = Mapping[tuple[int, torch.Size], tuple[weakref.ref[Tensor], int]]
-"""The inputs and the versions that they had in the forward, by address and shape."""
+WITHOUT_EFFECT = ("partition_activations", "contiguous_memory_optimization", "number_checkpoints")
+"""Keys of the config's block for which torch has no equal."""
 
 
 @dataclass(frozen=True)
@@ -42,37 +37,31 @@ class Checkpointing:
     """The options that zeroshard adds to torch's checkpointing, named as in the config's block.
 
     Attributes:
-        partition_activations: shard saved inputs over `model_parallel_group`, whose ranks have the same inputs.
-        cpu_checkpointing: keep saved inputs in CPU memory. It has no effect if the model computes on the CPU.
-        contiguous_memory_optimization: keep saved inputs in memory that is allocated once.
-        number_checkpoints: the maximum number of checkpoints in a forward, for `contiguous_memory_optimization`.
+        cpu_checkpointing: keep saved inputs in pinned CPU memory. It has no effect if the model computes on the CPU.
         synchronize_checkpoint_boundary: wait for the accelerator at the start and the end of each checkpoint.
         profile: measure the time and bytes of each checkpoint (see `Checkpointer.table`).
-        model_parallel_group: the ranks that divide each layer and have the same inputs.
-
-    Raises:
-        UsageError: `contiguous_memory_optimization` is set without `number_checkpoints`.
     """
 
-    partition_activations: bool = False
     cpu_checkpointing: bool = False
-    contiguous_memory_optimization: bool = False
-    number_checkpoints: int | None = None
     synchronize_checkpoint_boundary: bool = False
     profile: bool = False
-    model_parallel_group: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, block: ActivationCheckpointingBlock) -> Checkpointing:
-        """Return the options of a config's block."""
-        return cls(**block.model_dump(exclude={"checkpoint_units"}))
+        """Return the options of a config's block. Warn if it sets keys without effect."""
+        warn_without_effect({name: getattr(block, name) for name in WITHOUT_EFFECT})
+        return cls(**{field.name: getattr(block, field.name) for field in fields(cls)})
 
-    def __post_init__(self) -> None:
-        if self.contiguous_memory_optimization and not self.number_checkpoints:
-            raise UsageError(
-                "contiguous_memory_optimization allocates its memory once: set number_checkpoints, the maximum number of "
-                "checkpoints in a forward."
-            )
+
+def warn_without_effect(given: dict[str, Any]) -> None:
+    """Warn about options that are set and have no effect."""
+    names = [name for name, value in given.items() if value]
+    if names:
+        warnings.warn(
+            f"activation checkpointing ignores {', '.join(names)}: torch keeps each input whole, in memory of its allocator. "
+            "Remove what is ignored; cpu_checkpointing saves memory.",
+            stacklevel=3,
+        )
 
 
 @dataclass
@@ -97,15 +86,8 @@ class Checkpointer:
     def __init__(self, options: Checkpointing | None = None) -> None:
         self.options = options or Checkpointing()
         self.costs: dict[str, Cost] = {}
-        self._slots: Slots | None = None
-        if self.options.contiguous_memory_optimization and self.options.number_checkpoints:
-            self._slots = Slots(self.options.number_checkpoints, self.options.cpu_checkpointing)
-        self._keepers: dict[torch.device, Keeper] = {}
-        self.host_copies: Callable[[Slots | None], Keeper] | None = None
-        """A function that creates the keeper of inputs in CPU memory, for dry runs.
-
-        None: `HostCopies`, if the inputs are on an accelerator.
-        """
+        self.host_copies: Callable[[], AbstractContextManager[Any]] | None = None
+        """Replaces `save_on_cpu` in dry runs."""
         self._forwards = Forwards()
 
     @classmethod
@@ -133,68 +115,41 @@ class Checkpointer:
         options: dict[str, Any] = {"use_reentrant": False}
         if wanted.profile or wanted.synchronize_checkpoint_boundary:
             options["context_fn"] = partial(self._measured, name)
-        if not (wanted.profile or wanted.partition_activations or wanted.cpu_checkpointing or self._slots):
-            # torch keeps the inputs. The function gets the caller's own lists and dicts, to which it may add values.
-            return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, **options)
-        # torch gives its hooks only tensors that are arguments themselves, so each leaf becomes an argument.
         leaves, spec = tree_flatten((args, kwargs))
         # Weights, masks and positions are not activations: they stay in memory in any case.
         activations = {
-            (leaf.data_ptr(), leaf.shape): (weakref.ref(leaf), version_of(leaf))
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+            n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
         }
+        if wanted.profile:
+            self.costs.setdefault(name, Cost()).nbytes += sum(one.nbytes for one in activations.values())
+        hooks = self._hooks({one.device.type for one in activations.values()})
+        if hooks is None:
+            # torch keeps the inputs. The function gets the caller's own lists and dicts, to which it may add values.
+            return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, **options)
+        # torch shows its hooks only tensors that are arguments themselves; a closure would keep them in memory.
+        others = [None if n in activations else leaf for n, leaf in enumerate(leaves)]
+        places = list(activations)
 
-        def call(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(list(leaves), spec)
+        def call(*activations: Tensor) -> Any:
+            given = list(others)
+            for n, one in zip(places, activations, strict=True):
+                given[n] = one
+            args, kwargs = tree_unflatten(given, spec)
             return function(*args, **kwargs)
 
-        if self._slots is not None:
-            self._slots.begin()
-        with saved_tensors_hooks(partial(self._pack, name, activations), lambda recall: recall()):
-            return torch_checkpoint(call, *leaves, **options)
+        with hooks:
+            return torch_checkpoint(call, *activations.values(), **options)
 
-    # ------------------------------------------------------------------ saved inputs
-
-    def _pack(self, name: str, activations: _Versions, tensor: Tensor) -> Recall:
-        """Keep an input. Its recall raises RuntimeError if the input was changed in place, as torch does without hooks."""
-        key = (tensor.data_ptr(), tensor.shape)  # autograd may pass an alias of the input to its hooks
-        if key not in activations or tensor.numel() == 0:
-            return keep(tensor)
-        if self.options.profile:
-            self.costs.setdefault(name, Cost()).nbytes += tensor.nbytes
-        if tensor.device not in self._keepers:
-            self._keepers[tensor.device] = self._make_keeper(tensor.device)
-        recall = self._keepers[tensor.device](tensor)
-        reference, version = activations[key]
-
-        def unless_changed() -> Tensor:
-            alive = reference()
-            if alive is not None and version_of(alive) != version:
-                raise RuntimeError(
-                    "an input of a checkpointed function was modified by an inplace operation, so its activations cannot be "
-                    "recomputed. Change a copy instead."
-                )
-            return recall()
-
-        return unless_changed
-
-    def _make_keeper(self, device: torch.device) -> Keeper:
-        keeper: Keeper = self._slots or keep
-        if self.options.cpu_checkpointing and self.host_copies is not None:
-            keeper = self.host_copies(self._slots)
-        elif self.options.cpu_checkpointing and device.type != "cpu":
-            keeper = HostCopies(self._slots, Copies(device))
-        if not self.options.partition_activations:
-            return keeper
-        group = self.options.model_parallel_group
-        if group is None or dist.get_world_size(group) == 1:
-            warnings.warn(
-                "partition_activations has no effect without a model-parallel group: pass one to checkpointing.configure().",
-                stacklevel=2,
-            )
-            return keeper
-        return Partition(create_collectives(group, device, what="partitioned activations"), keeper)
+    def _hooks(self, devices: set[str]) -> AbstractContextManager[Any] | None:
+        """Return the hooks that keep inputs of these devices in CPU memory; None if inputs stay where they are."""
+        if not self.options.cpu_checkpointing:
+            return None
+        if self.host_copies is not None:
+            return self.host_copies()
+        accelerators = devices - {"cpu"}
+        if not accelerators:
+            return None
+        return save_on_cpu(pin_memory=True, device_type=accelerators.pop())
 
     # ------------------------------------------------------------------ costs
 

@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from zeroshard.config.load import load_checkpointing
-from zeroshard.errors import UsageError
-from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing
+from zeroshard.recompute.checkpointer import Checkpointer, Checkpointing, warn_without_effect
 
 __all__ = ["Checkpointer", "Checkpointing", "checkpoint", "configure", "configured", "is_configured", "reset"]
 
@@ -27,7 +24,8 @@ _DEFAULT = Checkpointer()
 
 
 def configure(
-    mpu_: Any = None, deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mpu_: Any = None,  # noqa: ARG001  DeepSpeed's callers pass it
+    deepspeed_config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None,
     profile: bool | None = None,
@@ -35,11 +33,11 @@ def configure(
     """Set the options of `checkpoint` for this process.
 
     Args:
-        mpu_: the model-parallel ranks: a process group, or an object with `get_model_parallel_group()`.
+        mpu_: accepted as in DeepSpeed, without effect.
         deepspeed_config: a config whose `activation_checkpointing` block supplies the arguments that are None.
-        partition_activations: as in `Checkpointing`.
-        contiguous_checkpointing: as `contiguous_memory_optimization` in `Checkpointing`.
-        num_checkpoints: as `number_checkpoints` in `Checkpointing`.
+        partition_activations: accepted as in DeepSpeed, without effect. A warning says so.
+        contiguous_checkpointing: see `partition_activations`.
+        num_checkpoints: see `partition_activations`.
         checkpoint_in_cpu: as `cpu_checkpointing` in `Checkpointing`.
         synchronize: as `synchronize_checkpoint_boundary` in `Checkpointing`.
         profile: as in `Checkpointing`.
@@ -49,31 +47,25 @@ def configure(
 
     Raises:
         ConfigError: the config cannot be used.
-        UsageError: `contiguous_checkpointing` is set without `num_checkpoints`, or `mpu_` does not give a process
-            group.
     """
     options = Checkpointing()
     if deepspeed_config is not None:
         options = Checkpointing.of(load_checkpointing(deepspeed_config))
+    warn_without_effect(
+        {
+            "partition_activations": partition_activations,
+            "contiguous_checkpointing": contiguous_checkpointing,
+            "num_checkpoints": num_checkpoints,
+        }
+    )
     given: dict[str, Any] = {
-        "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
         "cpu_checkpointing": checkpoint_in_cpu,
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    group = mpu_
-    if hasattr(mpu_, "get_model_parallel_group"):
-        group = mpu_.get_model_parallel_group()
-    if not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise UsageError(
-            f"configure(mpu_=...) takes a process group, or an object with get_model_parallel_group(), not a "
-            f"{type(mpu_).__name__}. Pass one of these, or None."
-        )
     said = {key: value for key, value in given.items() if value is not None}
     reset()
-    _configured.append(Checkpointer(replace(options, model_parallel_group=group, **said)))
+    _configured.append(Checkpointer(replace(options, **said)))
     return configured()
 
 

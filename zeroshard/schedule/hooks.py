@@ -66,9 +66,6 @@ from zeroshard.torch_private import (
     tree_leaves,
 )
 
-Take = Callable[[Unit, int, Tensor], None]
-"""A function that receives this rank's unreduced gradient of parameter `index` of a unit, as autograd returned it."""
-
 
 class Forward:
     """A forward of the model, and calls of its modules until the next one.
@@ -105,8 +102,6 @@ class Hooks:
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._take: Take | None = None
-        """Receives the gradients of backwards inside `probe`, which belong to no step."""
         self._aside: list[Unit] | None = None
         """The closed units of a backward that has reached no parameter yet, and so belongs to no step."""
         self._backward_is_open = False
@@ -185,18 +180,6 @@ class Hooks:
         self._on_gradients.clear()
         self._handles.clear()
         self._on_leaves.clear()
-
-    @contextmanager
-    def probe(self, take: Take) -> Iterator[None]:
-        """Keep the block's backwards out of every step: pass their gradients to `take` and reduce nothing."""
-        if not in_backward():
-            self._forget_what_aborted()
-        before = self._take
-        self._take = take
-        try:
-            yield
-        finally:
-            self._take = before
 
     def _keep_places(self) -> None:
         """Move our module hooks around the user's, and our gradient hooks behind the user's, even if these are newer."""
@@ -367,7 +350,7 @@ class Hooks:
             self._backward_is_open = True
             for unit in self._schedule.units:  # recomputations run compiled modules, and not always through our hooks
                 unit.appearance.begin_use()
-            if self._take is None and not self._reaches_parameters():
+            if not self._reaches_parameters():
                 # No parameter is visible here, but a backward inside a node of this one (reentrant checkpointing) may reach some.
                 self._aside = []
             ending = self._hook_of(self._end_backward)
@@ -414,9 +397,6 @@ class Hooks:
             return
         if not self._backward_is_open:
             self._keep_places()
-            if self._take is None:
-                for unit in self._schedule.units:
-                    unit.refuse_unreported_gradients()
         self._begin_backward()
         call.begin()
         if module is not self._root:  # the root module begins with its last child, at the same tensor
@@ -428,7 +408,7 @@ class Hooks:
                 for unit in self._units[other]:
                     if self._aside is not None:
                         self._aside.append(unit)
-                    elif self._take is None:
+                    else:
                         self._schedule.close(unit)
             self._in_progress[module] = None
         for unit in self._units[module]:
@@ -449,9 +429,6 @@ class Hooks:
             return
         forget_grad(parameter)
         with self._schedule.stream.here():
-            if self._take is not None:
-                self._take(unit, index, gradient)
-                return
             self._schedule.add_gradient(unit, index, gradient)
             unit.waiting.backward = self._ending
             if unit.has_all_gradients:
@@ -485,7 +462,7 @@ class Hooks:
 
     def _close_backward(self) -> bool:
         """Forget the state of this backward. Return whether it belongs to a step."""
-        is_of_step = self._take is None and self._aside is None
+        is_of_step = self._aside is None
         self._aside = None
         self._backward_is_open = False
         self._leaves_graph = False

@@ -227,6 +227,8 @@ class SavedParameters:
 class _Unpacked(Tensor):
     """A view of a trained parameter that is returned to the autograd function that saved it.
 
+    TRL's losses need it: the backward of their autograd functions reads `ds_status` of the head's weight.
+
     With hooks in force, torch gives the function a detached copy of the unpacked tensor and lets its class make the
     copy. So the copy can have the parameter's attributes, as without hooks.
     """

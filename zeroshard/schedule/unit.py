@@ -146,7 +146,7 @@ class Unit:
         self.pins = 0
         """The number of open `unsharded` blocks."""
         self.undecided = 0
-        """The number of these blocks that store or undo their changes at their end."""
+        """The number of these blocks that give a rank's changes to all ranks at their end."""
         self.state_dicts = 0
         """The number of state dicts that are being created or loaded. One that raised is counted until `refuse_pinned`."""
         self.is_held = False
@@ -161,7 +161,9 @@ class Unit:
         # A separate storage would not notice that the flat buffer's memory is freed.
         separate = self.flat.has_address and not self.comes_and_goes
         own_writes = [context.live.own_writes[id(entry.parameter)] for entry in self.named]
-        self.appearance = Appearance(self.named, views, self, whole_class, own_writes, separate=separate)
+        self.appearance = Appearance(
+            self.named, views, self, whole_class, own_writes, separate=separate, keeps_classes=group.is_of_own_class
+        )
         self._written: set[int] = set()
         """The parameters that the user has written to since the last `spread_owners_values`, by index."""
         self._masters_wait = False
@@ -380,8 +382,8 @@ class Unit:
 
     @property
     def _may_leave(self) -> bool:
-        """Whether the values may be offloaded. A read of a parameter of a user's own class could not bring them back."""
-        return self._cpu is not None and not self.is_pinned and self.appearance.tells_readers
+        """Whether the values may be offloaded."""
+        return self._cpu is not None and not self.is_pinned
 
     def refuse_pinned(self, what: str) -> None:
         """Raise if a block that keeps the unit unsharded is open while `what` runs. Forget state dicts that raised."""
@@ -393,12 +395,11 @@ class Unit:
             )
 
     def refuse_undecided(self, what: str) -> None:
-        """Raise if an open `unsharded` block has changes to store, undo or report at its end, which `what` would store or miss."""
-        if self.undecided or self.appearance.has_changes_to_report:
+        """Raise if a modifier rank's changes count only at the end of an open `unsharded`: `what` would store parts of them."""
+        if self.undecided:
             raise UsageError(
-                f"{what} was called inside an unsharded() that decides about changes to {self.label} only at its end: with "
-                "undo=True, with a modifier rank, or because of changes without one. Call it after that block; inside, read "
-                "with model.state_dict() or sharded.consolidated_state_dict()."
+                f"{what} was called inside unsharded(modifier_rank=...), where changes to {self.label} count only at the end. Call "
+                "it after that block; inside, read with model.state_dict() or sharded.consolidated_state_dict()."
             )
 
     def refuse_parked(self, what: str) -> None:
@@ -455,12 +456,10 @@ class Unit:
         """Add the user's writes on this rank to `_written`. Return whether any left a trace.
 
         Args:
-            scans: whether to compare values if no write left a trace, and the user may have read `data`. (A parameter of a
-                user's own class does not record such reads.)
+            scans: whether to compare values if no write left a trace, and the user may have read `data`.
         """
         new = self.appearance.collect_written()
-        may_be_hidden = self._live.data_was_read or not self.appearance.tells_readers
-        if scans and not new and may_be_hidden and not self._live.parked:
+        if scans and not new and self._live.data_was_read and not self._live.parked:
             for bucket in self.buckets:
                 if bucket.save_hidden_writes():
                     self._written |= {piece.index for piece in bucket.layout.pieces}
@@ -539,25 +538,12 @@ class Unit:
             bucket.load_masters(regather=self.state is UnitState.UNSHARDED)
 
     def written_since(self, versions: Sequence[int]) -> set[int]:
-        """Return the unsharded parameters that were written to since `versions`, by index. Every rank must call it.
-
-        If parameters are sharded at rest, and values of a bucket changed on any rank, return all of the unit's parameters, and
-        restore the bucket's values.
-        """
-        replaced = self.appearance.adopt_new_data()
-        if replaced and not self.sharded_at_rest:
-            self._written |= replaced
-            self._save_rows()
-        changed = [bucket.differs_from_rest() for bucket in self.buckets]  # every rank gets the same answers
-        now = self.appearance.versions()
-        written = replaced | {index for index, version in enumerate(now) if version != versions[index]}
-        if self.sharded_at_rest:
+        """Return the indices of parameters that this rank wrote to since `versions`. If they are sharded, do not store writes."""
+        self.appearance.adopt_new_data()
+        written = self.appearance.written_since(versions)
+        if written and self.sharded_at_rest:
             self.appearance.collect_written()
-        for bucket, is_changed in zip(self.buckets, changed, strict=True):
-            if is_changed:
-                bucket.unshard()
-                bucket.wait_unsharded()
-        return set(range(len(versions))) if any(changed) else written
+        return written
 
     # ------------------------------------------------------------------ the user's reads and gradients (see parameters/classes.py)
 
@@ -594,8 +580,7 @@ class Unit:
         was_offloaded = self.state is UnitState.OFFLOADED
         with self.collectives.operation("deepcopy"):
             self.unshard()
-        ours = [entry for entry in self.named if self.appearance.is_own(entry)]  # others copy themselves
-        new = [entry for entry in ours if id(entry.parameter) not in memo]  # ordinary ones may have been copied
+        new = [entry for entry in self.named if id(entry.parameter) not in memo]  # ordinary ones may have been copied
         for entry in new:
             memo[id(entry.parameter)] = nn.Parameter(entry.parameter.detach().clone(), entry.parameter.requires_grad)
         self.reshard()
@@ -606,6 +591,18 @@ class Unit:
         copied = memo[id(parameter)]
         assert isinstance(copied, nn.Parameter)
         return copied
+
+    def index_of(self, parameter: Tensor) -> int:
+        return self._index_of[id(parameter)]
+
+    def is_taken(self, index: int) -> bool:
+        """Return whether a parameter's `grad` shows neither a sum on this rank nor, for any parameter here, what the user set."""
+        if index not in self.used or self.replaced_gradients:
+            return False
+        for bucket, _ in self._homes[index]:  # noqa: SIM110 (torch's clipping asks four times for each parameter)
+            if bucket.holds is Holds.LOCAL_SUM:
+                return False
+        return True
 
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
@@ -619,17 +616,22 @@ class Unit:
 
         Writes to the returned tensor take effect.
         """
-        if not parameter.numel():
-            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         index = self._index_of.get(id(parameter))
         if index is None:
             return None
         entry = self.named[index]
+        if not self._homes[index]:  # a parameter without elements
+            return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         for bucket, _ in self._homes[index]:
             whole = bucket.local_sum(index)
             if whole is not None and whole.numel() == entry.shape.numel():
                 return entry.as_parameter(whole.view(entry.shape)) if whole.dtype == parameter.dtype else None
         return None
+
+    @property
+    def operations(self) -> Any:
+        """The operations on gradients in this step (see `Live`); None before the first, and if the user has set a `grad`."""
+        return None if self.replaced_gradients else self._live.operations
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on the mean gradient; NotImplemented if shards cannot run it. Every rank must call it."""
@@ -664,15 +666,6 @@ class Unit:
                 "before any backward; set None after the last one, to leave the parameter out of the step; or set the mean "
                 f'over ranks with sharded.states.set("{fqn}", "gradients", value)).'
             )
-
-    def refuse_unreported_gradients(self) -> None:
-        """Raise, as `refuse_replaced_gradients` does, for parameters of a user's own class, which do not report a new `grad`.
-
-        Call it before a backward adds its gradients to `grad`.
-        """
-        if self.used and not self.appearance.tells_readers:
-            own_class = [index for index in self.used if not self.appearance.is_own(self.named[index])]
-            self.refuse_replaced_gradients(i for i in own_class if grad_of(self.named[i].parameter) is not None)
 
     # ------------------------------------------------------------------ gradients
 
@@ -731,8 +724,6 @@ class Unit:
                 bucket.sync()
         if not self.sharded_at_rest and any(bucket.gathering is not None for bucket in self.buckets):
             self._move(UnitMove.UPDATE)
-            if not self.appearance.tells_readers:
-                self.unshard()  # a parameter of a user's own class cannot make readers wait, so this rank waits here
 
 
 def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0) -> list[Unit]:
@@ -742,7 +733,7 @@ def make_units(groups: Sequence[Group], context: Context, first_bucket: int = 0)
     room = context.policy.offload_optimizer.ratio * sum(trained)
     for group, numel in zip(groups, trained, strict=True):
         policy = context.policy
-        if group.persistent:  # small parameters stay on the accelerator
+        if group.stays:
             policy = replace(policy, parameters=Residency(sharded=False, place=Place.ACCELERATOR))
         if numel <= room:
             room -= numel

@@ -58,10 +58,10 @@ from zeroshard.sharding.sharded import Sharded
 from zeroshard.step.optimizer_states import OptimizerStates
 from zeroshard.step.parking import Parking
 from zeroshard.step.sharded_step import ShardedStep
-from zeroshard.step.users_optimizer import NoOptimizer, refuse_other_states
+from zeroshard.step.users_optimizer import NoOptimizer, is_known, refuse_other_states
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.storage.storages import Storages
-from zeroshard.torch_private import distributed_class, past_torch_function
+from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
@@ -150,6 +150,7 @@ def shard_on(
     _refuse_unready(model)
     group = group_of(group)
     policy = policy_of(policy)
+    _refuse_unfit_torch(policy)
     precision = precision or Precision()
     parameters = list(model.parameters())
     if not parameters:
@@ -183,7 +184,7 @@ def shard_on(
     if mesh is not None:
         refuse_beside_others(model, mesh, group, precision, whole_parameters=whole)
     with ExitStack() as undo:
-        collectives = backend.collectives(group, device, what="shard()", within=policy.within, wire=policy.wire)
+        collectives = backend.collectives(group, device, what="shard()", within=policy.within)
         undo.callback(collectives.close)
         others: Collectives = Alone()
         kind = None
@@ -215,7 +216,7 @@ def _shard(
     groups: list[Group] = []
     refusal: UsageError | None = None
     try:
-        groups = group_parameters(model, optimized, units)
+        groups = group_parameters(model, optimized, units, _of_own_class(model, context))
     except UsageError as error:  # other ranks, whose models may differ, wait in the comparison
         refusal = error
     _refuse_different_models(model, groups, context, overlap=overlap)
@@ -227,7 +228,8 @@ def _shard(
         _refuse_max_norm(model, {id(entry.parameter) for group in groups if group.trainable for entry in group.named})
     _take_buffers(model, collectives, context.precision)
     _refuse_integers(groups, policy)
-    _refuse_classes(groups, context)
+    _refuse_classes(groups, policy)
+    _refuse_own_steps(optimizer, policy, storages)
     context.live.own_writes = own_writes_of(list(model.parameters()))
     schedule = Schedule(make_units(groups, context), ModelTree(model), context, overlap=overlap)
     if isinstance(optimizer, Several):
@@ -294,6 +296,13 @@ def _refuse_wrong_types(model: object, optimizer: object) -> None:
             )
 
 
+def _refuse_unfit_torch(policy: Policy) -> None:
+    """Raise if torch lacks a private name that every step needs."""
+    require(Feature.SHARDING)
+    if policy.parameters.sharded:
+        require(Feature.STAGE_3)
+
+
 def _refuse_unready(model: nn.Module) -> None:
     """Raise if a parameter or buffer has no shape yet, or autograd could not use it."""
     for fqn, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -326,26 +335,48 @@ def _refuse_integers(groups: Sequence[Group], policy: Policy) -> None:
     if not policy.parameters.sharded and policy.parameters.place is Place.ACCELERATOR:
         return
     for group in groups:
-        if not group.dtype.is_floating_point and not group.persistent:
+        if not group.dtype.is_floating_point and not group.stays:
             raise UsageError(
                 f"parameter {group.named[0].fqn} holds integers ({group.dtype}) and cannot leave its place. Register "
                 "it as a buffer, or use Policy.stage(2) or below."
             )
 
 
-def _refuse_classes(groups: Sequence[Group], context: Context) -> None:
-    """Raise if a parameter of a user's class would become a placeholder: only zeroshard's classes intercept reads."""
+def _of_own_class(model: nn.Module, context: Context) -> set[int]:
+    """Return the `id`s of parameters whose classes are the user's own: only zeroshard's classes tell of reads and gradients."""
     ordinary = (nn.Parameter, context.whole_class, distributed_class())
-    if not context.policy.parameters.sharded:
-        return
+    return {
+        id(parameter)
+        for parameter in model.parameters()
+        if type(parameter) not in ordinary and not isinstance(parameter, BornSharded)
+    }
+
+
+def _refuse_classes(groups: Sequence[Group], policy: Policy) -> None:
+    """Raise if a parameter of a user's own class would be trained, or would be sharded at rest."""
     for group in groups:
-        for entry in group.named:
-            kind = type(entry.parameter)
-            if not group.persistent and kind not in ordinary and not issubclass(kind, BornSharded):
-                raise UsageError(
-                    f"parameter {entry.fqn} is of the class {kind.__name__}, and zeroshard shards only ordinary "
-                    "parameters. Use nn.Parameter, or Policy.stage(2) or below."
-                )
+        if not group.is_of_own_class or not (group.trainable or (policy.parameters.sharded and not group.persistent)):
+            continue
+        entry = group.named[0]
+        remedy = "" if group.trainable else ", or Policy.stage(2) or below"
+        raise UsageError(
+            f"parameter {entry.fqn} is of the class {type(entry.parameter).__name__}, and zeroshard "
+            f"{'trains' if group.trainable else 'shards'} only ordinary parameters. Use nn.Parameter{remedy}."
+        )
+
+
+def _refuse_own_steps(optimizer: torch.optim.Optimizer, policy: Policy, storages: Storages) -> None:
+    """Raise if an optimizer's step, which runs once over all shards in memory, would find some of them elsewhere."""
+    places = {policy.optimizer.place, policy.gradients.place if policy.gradients.sharded else Place.ACCELERATOR}
+    are_apart = storages.host is not storages.accelerator and len(places) > 1
+    users = [one for one in optimizers_of(optimizer) if not isinstance(one, NoOptimizer)]
+    unknown = [type(one).__name__ for one in users if not is_known(one)]
+    if unknown and (Place.DISK in places or are_apart):
+        raise UsageError(
+            f"{unknown[0]}.step() is not torch's: zeroshard runs it once in each step, over all shards in memory, and this policy "
+            "keeps states on disk, or gradients and optimizer states in different places. Use a torch.optim class, or keep both in "
+            "one place: on the accelerator, or (at stages 2 and 3) in CPU memory."
+        )
 
 
 def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precision) -> None:
@@ -434,7 +465,6 @@ _SCHEDULE = (
     "max_live_numel",
     "max_reuse_numel",
     "rests_as_masters",
-    "wire",
 )
 """The names of the policy's fields that change which buffers the ranks send, and when."""
 

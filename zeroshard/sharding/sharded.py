@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -122,15 +122,11 @@ class Sharded:
             self.expect_last_microbatch(True)
             self._schedule.end_backward()
 
-    @contextmanager
-    def probe(self, take: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Pass the gradients of backwards inside to `take(fqn, gradient)` and keep them out of the step.
-
-        Gradients are this rank's own, and nothing is reduced. If parameters are sharded, every rank must run the same
-        forwards and backwards inside.
-        """
-        with self._hooks.probe(lambda unit, index, gradient: take(unit.named[index].fqn, gradient)):
-            yield
+    def probe(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise UsageError: this method was removed."""
+        raise UsageError(
+            "probe() was removed. To see this rank's gradients, register a hook: parameter.register_hook(see)."
+        )
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return a small tensor's sum over ranks, added in rank order, on its device. The host waits for the values.
@@ -322,7 +318,7 @@ class Sharded:
 
         Raises:
             UsageError: gradients are waiting for a step, or an unfrozen parameter is not in a group of the optimizer.
-                For a new group: it repeats a parameter, or the optimizer is `MuonWithAdamW` or one of several.
+                For a new group: it repeats a parameter, or the model has several optimizers.
         """
         self._freezing.update(param_group)
 

@@ -5,6 +5,10 @@ clamps each gradient. The first norm fetches the norms of all parameters in one 
 next norm: if all gradients have the same factors, the shards are scaled as `sharded.clip_grad_norm_` scales them.
 
 Norms are bit-identical under every policy: each shard's part of a parameter is summed by itself, then the parts in shard order.
+
+[Note: one call for each gradient]
+torch calls each operation once for each gradient. The first call does the work for all of them, and the others look its result up
+(`known_norm`, `multiplies`): 1 microsecond each, of which most is torch's way to `__torch_function__`.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import UsageError
-from zeroshard.gradients.norm import sum_of_squares
+from zeroshard.gradients.norm import sums_of_squares
 from zeroshard.parameters.context import Context
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.step.resident import MeanGradients, Resident, ShardView
+from zeroshard.step.users_optimizer import DroppedGradients
+from zeroshard.torch_private import version_of
 
 Flag = tuple[Unit, int]
 """A trainable parameter: its unit, and its index there."""
@@ -34,6 +40,7 @@ class GradientOperations:
 
     Args:
         gradients: the mean over ranks, in this rank's shards.
+        dropped: the gradients that an optimizer has dropped, after which operations on the others are refused.
         flags: the parameters whose gradients are operated on.
         residents: this rank's shards of them.
     """
@@ -43,15 +50,15 @@ class GradientOperations:
         schedule: Schedule,
         context: Context,
         gradients: MeanGradients,
+        dropped: DroppedGradients,
         flags: Sequence[Flag],
         residents: Sequence[Resident],
     ) -> None:
         self._schedule = schedule
         self._context = context
         self._gradients = gradients
+        self._dropped = dropped
         self._flags = list(flags)
-        self._own_classes = [(unit, index) for unit, index in flags if not unit.appearance.is_own(unit.named[index])]
-        """The parameters whose class is the user's own: their `grad` is not shown."""
         self._number_of = {flag: number for number, flag in enumerate(flags)}
         self._residents = list(residents)
         self._parts: list[list[ShardView]] = [[] for _ in flags]
@@ -65,6 +72,12 @@ class GradientOperations:
         self._norms: dict[float, list[float]] = {}
         """By order, the norms of all parameters' gradients as they were at `_norms_at`."""
         self._norms_at = (0, 0)
+        self._known: dict[float, dict[int, Tensor]] = {}
+        """By order and `id` of the parameter, the norms in `_norms` that no call has returned yet, of shape []."""
+        self._factor: tuple[Tensor, int, float] | None = None
+        """The factor that a gradient was multiplied by last, the count of writes to it, and its value."""
+        self._number_of_visible: dict[int, int] = {}
+        """By the parameter's `id`, the number of each parameter in `_known`."""
         self._finished_at = -1
         """The schedule's `gradients_taken` when this object last waited for the mean; -1 before the first wait."""
 
@@ -77,24 +90,37 @@ class GradientOperations:
 
         Returns:
             The operation's result; NotImplemented if shards do not support it.
-
-        Raises:
-            UsageError: a parameter of a user's own class shows no gradient, so a loop over all gradients would leave it out.
         """
         operation = _OPERATIONS.get(name)
         if operation is None:
             return NotImplemented
         try:
-            _SIGNATURES[name].bind(self, 0, *args, **kwargs)
+            return operation(self, self._number_of[flag], *args, **kwargs)
         except TypeError:
+            if _takes(operation, args, kwargs):
+                raise
             return NotImplemented  # arguments that shards do not support
-        for unit, index in self._own_classes:
-            if index in unit.used:
-                raise UsageError(
-                    f"{name} would leave out the gradient of {unit.named[index].fqn}, whose class is your own: "
-                    "use nn.Parameter there, or call sharded.clip_grad_norm_(max_norm)."
-                )
-        return operation(self, self._number_of[flag], *args, **kwargs)
+
+    # ------------------------------------------------------------------ the short path
+
+    def known_norm(self, parameter: Tensor, order: Any) -> Tensor | None:
+        """Return the norm of a parameter's gradient if the last exchange computed it; None if `operate` must decide."""
+        if self._norms_at != self._now or self.factors or self._dropped.exist:
+            return None
+        # Each is returned once, since the caller may write to it.
+        return self._known.get(order, {}).pop(id(parameter), None)
+
+    def multiplies(self, parameter: Tensor, factor: Any) -> bool:
+        """Multiply a parameter's gradient by the factor that another was multiplied by last. False: `operate` must decide."""
+        if self._factor is None or self._norms_at != self._now or self._dropped.exist:
+            return False
+        last, version, value = self._factor
+        number = self._number_of_visible.get(id(parameter))
+        if number is None or factor is not last or version_of(factor) != version:
+            return False
+        self.factors.setdefault(number, []).append(value)
+        self.changed.add(number)
+        return True
 
     # ------------------------------------------------------------------ operations, with torch's arguments
 
@@ -106,8 +132,7 @@ class GradientOperations:
         if not isinstance(ord, Real) or float(ord) <= 0 or dim is not None or keepdim:
             return NotImplemented
         norm = self._norms_of_all(float(ord))[number]
-        own = torch.promote_types(gradient.dtype, torch.float32)
-        return torch.tensor(norm, dtype=dtype or own, device=gradient.device)
+        return torch.tensor(norm, dtype=dtype or _dtype_of_norm(gradient.dtype), device=gradient.device)
 
     def _p_norm(
         self, number: int, gradient: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None,
@@ -123,6 +148,9 @@ class GradientOperations:
             return NotImplemented
         self.factors.setdefault(number, []).append(value)
         self.changed.add(number)
+        self._factor = None
+        if isinstance(other, Tensor) and not other.is_inference():
+            self._factor = (other, version_of(other), value)
         return gradient
 
     def _divide(self, number: int, gradient: Tensor, other: Any, *, rounding_mode: Any = None) -> Any:
@@ -215,10 +243,10 @@ class GradientOperations:
     def _norms_of_all(self, order: float) -> list[float]:
         """Return the norm of each parameter's mean gradient. Every rank must call it: at most one message is exchanged."""
         self._finish()
-        now = (self._schedule.gradients_taken, self._gradients.changes)
-        if self._norms_at != now:
+        if self._norms_at != self._now:
             self._norms.clear()
-            self._norms_at = now
+            self._known.clear()
+            self._norms_at = self._now
         if order not in self._norms:
             count = len(self._flags)
             visible = self._visible()
@@ -233,7 +261,31 @@ class GradientOperations:
             ]
             in_order = [row[1:] for row in sorted(rows)]
             self._norms[order] = [_root_of(_combined(parts, order), order) for parts in zip(*in_order, strict=True)]
+            self._make_known(order, visible)
         return self._norms[order]
+
+    def _make_known(self, order: float, visible: dict[Unit, set[int]]) -> None:
+        """Make the tensors that `known_norm` returns for the visible gradients: one tensor for each dtype and device."""
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        self._number_of_visible = {}
+        for number, (unit, index) in enumerate(self._flags):
+            if index in visible[unit]:
+                parameter = unit.named[index].parameter
+                self._number_of_visible[id(parameter)] = number
+                alike.setdefault((parameter.dtype, parameter.device), []).append(number)
+        known = self._known[order] = {}
+        for (dtype, device), numbers in alike.items():
+            norms = torch.tensor(
+                [self._norms[order][number] for number in numbers], dtype=_dtype_of_norm(dtype), device=device
+            )
+            for number, norm in zip(numbers, norms.unbind(), strict=True):
+                unit, index = self._flags[number]
+                known[id(unit.named[index].parameter)] = norm
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        """Numbers that change when gradients do, on every rank alike."""
+        return self._schedule.gradients_taken, self._gradients.changes
 
     def _own_row(self, order: float) -> list[float]:
         """Return the place of this rank's shard, and its sums of |x|^order (or largest |x|), one for each parameter.
@@ -246,21 +298,21 @@ class GradientOperations:
         for resident in self._residents:
             if resident.shard.number != collectives.shard:
                 continue  # an unsharded optimizer has the other ranks' shards, too
-            for view in resident.views:
-                if first and view.named.placement.is_whole:
-                    continue
-                part = self._gradients.get(view).flatten()
-                if order == 2.0:
-                    power = sum_of_squares(part)
-                else:
-                    power = torch.linalg.vector_norm(part, order, dtype=torch.float64)
-                    if not math.isinf(order):
-                        power = power**order
-                row[view.flag].append(float(power))
+            views = [view for view in resident.views if not (first and view.named.placement.is_whole)]
+            for view, power in zip(views, _powers(self._gradients.parts(resident.shard, views), order), strict=True):
+                row[view.flag].append(power)
         return [first + collectives.shard, *(_combined(own, order) for own in row)]
 
 
 # A norm of a positive order, or infinity, of a tensor in parts: (sum of |x|^order)^(1 / order), or the largest |x|.
+
+
+def _powers(parts: Sequence[Tensor], order: float) -> list[float]:
+    """Return the sum of |x|^order (or the largest |x|) of each tensor."""
+    if order == 2.0:
+        return list(map(float, sums_of_squares(parts)))
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for part in parts]
+    return [float(norm if math.isinf(order) else norm**order) for norm in norms]
 
 
 def _combined(parts: Sequence[float], order: float) -> float:
@@ -277,6 +329,10 @@ def _root_of(total: float, order: float) -> float:
     if order == 2.0:
         return math.sqrt(total)
     return math.pow(total, 1 / order)
+
+
+def _dtype_of_norm(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _number(value: Any) -> float | None:
@@ -298,4 +354,12 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "clamp_max_": GradientOperations._clamp_max,
 }
 """The operations, by torch's names for them."""
-_SIGNATURES = {name: inspect.signature(operation) for name, operation in _OPERATIONS.items()}
+
+
+def _takes(operation: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation can be called with these arguments, as Python binds them."""
+    try:
+        inspect.signature(operation).bind(None, 0, *args, **kwargs)
+    except TypeError:
+        return False
+    return True

@@ -163,7 +163,8 @@ class ModelStates:
         for unit in units:
             unit.refuse_undecided("a look at model states")
             unit.settle_at_rest()
-            unit.write_back()
+            if not unit.pins:  # an open read-only block reports writes at its end, and does not store them
+                unit.write_back()
             for index, entry in enumerate(unit.named):
                 for fqn in entry.fqns:
                     self._unit_of[fqn] = (unit, index)
@@ -245,7 +246,7 @@ class ModelStates:
             return value
         if isinstance(value, int | float):
             return torch.tensor(value)
-        raise UsageError(f"{state} of {fqn} is {value!r}, not numbers. Read it in optimizer.state.")
+        raise UsageError(f"{state} of {fqn} is {value!r}, not numbers, and `states` has only these.")
 
     def whole(self, fqn: str, state: str) -> Any:
         """Return a state as `get` does, but MISSING instead of None. Every rank must call it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -39,6 +39,7 @@ class OptimizerStates:
         self._take_states()
 
     def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+        self._step.abandon_own_step()
         if not self._groups.are_on_shards:
             self._step.schedule.refuse_parked("optimizer.state_dict()")
             refuse_whole_states("Save with sharded.save, or pass zeroshard.DistributedState(sharded) to dcp.save.")
@@ -73,6 +74,7 @@ class OptimizerStates:
         return [[view.named.fqn, view.parameter_start, view.numel] for _, view in parts]
 
     def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._step.abandon_own_step()
         self._step.schedule.refuse_parked("optimizer.load_state_dict()")
         self._groups.refuse_changes()
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
@@ -138,113 +140,56 @@ class OptimizerStates:
                     pass
 
     def _take_states(self) -> None:
-        """Let `optimizer.state` find the states of the user's parameters, which are keyed by this rank's shards."""
+        """Refuse the user's parameters as keys of `optimizer.state`, which is keyed by this rank's shards."""
         optimizers = optimizers_of(self._inner)
         # Optimizers other than torch's may keep `state` elsewhere, too.
         if all(type(one).__module__.startswith("torch.optim.") for one in optimizers):
-            states = ShardStates(self._inner.state, self._states_of, self._step.make_first_states)
+            states = StatesOfShards(self._inner.state, self._refuse_parameter)
             for one in (self._inner, *optimizers):
                 one.state = states
 
-    def _states_of(self, parameter: int) -> MutableMapping[str, Any] | None:
-        """Return this rank's part of a parameter's states; None if no group lists it. Raise if they are cut or rest elsewhere."""
-        if parameter not in self._step.parts_of:
-            return None
-        found = self._step.parts_of[parameter]
-        if not found:
-            return StatesOfAnotherRank()
-        resident, view = found[0]
-        if len(found) > 1 or isinstance(resident, Travelling):
-            why = "lie in several parts" if len(found) > 1 else "rest elsewhere"
+    def _refuse_parameter(self, key: object) -> None:
+        if id(key) in self._step.parts_of:
+            fqn = self._step.schedule.fqns[id(key)]
             raise UsageError(
-                f"the states of {view.named.fqn} {why}, and optimizer.state shows what lies here in one: call "
-                f'sharded.states.get("{view.named.fqn}", "exp_avg") or set, on every rank, or local and set_local for this rank\'s.'
+                f"optimizer.state holds the states of this rank's shards, and not those of {fqn}. Call on every rank "
+                f'sharded.states.get("{fqn}", "exp_avg") or set, or local and set_local for this rank\'s part.'
             )
-        states: dict[str, Any] = self._inner.state[view.value]
-        return states
 
 
-class StatesOfAnotherRank(UserDict[str, Any]):
-    """The states, always empty, of a parameter of which this rank has no part."""
-
-    def __missing__(self, name: str) -> Any:
-        raise KeyError(
-            f"{name}: this rank has no part of the parameter's states. Check `if optimizer.state[parameter]:`, or call "
-            "sharded.states.get on every rank."
-        )
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        raise UsageError(
-            f"{name!r} was set in the states of a parameter that another rank updates: it would be lost. Write where the states "
-            "are, or call sharded.states.set on every rank."
-        )
-
-    def __ior__(self, states: Any) -> Any:  # type: ignore[misc]
-        self.update(states)
-        return self
-
-
-class ShardStates(defaultdict[Any, dict[str, Any]]):
+class StatesOfShards(defaultdict[Any, dict[str, Any]]):
     """The states of this rank's shards, which replace an optimizer's `state`.
 
     Args:
-        find: returns the states of a parameter of the model, by its `id`; None if the optimizer does not list the
-            parameter.
-        renew: creates the initial states of parameters without states, for optimizers that create states before the
-            first step.
+        refuse: raises if a key is a parameter of the model, whose states would be missed or lost.
     """
 
-    def __init__(
-        self, states: Mapping[Any, dict[str, Any]], find: Callable[[int], MutableMapping[str, Any] | None],
-        renew: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, states: Mapping[Any, dict[str, Any]], refuse: Callable[[object], None]) -> None:
         super().__init__(dict, states)
-        self._find = find
-        self._renew = renew
+        self._refuse = refuse
 
-    def __missing__(self, key: Any) -> Any:
-        found = self._find(id(key))
-        return super().__missing__(key) if found is None else found
-
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        try:
-            return bool(self._find(id(key)))
-        except UsageError:  # there may be some, which cannot be shown in this way
-            return len(self) > 0
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return the states of a parameter as `state[parameter]` does, or the default if it has none."""
-        if key not in self:
-            return default
-        return self[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self._find(id(key)) is not None:
-            raise UsageError(
-                "optimizer.state[parameter] = ... would replace the states of this rank's shards: write into the tensors of "
-                "optimizer.state[parameter], or call sharded.states.set on every rank."
-            )
+    def __setitem__(self, key: Any, value: Any) -> None:  # `state[key]` sets a missing key
+        self._refuse(key)
         super().__setitem__(key, value)
 
-    def __delitem__(self, key: Any) -> None:
-        if super().__contains__(key):
-            super().__delitem__(key)
-        else:
-            self.pop(key)
+    def __contains__(self, key: object) -> bool:
+        self._refuse(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the states of a shard, or the default."""
+        self._refuse(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the states of a shard, which become the default if it has none."""
+        self._refuse(key)
+        return super().setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove this rank's part of a parameter's states, so that the next step begins with new ones. Return this part."""
-        found = None if super().__contains__(key) else self._find(id(key))
-        if found is None:
-            return super().pop(key, *default)
-        if not found and default:
-            return default[0]
-        removed = dict(found)
-        found.clear()
-        self._renew()
-        return removed
+        """Remove the states of a shard, and return them."""
+        self._refuse(key)
+        return super().pop(key, *default)
 
     def copy(self) -> Any:
         """Return an ordinary defaultdict of the same states."""

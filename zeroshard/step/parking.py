@@ -71,7 +71,7 @@ class Parking:
         try:
             if "parameters" in wanted:
                 for unit in self._schedule.units:
-                    if not unit.appearance.tells_readers:
+                    if unit.group.is_of_own_class:
                         raise UsageError(
                             f"{unit.label} has a parameter of a class of your own, whose readers would see NaN while it is parked: "
                             "use nn.Parameter there, or offload the other model states."

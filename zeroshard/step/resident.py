@@ -190,10 +190,15 @@ class SubGroups:
         """The bytes of memory through which shards that rest elsewhere pass."""
         return 0
 
-    def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
-        """Yield each group in turn, in memory. After its turn, start to write its changes back and call `on_left(group)`."""
+    def run(
+        self, on_left: Callable[[Sequence[Resident]], None], *, at_once: bool = False
+    ) -> Iterator[Sequence[Resident]]:
+        """Yield each group in turn, or all shards `at_once`, in memory.
+
+        After its turn, start to write its changes back and call `on_left(group)`.
+        """
         with self._abandoned_on_error():
-            for residents in self._in_place:
+            for residents in [self._residents] if at_once else self._in_place:
                 yield from self._in_memory(residents)
                 on_left(residents)
 
@@ -306,13 +311,18 @@ class MeanGradients:
 
     def get(self, view: ShardView) -> Tensor:
         """Return a view's part of the mean gradient, 1-D, in the master weights' dtype, scaled as the optimizer will see it."""
-        with self.opened(view.shard) as gradient:
-            part = gradient[view.start : view.start + view.numel]
-            if _is_scaled_at_once(view.shard):
-                return part
-            part = part.to(view.shard.master.dtype, copy=True)
-            self._multiply(view.shard, part)
-            return part
+        return self.parts(view.shard, [view])[0]
+
+    def parts(self, shard: Shard, views: Sequence[ShardView]) -> list[Tensor]:
+        """Return, as `get` does, the parts of several views of one shard."""
+        with self.opened(shard) as gradient:
+            parts = [gradient[view.start : view.start + view.numel] for view in views]
+            if _is_scaled_at_once(shard):
+                return parts
+            parts = [part.to(shard.master.dtype, copy=True) for part in parts]
+            for part in parts:
+                self._multiply(shard, part)
+            return parts
 
     def set(self, view: ShardView, value: Tensor) -> None:
         """Overwrite the values that `get` returns."""

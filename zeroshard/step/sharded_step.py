@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache, reduce
 from itertools import chain
 from operator import or_
@@ -35,13 +35,13 @@ from zeroshard.step.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
     GroupOptions,
-    OwnValues,
     ParamGroups,
     UsersOptimizer,
+    once,
     warn_of_zeros,
 )
 from zeroshard.storage.base import Storage
-from zeroshard.torch_private import grad_of, in_backward, step_without_hooks, version_of
+from zeroshard.torch_private import grad_of, in_backward, step_without_hooks
 
 USED, WRITTEN, CHANGED, DROPPED = (1 << bit for bit in range(4))
 """The flags of a parameter on one rank in the step's small message: the rank computed a gradient, wrote to the
@@ -74,13 +74,11 @@ class ShardedStep:
         self.schedule = schedule
         self._used: tuple[bool, ...] = ()
         self._used_at = -1  # the schedule's `gradients_taken` when ranks agreed on `_used`
+        self._flags_of_ranks: list[bytes] = []  # the flags of parameters on which ranks agreed then, in rank order
         self._dropped_by_user: set[int] = set()  # the parameters, by number, whose gradients `_drop` has dropped
-        self._flags_of_ranks: list[bytes] = []  # the flags of parameters on which ranks agreed last, in rank order
         self._mean_gradients = MeanGradients(context.storages.accelerator)
         self._context = context
         self.whole_parameters = context.whole_parameters
-        self._taken: GradientOperations | None = None
-        """The operations on gradients in this step, if there was one."""
         context.live.gradient_operation = self._operate
         context.live.before_later_gradients = self._before_later_gradients
         context.live.drop_gradients = self._drop_if_all_are_none
@@ -88,9 +86,13 @@ class ShardedStep:
         self.residents: list[Resident] = []
         """The shards that this rank updates, with their parts by parameter."""
         self._parked: list[tuple[Tensor, Tensor]] = []
+        self._together: Sequence[UsersOptimizer] = ()
+        """The optimizers that step together, while they do."""
         self._optimizers = [
-            UsersOptimizer(one, self._step_of, self._zero_grad_of, schedule) for one in optimizers_of(inner)
+            UsersOptimizer(one, self._step_of, self._end_own_step, self._zero_grad_of) for one in optimizers_of(inner)
         ]
+        self._own_step: Generator[None] | None = None
+        """The update that waits for the own step of an unknown optimizer, which the user has called."""
         self.replicas: Replicas | None = None
         """Compares values that are the same on all ranks of another dimension; None if there is no other dimension."""
         if context.others.world_size > 1:
@@ -101,6 +103,7 @@ class ShardedStep:
             for one in self._optimizers:
                 one.refuse_state_dicts()
             inner.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            inner.step_members = self._step_together
         self.dropped = DroppedGradients(self._optimizers, schedule)
         self.groups = ParamGroups(inner)
         self.lay_out()
@@ -173,7 +176,7 @@ class ShardedStep:
                 self.views += views
                 for view in views:
                     self.parts_of.setdefault(id(view.named.parameter), []).append((resident, view))
-        self._taken = None
+        self._context.live.operations = None
         self.groups.shards = [
             [view.value for parameter in parameters for _, view in self.parts_of[parameter]]
             for parameters in self.groups.ids
@@ -208,18 +211,33 @@ class ShardedStep:
     # ------------------------------------------------------------------ the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `step(closure)` of each of the user's optimizers and return the last result. Every rank must call it."""
-        result: Any = None
-        for one in self._optimizers:
-            result = one.step(closure)
-        return result
+        """Call `step(closure)` of the user's optimizer, or of the combination of several. Every rank must call it."""
+        if len(self._optimizers) == 1:
+            return self._optimizers[0].step(closure)
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def _step_together(self) -> Any:
+        """Step all of the user's optimizers with one update of the shards, so that values travel once."""
+        if self.driver is not None and not self._is_driven:
+            return self.driver()
+        if not all(one.is_known for one in self._optimizers):  # the own step of each runs outside of ours
+            return [one.step(None) for one in self._optimizers][-1]
+        self._together = self._optimizers
+        try:
+            return self._optimizers[0].step(None)
+        finally:
+            self._together = ()
 
     def _step_of(self, users: UsersOptimizer, closure: Callable[[], Any] | None) -> Any:
         """Update the parameters of one of the user's optimizers with the mean gradients.
 
+        If all step together, the step of each calls that of the next, so all hooks before a step run before the update.
+
         Args:
             closure: runs forward and backward; called once, before the update. Its value is returned.
         """
+        if self._together and users is not self._together[-1]:
+            return self._together[self._together.index(users) + 1].step(None)
         evaluated: list[Any] = []  # one value if there is a closure; the value itself may be None
         if closure is not None:
             with torch.enable_grad():
@@ -229,17 +247,38 @@ class ShardedStep:
                 "optimizer.step() was called inside a backward, as in a gradient hook: other gradients are missing, "
                 "and are reduced when the backward ends. Step after the backward."
             )
+        self.abandon_own_step()
         self.schedule.refuse_aborted_step()
         if self.driver is not None and not self._is_driven:
+            if not users.is_known:
+                raise UsageError(
+                    f"{type(users.optimizer).__name__}.step() is not torch's, and runs only once in a step: call engine.step()."
+                )
             report = self.driver()
             return evaluated[0] if evaluated else report
-        self.groups.leave_shards()  # an exception in the optimizer may have left them there
         self.groups.refuse_changes()
         self._agree_on_used()
         self.steps_begun += 1
+        self._update(self._together or (users,), evaluated)
+        return evaluated[0] if evaluated else None
+
+    def _update(self, stepping: Sequence[UsersOptimizer], evaluated: Sequence[Any]) -> None:
+        """Update the parameters of these optimizers, one sub-group after the other."""
         self.schedule.begin_step()
-        steps = self._updated_by(users)
-        own_values = OwnValues(users.optimizer, self.inner.param_groups)
+        if not stepping[0].is_known:
+            self._own_step = self._updates(self._updated_by(stepping), at_once=True)
+            next(self._own_step, None)
+            self.groups.enter_shards()
+            return
+        updates = self._updates(self._updated_by(stepping), at_once=False)
+        with closing(updates):  # at once, if the optimizer's code raises
+            for _ in updates:
+                for one in stepping:
+                    self.step_inner(one.optimizer, *evaluated)
+        self._end_step()
+
+    def _updates(self, steps: Sequence[bool], *, at_once: bool) -> Generator[None]:
+        """Yield for each sub-group, or once for all shards, while the optimizer's tensors have their values and gradients."""
         left = Counter(resident.unit for resident in self.residents)
         updated = {flag for flag, does in zip(self._flags, steps, strict=True) if does}
         # In the order of registration, since the order of the forward may differ between ranks.
@@ -253,32 +292,46 @@ class ShardedStep:
                 unit.appearance.outdate_graphs(index for index in range(len(unit.named)) if (unit, index) in updated)
                 self.schedule.sync_parameters(unit)
 
-        if not self.residents:
-            self.step_inner(users.optimizer, *evaluated)  # nothing to update
         casts = Casts()
-        for residents in self.sub_groups.run(sync):
-            own_values.restore()
+        for residents in self.sub_groups.run(sync, at_once=at_once):
             try:
                 for resident in residents:
                     self._lend_gradients(resident, steps, casts)
-                self.step_inner(users.optimizer, *evaluated)
+                yield
             finally:
                 for resident in residents:
                     for view in resident.views:
                         view.value.grad = None
                 casts.take_back()
+
+    def _end_step(self) -> None:
         self.schedule.end_step()
         if not any(self._used):  # a step before the first backward has no gradients to drop
             self.zero_grad()
-        return evaluated[0] if evaluated else None
 
-    def _updated_by(self, users: UsersOptimizer) -> Sequence[bool]:
-        """Return, for each flag, whether `users` lists the parameter, a rank used it, and no `zero_grad` dropped its gradient."""
+    def _end_own_step(self) -> None:
+        """End the step whose update has waited for an unknown optimizer's own step."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            next(updates, None)
+            self._end_step()
+
+    def abandon_own_step(self) -> None:
+        """Take the shards out of the param groups if an unknown optimizer's own step has raised: the step stays aborted."""
+        updates, self._own_step = self._own_step, None
+        if updates is not None:
+            self.groups.leave_shards()
+            updates.close()
+
+    def _updated_by(self, stepping: Sequence[UsersOptimizer]) -> Sequence[bool]:
+        """Return, for each flag, whether one of these updates the parameter: a rank used it, and no `zero_grad` dropped it."""
         if len(self._optimizers) == 1:
             return self._used
+        listed = set[int]().union(*(one.parameters for one in stepping))
         parameters = [id(unit.named[index].parameter) for unit, index in self._flags]
         return [
-            used and parameter in users.parameters and parameter not in self.dropped
+            used and parameter in listed and parameter not in self.dropped
             for parameter, used in zip(parameters, self._used, strict=True)
         ]
 
@@ -291,7 +344,7 @@ class ShardedStep:
         self.groups.enter_shards()
         try:
             if evaluated:
-                step_without_hooks(optimizer, _once(evaluated[0], optimizer))
+                step_without_hooks(optimizer, once(evaluated[0], optimizer))
             else:
                 step_without_hooks(optimizer)
         finally:
@@ -327,7 +380,7 @@ class ShardedStep:
             one.remove()
         if self.replicas is not None:
             self.replicas.release()
-        self.groups.leave_shards()
+        self.abandon_own_step()
 
     def _lend_gradients(self, resident: Resident, steps: Sequence[bool], casts: Casts) -> None:
         parts = resident.gradient_parts
@@ -346,7 +399,7 @@ class ShardedStep:
         self._dropped_by_user = set()
         self.dropped.reset()
         self._mean_gradients.factors = []
-        self._taken = None
+        self._context.live.operations = None
         self.schedule.forget_gradients()
         if not self.schedule.live.parked:
             self.sub_groups.prefetch()
@@ -404,11 +457,18 @@ class ShardedStep:
             )
         return self._operations().operate(flag, name, args, kwargs)
 
+    @property
+    def _taken(self) -> GradientOperations | None:
+        """The operations on gradients in this step, if there was one."""
+        taken: GradientOperations | None = self._context.live.operations
+        return taken
+
     def _operations(self) -> GradientOperations:
         if self._taken is None:
-            self._taken = GradientOperations(
-                self.schedule, self._context, self._mean_gradients, self._flags, self.residents
+            self._context.live.operations = GradientOperations(
+                self.schedule, self._context, self._mean_gradients, self.dropped, self._flags, self.residents
             )
+        assert self._taken is not None
         return self._taken
 
     def _before_later_gradients(self) -> None:
@@ -454,11 +514,11 @@ class ShardedStep:
             late = self._drops - self._dropped_by_user
             # A rank that did not use the parameter shows no `grad` that could be set: it would not take part in another exchange.
             for number in sorted(late):
-                if not all(flags[number] & (USED | DROPPED) for flags in self._flags_of_ranks):
+                if not all(flags[number] & USED for flags in self._flags_of_ranks):
                     unit, index = self._flags[number]
                     raise UsageError(
-                        f"{unit.named[index].fqn}.grad was set to None after a gradient norm or `states.get`, but a rank did not "
-                        "use the parameter, and cannot follow. Set it before."
+                        f"{unit.named[index].fqn}.grad was set to None, but a rank did not use the parameter, and cannot follow. "
+                        "Set it only for parameters that every rank used."
                     )
             is_known = not late
         if self.schedule.gradients_of_users() or not is_known:
@@ -476,7 +536,7 @@ class ShardedStep:
         return {number for number, (unit, index) in enumerate(self._flags) if index in drops.get(unit, ())}
 
     def is_dropped(self, view: ShardView) -> bool:
-        """Return whether `zero_grad` has dropped the gradient, or ranks have agreed that the user set it to None."""
+        """Return whether `zero_grad` has dropped the gradient, or the user has set it to None."""
         return id(view.named.parameter) in self.dropped or view.flag in self._dropped_by_user
 
     def _drop(self, numbers: set[int]) -> None:
@@ -487,35 +547,19 @@ class ShardedStep:
             for resident in self.residents:
                 self._mean_gradients.drop(resident.shard, [view for view in resident.views if view.flag in new])
 
-    def _drop_together(self, messages: Sequence[bytes]) -> bool:
-        """Drop the gradients that any rank dropped. Return whether some rank did not drop one, since it did not use the parameter.
+    def _refuse_different_drops(self, messages: Sequence[bytes]) -> None:
+        """Raise if some ranks have dropped a gradient that others have not, perhaps since they did not use the parameter.
 
         Args:
             messages: one per rank, in rank order, with the flags of each parameter.
-
-        Raises:
-            UsageError: some ranks dropped a gradient that others kept; or a used parameter is of a user's own class, so that
-                nothing shows whether its gradient was dropped, too.
         """
-        dropped = set[int]()
-        is_known = True
-        for number, flags in enumerate(zip(*messages, strict=True)):
-            unit, index = self._flags[number]
-            fqn = unit.named[index].fqn
+        for (unit, index), flags in zip(self._flags, zip(*messages, strict=True), strict=True):
             ranks = [rank for rank, flag in enumerate(flags) if flag & DROPPED]
-            is_used = any(flag & USED for flag in flags)
-            if ranks and is_used:
-                raise UsageError(f"{fqn}.grad was set to None on ranks {ranks} only. Set it on every rank, or on none.")
-            if is_used and not unit.appearance.is_own(unit.named[index]):
+            if ranks and len(ranks) < len(flags):
                 raise UsageError(
-                    f"some gradients were set to None, and whether that of {fqn} was, whose class is your own, cannot be seen. "
-                    "Call the optimizer's zero_grad(), or use nn.Parameter there."
+                    f"{unit.named[index].fqn}.grad was set to None on ranks {ranks} only: the other ranks did not do so, or "
+                    "did not use the parameter. Set it on every rank, or on none."
                 )
-            if ranks:
-                dropped.add(number)
-                is_known = is_known and len(ranks) == len(messages)
-        self._drop(dropped)
-        return not is_known
 
     def park(self, *, states: bool) -> None:
         """Detach the tensors that the optimizer updates and, with `states`, those that it keeps, whose memory will be parked."""
@@ -546,12 +590,7 @@ class ShardedStep:
             self.dropped.refuse("a gradient norm")
         self.schedule.finish_gradients()
         self._used_at = -1  # until ranks agree: a call after one that raised asks again
-        # Parameters that only other ranks used, and dropped, stay dropped as long as this rank uses none of them.
         drops = self._drops
-        for number in self._dropped_by_user:
-            unit, index = self._flags[number]
-            if index not in unit.used:
-                drops.add(number)
         self._drop(drops)
         own: Tensor | None = None
         if norm:
@@ -584,10 +623,8 @@ class ShardedStep:
         flags = [reduce(or_, each) for each in zip(*messages, strict=True)]
         if any(flag & CHANGED for flag in flags):
             self._operations().agree([bytes(flag & CHANGED for flag in message) for message in messages])
-        if any(flag & DROPPED for flag in flags) and self._drop_together(messages):
-            # Some ranks used a parameter and dropped its gradient. Ranks that did not use it learned of that only now, and their
-            # parts of the norm still counted it. Now every rank has dropped it, so the second exchange is the last.
-            return self._exchange(norm)
+        if any(flag & DROPPED for flag in flags):
+            self._refuse_different_drops(messages)
         self._used = tuple(bool(flag & USED) for flag in flags)
         self._flags_of_ranks = messages
         for unit in dict.fromkeys(unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & WRITTEN):
@@ -602,29 +639,6 @@ class ShardedStep:
         self.groups.add(param_group)
         self._optimizers[0].parameters |= set(self.groups.ids[-1])
         self.lay_out()
-
-
-def _once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return a closure that returns the loss of an evaluation that is over. It does not compute gradients: a second call raises."""
-    left = [loss]
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    versions = [version_of(parameter) for parameter in listed]
-
-    def closure() -> Any:
-        if versions != [version_of(parameter) for parameter in listed]:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step moves the parameters and then evaluates its closure, and zeroshard evaluates it "
-                "before the step: the gradients would be those of another point. Pass no closure, and use an optimizer that needs "
-                "none."
-            )
-        if not left:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
-                "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
-            )
-        return left.pop()
-
-    return closure
 
 
 _TAKEN = weakref.WeakSet[ShardedStep]()

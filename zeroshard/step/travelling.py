@@ -326,7 +326,10 @@ class SubGroupsInFrames(SubGroups):
 
     # ------------------------------------------------------------------ the step
 
-    def run(self, on_left: Callable[[Sequence[Resident]], None]) -> Iterator[Sequence[Resident]]:
+    def run(
+        self, on_left: Callable[[Sequence[Resident]], None], *, at_once: bool = False
+    ) -> Iterator[Sequence[Resident]]:
+        assert not at_once, "`shard` refuses optimizers whose step runs once, over shards in frames"
         with self._abandoned_on_error():
             self._close()
             waiting = deque(group for group in self._in_frames if group[0] not in self._lent)

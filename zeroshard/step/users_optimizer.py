@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
+import inspect
 import warnings
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.optim.muon import MuonWithAdamW
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.schedule.schedule import Schedule, StepState
-from zeroshard.torch_private import forget_grad, grad_of, make_innermost
+from zeroshard.torch_private import forget_grad, grad_of, make_innermost, version_of
 
 DIGEST_NBYTES = 8
 """Bytes of a digest in the step's small message."""
@@ -28,16 +26,19 @@ DIGEST_NBYTES = 8
 class UsersOptimizer:
     """An optimizer that the user created, whose `step()` runs the sharded step.
 
-    The sharded step runs before the optimizer's own step. For the optimizer's own step, the param groups are emptied or
-    hold one zero; afterwards they are restored. The user's hooks and schedulers work unchanged. After zeroshard was
-    removed, `step()` is refused.
+    The step of a known class (torch's or zeroshard's) runs for each sub-group, before the call that the user made, which then
+    finds empty param groups. The step of any other class may count its calls: it runs once, in the call that the user made, and
+    finds all shards in the param groups. The user's hooks and schedulers work unchanged. After zeroshard was removed, `step()`
+    is refused.
 
     Args:
-        step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None.
+        step: runs the sharded step of this optimizer's parameters; it is called with this object, and a closure or None. For an
+            unknown class it returns when the own step is to run.
+        end_own_step: ends the sharded step after the own step of an unknown class.
         zero_grad: drops the gradients of this optimizer's parameters; it is called with this object.
-        schedule: the model's schedule. Its `gradients_taken` separates nested calls of the optimizer's step from later ones.
 
     Attributes:
+        is_known: whether its class is known.
         first_state: the optimizer's state of a parameter before its first step: nothing, or, for Adagrad, `step` and one element of
             each other state, since these are constants.
         parameters: the `id`s of the parameters that it updates.
@@ -47,32 +48,27 @@ class UsersOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[[UsersOptimizer, Callable[[], Any] | None], Any],
+        end_own_step: Callable[[], None],
         zero_grad: Callable[[UsersOptimizer], None],
-        schedule: Schedule,
     ) -> None:
         self.optimizer = optimizer
+        self.is_known = is_known(optimizer)
         known = (states for parameter, states in optimizer.state.items() if parameter.numel())
         self.first_state: dict[str, Any] = dict(next(known, {}))
         for name in self.first_state.keys() - {"step"}:  # the same for each element
             self.first_state[name] = self.first_state[name].flatten()[:1].clone()
         self.parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._step = step
+        self._end_own_step = end_own_step
         self._zero_grad = zero_grad
-        self._schedule = schedule
         self._groups: list[list[Tensor]] = []
-        """The parameters in the param groups before the optimizer's own step."""
-        self._own_values = OwnValues(optimizer, ())
-        self._stand_ins: dict[int, Tensor] = {}
-        """By group, the parameter in it during the own step of an unknown class, which may need one: of one element, 0."""
-        self._depth = 0
-        """The depth of nested calls of the optimizer's own step: a class may call the step of the class that it extends."""
-        self._stepped_at = -1
+        """The parameters in a known optimizer's param groups before its own step."""
         self._is_inside = False
         self.is_removed = False
         # A compiled training step must not trace into these hooks.
         self._before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
         self._after = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
-        if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad and not is_known(optimizer):
+        if not type(optimizer).zero_grad.__module__.startswith(("torch.optim.", "zeroshard.optim.")):
             warnings.warn(
                 f"{type(optimizer).__name__}.zero_grad() is not called: zeroshard drops the gradients itself. Do what else it does "
                 "in the optimizer's step, or in the loop.",
@@ -115,7 +111,7 @@ class UsersOptimizer:
 
     def keep_places(self) -> None:
         """Move our step hooks inside the user's, even if these were registered later. Call it before a step runs its hooks."""
-        if not self._is_inside and not self._depth:
+        if not self._is_inside and not self._is_nested():
             make_innermost(self.optimizer, self._before, self._after)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -126,61 +122,50 @@ class UsersOptimizer:
             )
         if isinstance(optimizer, NoOptimizer):
             optimizer.refuse()
-        # If the optimizer's own step raised, `_depth` did not return to 0: only new gradients show that this call is not nested.
-        if self._depth and self._stepped_at == self._schedule.gradients_taken:
-            self._depth += 1
+        if self._is_nested():
             return None
-        unknown = [*map(repr, args[2:]), *sorted(kwargs.keys() - {"closure"})]
-        if unknown:
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() got {', '.join(unknown)}: zeroshard runs the optimizer's step over shards, "
-                "and passes a closure only. Give such a value as an option of the param groups."
-            )
-        if self._groups:  # the optimizer's own code raised in the last step
-            self._give_back(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._give_back()  # if the optimizer's own code raised in the last step
+        kwargs = dict(kwargs)
+        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
         self._is_inside = True
         try:
             loss = self._step(self, closure)
         finally:
             self._is_inside = False
-        refuse_other_states(optimizer)
-        self._depth = 1
-        self._stepped_at = self._schedule.gradients_taken
-        self._groups = [group["params"] for group in optimizer.param_groups]
-        self._own_values = OwnValues(optimizer, optimizer.param_groups)
-        for number, group in enumerate(optimizer.param_groups):
-            own = group["params"]
-            group["params"] = [] if is_known(optimizer) or not own else [self._stand_in(number, own[0])]
-        return None if closure is None else ((optimizer, lambda: loss), {})
+        if self.is_known:
+            self._groups = [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = []
+        return None if closure is None else ((optimizer, once(loss, optimizer), *args[2:]), kwargs)
 
-    def _stand_in(self, number: int, like: Tensor) -> Tensor:
-        stand_in = self._stand_ins.get(number)
-        if stand_in is None:
-            zeros = torch.zeros((1,) * like.ndim, dtype=like.dtype, device=like.device)
-            stand_in = self._stand_ins[number] = nn.Parameter(zeros)
-        stand_in.data.zero_()
-        stand_in.grad = torch.zeros_like(stand_in)
-        return stand_in
+    def _is_nested(self) -> bool:
+        """Return whether the optimizer's own step is running: a class may call the step of the class that it extends."""
+        code = inspect.unwrap(type(self.optimizer).step).__code__  # type: ignore[attr-defined]
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is self.optimizer:
+                return True
+            frame = frame.f_back
+        return False
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._own_values.restore()
-            self._give_back(optimizer)
+        if self._is_nested():
+            return
+        self._give_back()
+        self._end_own_step()
+        refuse_other_states(optimizer)
 
-    def _give_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the param groups from before its own code ran."""
-        for group, parameters in zip(optimizer.param_groups, self._groups, strict=False):
+    def _give_back(self) -> None:
+        """Give a known optimizer the param groups from before its own code ran."""
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
             group["params"] = parameters
-        for parameter in self._stand_ins.values():
-            optimizer.state.pop(parameter, None)
         self._groups = []
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's class is torch's or zeroshard's."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "zeroshard.optim."))
+    """Return whether an optimizer's step is torch's or zeroshard's, and so counts nothing beside its states."""
+    module: str = type(optimizer).step.__module__  # type: ignore[attr-defined]
+    return module.startswith(("torch.optim.", "zeroshard.optim."))
 
 
 def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
@@ -191,75 +176,6 @@ def refuse_other_states(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} keeps states of no parameter in optimizer.state ({', '.join(map(repr, others))}), which "
             "zeroshard neither shards nor saves. Keep such values in the param groups, or use another optimizer."
         )
-
-
-class OwnValues:
-    """The values that an optimizer keeps beside its states, as they are now: the options of its param groups, and its own numbers.
-
-    In a step its code runs several times: once for each sub-group, and once with nothing to update (see `UsersOptimizer`). To
-    the optimizer this is one step: `restore` undoes what all runs but one changed. torch's classes do not keep numbers
-    in attributes or change a number in place. Values that a class keeps per parameter, in dicts by parameter or `id`,
-    are changed once by each run.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-        self._copies = not is_known(optimizer)
-        kept = [(group, {key: value for key, value in group.items() if key != "params"}) for group in groups]
-        if self._copies:
-            own = vars(optimizer)
-            kept.append((own, {key: value for key, value in own.items() if _is_own(key, value)}))
-        self._kept = [
-            (live, set(live), {key: (value, self._copied(value)) for key, value in values.items()})
-            for live, values in kept
-        ]
-
-    def _copied(self, value: Any) -> Any:
-        is_mutable = isinstance(value, Tensor | list | dict | set | deque)
-        return copy.deepcopy(value) if self._copies and is_mutable and _is_plain(value) else value
-
-    def restore(self) -> None:
-        """Set the values again and remove others that the optimizer has set since then."""
-        for live, present, kept in self._kept:
-            for key in [key for key, value in live.items() if key not in present and _is_own(key, value)]:
-                del live[key]
-            for key, (value, before) in kept.items():
-                is_set_once = before is None or before is False  # the first run has set it for the whole step
-                if not self._copies or (_is_plain(live.get(key)) and not is_set_once):
-                    live[key] = _refilled(value, before)
-
-
-def _refilled(value: Any, before: Any) -> Any:
-    """Return `value` with the content of its copy `before`, if it is one. Others may refer to it."""
-    if value is before:
-        return value
-    if isinstance(value, Tensor):
-        return value.copy_(before)
-    value.clear()
-    if isinstance(value, dict | set):
-        value.update(copy.deepcopy(before))
-    else:
-        value.extend(copy.deepcopy(before))
-    return value
-
-
-def _is_own(key: str, value: Any) -> bool:
-    """Return whether an optimizer's code may have set this attribute or option, and not torch's class."""
-    return key not in _TORCHS and _is_plain(value)
-
-
-_TORCHS = ("defaults", "param_groups", "params", "state")
-"""The names under which torch's class keeps options, parameters and states."""
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number (perhaps a tensor of one element), a string, None, or a collection of these."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.requires_grad
-    return value is None or isinstance(value, int | float | complex | str)
 
 
 def warn_of_zeros(set_to_none: bool) -> None:
@@ -330,10 +246,9 @@ class ParamGroups:
         Raises:
             UsageError: the optimizer does not take more groups, or another group has one of the parameters.
         """
-        if isinstance(self._inner, MuonWithAdamW | Several):
+        if isinstance(self._inner, Several):
             raise UsageError(
-                "an optimizer that is MuonWithAdamW, or one of several, takes its groups when it is made: list the "
-                "parameters there, even if frozen."
+                "one of several optimizers takes its groups when it is made: list the parameters there, even if frozen."
             )
         known = {parameter for group in self.ids for parameter in group}
         again = sum(id(parameter) in known for parameter in param_group["params"])
@@ -446,6 +361,11 @@ class DroppedGradients:
         self._dropped_at = self._schedule.backwards_ended
         return len(self._dropped) == len(self._optimizers)
 
+    @property
+    def exist(self) -> bool:
+        """Whether some optimizer has dropped its gradients, and another has not."""
+        return bool(self._dropped)
+
     def reset(self) -> None:
         """Clear the record of which optimizers have dropped their gradients."""
         self._dropped = []
@@ -468,6 +388,29 @@ class DroppedGradients:
         self.refuse_later_backward()
         if self._dropped:
             raise UsageError(f"{what} must come before zero_grad() of any of the model's optimizers. Call it earlier.")
+
+
+def once(loss: Any, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return a closure that returns the loss of an evaluation that is over. It does not compute gradients: a second call raises."""
+    left = [loss]
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    versions = [version_of(parameter) for parameter in listed]
+
+    def closure() -> Any:
+        if versions != [version_of(parameter) for parameter in listed]:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step moves the parameters and then evaluates its closure, and zeroshard evaluates it "
+                "before the step: the gradients would be those of another point. Pass no closure, and use an optimizer that needs "
+                "none."
+            )
+        if not left:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step evaluates its closure more than once, and zeroshard evaluates it once, before "
+                "the update: then parameters are in shards. Evaluate in the loop instead, each time with a step."
+            )
+        return left.pop()
+
+    return closure
 
 
 class NoOptimizer(torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Owns the GPT of examples, benchmarks and `zeroshard compare`: byte-level, pre-norm and rotary, without dropout."""
+"""Owns the GPT of examples and benchmarks: byte-level, pre-norm and rotary, without dropout."""
 
 from __future__ import annotations
 

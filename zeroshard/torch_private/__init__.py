@@ -2,9 +2,10 @@
 
 torch does not have public equivalents of these names, unless a docstring names one.
 
-Most names are looked up when this module is imported, and tested if a test takes only microseconds. Rarely used names
-are looked up at their first use. If a name is missing or behaves differently, an error names it. So an unsuitable
-torch fails when this module is imported, and not in the middle of a training run.
+Each name is declared with the features that need it. Most names are looked up when this module is imported, rarely used
+ones at their first use. If torch lacks a name, importing zeroshard still works, and so does every feature that does not
+need the name. The others raise an error that names the feature: `shard` for what every step needs (`require`),
+otherwise the first use. tests/test_torch_private.py checks that the names behave as zeroshard expects.
 
 Names on hot paths are torch's own objects under another name, or one plain call.
 """
@@ -15,9 +16,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from enum import StrEnum
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +41,78 @@ SEEN_TO_WORK = ("2.11", "2.13", "2.14")
 """The torch releases on which all quick tests passed."""
 
 
-def _find(name: str) -> Any:
-    """Look up a torch name.
+class Feature(StrEnum):
+    """A feature that needs private names of torch, as errors call it."""
+
+    SHARDING = "zeroshard"
+    """What every step needs."""
+    STAGE_3 = "ZeRO stage 3"
+    TENSOR_PARALLELISM = "sharding of DTensors (tensor parallelism)"
+    GRADIENT_NORMS = "a norm of gradients on an accelerator"
+    LION = "the optimizer Lion"
+    LOAD_HOOKS = "ZeroRedundancyOptimizer.load_state_dict"
+    SAVED_BUFFERS = "saving and loading of a model's buffers"
+    DISTRIBUTED_STATE = "DistributedState"
+    CONVERTED_INPUTS = "sharded_init, or fp16.auto_cast,"
+    ACTIVATION_CHECKPOINTING = "zeroshard's activation checkpointing"
+    SEQUENCE_TILES = "sequence tiling"
+    PLAN = "zeroshard.plan"
+
+
+_Declared = TypeVar("_Declared", bound=Callable[..., Any])
+
+_lacking: dict[Feature, str] = {}
+"""For each feature that cannot work, the first name that this torch lacks."""
+
+
+def unfit(name: str, feature: Feature) -> UsageError:
+    """Return the error about a feature that needs a private name which this torch lacks."""
+    newest = SEEN_TO_WORK[-1]
+    return UsageError(
+        f"{name} is missing in torch {torch.__version__}, and {feature} cannot work without it. zeroshard works with torch "
+        f'{", ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
+    )
+
+
+def require(feature: Feature) -> None:
+    """Raise an error if torch lacks a name that was looked up and that a feature needs.
 
     Raises:
-        UsageError: this torch does not have the name.
+        UsageError: the feature cannot work with this torch.
     """
+    if feature is Feature.SHARDING and not _has_compiled_call():
+        raise unfit(f"{COMPILED_CALL} of {COMPILER_FILE}", feature)
+    if feature in _lacking:
+        raise unfit(_lacking[feature], feature)
+
+
+class _Missing:
+    """A stand-in for what torch lacks. Its call raises the error."""
+
+    def __init__(self, name: str, feature: Feature) -> None:
+        self._name = name
+        self._feature = feature
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise unfit(self._name, self._feature)
+
+
+class _Sample(torch.optim.Optimizer):
+    """An optimizer without parameters, which does not import torch's compiler. Creating one of torch's does."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.param_groups.append(param_group)
+
+
+_SAMPLES: dict[str, object] = {"torch.nn.Module": nn.Module(), "torch.optim.Optimizer": _Sample([{"params": []}], {})}
+"""Instances of classes whose attributes only instances have."""
+
+
+def _look_up(name: str) -> Any:
+    """Return the object with a full name. Raise AttributeError if this torch does not have it."""
+    owner, _, last = name.rpartition(".")
+    if owner in _SAMPLES:
+        return getattr(_SAMPLES[owner], last)
     found: Any = torch
     parts = name.split(".")
     for end, part in enumerate(parts[1:], start=2):
@@ -52,46 +122,62 @@ def _find(name: str) -> Any:
             try:
                 found = import_module(".".join(parts[:end]))
             except ImportError:
-                raise unfit(name, "is missing") from None
+                raise AttributeError(name) from None
     return found
 
 
-def unfit(name: str, how: str) -> UsageError:
-    """Return the error about a private name that this torch lacks, or that behaves differently."""
-    newest = SEEN_TO_WORK[-1]
-    return UsageError(
-        f"{name} {how} in torch {torch.__version__}, and zeroshard cannot work without it. zeroshard works with torch "
-        f'{", ".join(SEEN_TO_WORK)}: install one of these (pip install "torch=={newest}.*"), or report this message.'
-    )
+def _find(name: str, *features: Feature) -> Any:
+    """Return the object with a full name. If torch lacks it, note what cannot work, and return a stand-in that raises."""
+    try:
+        return _look_up(name)
+    except AttributeError:
+        for feature in features:
+            _lacking.setdefault(feature, name)
+        return _Missing(name, features[0])
+
+
+def _uses(feature: Feature, *names: str) -> Callable[[_Declared], _Declared]:
+    """Declare the attributes that a function reads. If torch lacks one, a stand-in that raises replaces the function."""
+
+    def declare(function: _Declared) -> _Declared:
+        for name in names:
+            found = _find(name, feature)
+            if isinstance(found, _Missing):
+                return found  # type: ignore[return-value]
+        return function
+
+    return declare
 
 
 # ---------------------------------------------------------------- tensors
 
-past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find("torch._C.DisableTorchFunctionSubclass")
+past_torch_function: Callable[[], AbstractContextManager[None, None]] = _find(
+    "torch._C.DisableTorchFunctionSubclass", Feature.SHARDING
+)
 """A context in which operations on parameters bypass their classes, which report reads to units.
 
 torch's manual recommends it to authors of such classes.
 """
 
-disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
+disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl", Feature.STAGE_3)
 """The `__torch_function__` of classes that do not override operations, such as `nn.Parameter`.
 
 A function of our own would make each operation slower, since torch has a fast path for this object.
 """
 
-wrapper_tensor: Callable[..., Any] = _find("torch.Tensor._make_wrapper_subclass")
+wrapper_tensor: Callable[..., Any] = _find(
+    "torch.Tensor._make_wrapper_subclass", Feature.STAGE_3, Feature.DISTRIBUTED_STATE
+)
 """Create a tensor of a class, with a shape but without memory."""
 
 
-_find("torch.Tensor._version")
-
-
+@_uses(Feature.SHARDING, "torch.Tensor._version")
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place. torch has a public `increment_version`, but no reader."""
     return tensor._version
 
 
-_use_count = _find("torch._C._storage_Use_Count")
+_use_count = _find("torch._C._storage_Use_Count", Feature.SHARDING)
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -99,6 +185,7 @@ def storage_users(tensor: Tensor) -> int:
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
+@_uses(Feature.SHARDING, "torch.UntypedStorage._cdata")
 def storage_id(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage among those that exist now.
 
@@ -117,13 +204,13 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 # Operations on many tensors in one launch. torch documents them.
-foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_")
-foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm")
-foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_")
-foreach_add_: Callable[..., None] = _find("torch._foreach_add_")
-foreach_sign_: Callable[..., None] = _find("torch._foreach_sign_")
-foreach_lerp: Callable[..., list[Tensor]] = _find("torch._foreach_lerp")
-foreach_lerp_: Callable[..., None] = _find("torch._foreach_lerp_")
+foreach_copy_: Callable[..., None] = _find("torch._foreach_copy_", Feature.SHARDING)
+foreach_norm: Callable[..., list[Tensor]] = _find("torch._foreach_norm", Feature.GRADIENT_NORMS)
+foreach_mul_: Callable[..., None] = _find("torch._foreach_mul_", Feature.GRADIENT_NORMS, Feature.LION)
+foreach_add_: Callable[..., None] = _find("torch._foreach_add_", Feature.LION)
+foreach_sign_: Callable[..., None] = _find("torch._foreach_sign_", Feature.LION)
+foreach_lerp: Callable[..., list[Tensor]] = _find("torch._foreach_lerp", Feature.LION)
+foreach_lerp_: Callable[..., None] = _find("torch._foreach_lerp_", Feature.LION)
 
 GRAD: Any = torch.Tensor.grad
 """The descriptor of `tensor.grad`, without properties of subclasses. It dispatches to `__torch_function__`."""
@@ -150,17 +237,20 @@ def forget_grad(parameter: Tensor) -> None:
 def distributed_class() -> type[nn.Parameter] | None:
     """Return the class of DTensors, or None if it was never imported, so that none can exist."""
     found: type[nn.Parameter] | None = globals().get("DTensor")
-    if found is None and _AT_FIRST_USE["DTensor"].rpartition(".")[0] in sys.modules:
-        for name in ("_local_tensor", "_spec"):
-            __getattr__(name)
+    if found is None and "torch.distributed.tensor" in sys.modules:
         found = __getattr__("DTensor")
+        for name in ("torch.distributed.tensor.DTensor._local_tensor", "torch.distributed.tensor.DTensor._spec"):
+            _find(name, Feature.TENSOR_PARALLELISM)
     return found
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor. Raise UsageError if it is one and this torch's DTensors are unsuitable."""
     kind = distributed_class()
-    return kind is not None and isinstance(tensor, kind)
+    if kind is None or not isinstance(tensor, kind):
+        return False
+    require(Feature.TENSOR_PARALLELISM)
+    return True
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -205,15 +295,20 @@ def part_as(like: Any, gradient: Any) -> Tensor:
 
 # Inputs and outputs of models: trees of lists, dicts and types that libraries register with torch, such as transformers'
 # outputs. torch has no public functions on such trees.
-tree_map: Callable[..., Any] = _find("torch.utils._pytree.tree_map")
-tree_map_only: Callable[..., Any] = _find("torch.utils._pytree.tree_map_only")
-tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree.tree_leaves")
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _find("torch.utils._pytree.tree_flatten")
-tree_unflatten: Callable[[list[Any], Any], Any] = _find("torch.utils._pytree.tree_unflatten")
+tree_map: Callable[..., Any] = _find("torch.utils._pytree.tree_map", Feature.CONVERTED_INPUTS)
+tree_map_only: Callable[..., Any] = _find("torch.utils._pytree.tree_map_only", Feature.PLAN)
+tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree.tree_leaves", Feature.SHARDING)
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _find(
+    "torch.utils._pytree.tree_flatten", Feature.ACTIVATION_CHECKPOINTING
+)
+tree_unflatten: Callable[[list[Any], Any], Any] = _find(
+    "torch.utils._pytree.tree_unflatten", Feature.ACTIVATION_CHECKPOINTING
+)
 
 # ---------------------------------------------------------------- modules
 
 
+@_uses(Feature.SHARDING, "torch.nn.Module._parameters")
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict of a module's own parameters. Writing to it replaces a parameter without other effects.
 
@@ -222,16 +317,19 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+@_uses(Feature.SHARDING, "torch.nn.Module._parameters", "torch.nn.Module._modules")
 def own_parts(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """Return two dicts for each module: its own parameters, and its submodules."""
     return [part for module in modules for part in (module._parameters, module._modules)]
 
 
+@_uses(Feature.SAVED_BUFFERS, "torch.nn.Module._buffers")
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict of a module's own buffers, like `own_parameters`."""
     return module._buffers
 
 
+@_uses(Feature.SAVED_BUFFERS, "torch.nn.Module._non_persistent_buffers_set")
 def is_saved(module: nn.Module, buffer: str) -> bool:
     """Return whether the state dict has a module's own buffer of this name."""
     return buffer not in module._non_persistent_buffers_set
@@ -248,6 +346,7 @@ def _make_last(hooks: Any, handle: RemovableHandle) -> None:
         hooks[handle.id] = hooks.pop(handle.id)
 
 
+@_uses(Feature.SHARDING, "torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks")
 def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHandle) -> None:
     """Move a pre-hook of a module's forward before all others, and a hook after all others.
 
@@ -257,11 +356,17 @@ def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHan
     _make_last(module._forward_hooks, last)
 
 
+@_uses(Feature.SHARDING, "torch.Tensor._post_accumulate_grad_hooks")
 def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
     """Move a parameter's post-accumulate-grad hook after all others."""
     _make_last(parameter._post_accumulate_grad_hooks, handle)
 
 
+@_uses(
+    Feature.SHARDING,
+    "torch.optim.Optimizer._optimizer_step_pre_hooks",
+    "torch.optim.Optimizer._optimizer_step_post_hooks",
+)
 def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
     """Move one of an optimizer's step pre-hooks after all others, and one of its step post-hooks before all others."""
     _make_last(optimizer._optimizer_step_pre_hooks, before)
@@ -287,6 +392,11 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
+@_uses(
+    Feature.LOAD_HOOKS,
+    "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks",
+    "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks",
+)
 def load_with_hooks(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -304,6 +414,7 @@ def load_with_hooks(
         after(optimizer)
 
 
+@_uses(Feature.SHARDING, "torch.nn.Module._compiled_call_impl")
 def compiled_call_of(module: nn.Module) -> Any:
     """Return the function that `module.compile()` runs instead of `forward`, or None."""
     return module._compiled_call_impl
@@ -314,6 +425,16 @@ COMPILED_CALL = "compile_wrapper"
 """The name, in COMPILER_FILE, of torch.compile's wrapper around a compiled function. Its `self` has the options."""
 
 
+@cache
+def _has_compiled_call() -> bool:
+    """Look into the source file, if there is one, since importing the compiler takes a second.
+
+    Without this name, the code that hooks run in would look uncompiled when it is not.
+    """
+    source = Path(torch.__file__).parent / COMPILER_FILE
+    return not source.is_file() or f"def {COMPILED_CALL}(" in source.read_text(encoding="utf-8")
+
+
 def is_of_compiler(code: CodeType) -> bool:
     """Return whether code is from the file with torch.compile's wrappers, whether or not it wraps a compiled function."""
     return code.co_filename.endswith(COMPILER_FILE)
@@ -321,7 +442,7 @@ def is_of_compiler(code: CodeType) -> bool:
 
 # ---------------------------------------------------------------- autograd
 
-_graph_task = _find("torch._C._current_graph_task_id")
+_graph_task = _find("torch._C._current_graph_task_id", Feature.SHARDING)
 
 
 def in_backward() -> bool:
@@ -329,7 +450,7 @@ def in_backward() -> bool:
     return bool(_graph_task() != -1)
 
 
-backward_reaches: Callable[[Node], bool] = _find("torch._C._will_engine_execute_node")
+backward_reaches: Callable[[Node], bool] = _find("torch._C._will_engine_execute_node", Feature.SHARDING)
 """Return whether the current backward will run a node. torch's checkpointing uses the same private name.
 
 Raises:
@@ -337,12 +458,12 @@ Raises:
 """
 
 at_end_of_backward: Callable[[Callable[[], object]], None] = _find(
-    "torch.autograd.Variable._execution_engine.queue_callback"
+    "torch.autograd.Variable._execution_engine.queue_callback", Feature.SHARDING
 )
 """Call a function when the current backward ends. DDP and FSDP2 use the same private name."""
 
 
-_top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+_top_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks", Feature.STAGE_3)
 
 
 def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None:
@@ -354,7 +475,7 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[[Tensor], Any], Callable[[A
     return found
 
 
-_refusal = _find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
+_refusal = _find("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", Feature.STAGE_3)
 
 
 def refuses_saved_tensors_hooks() -> bool:
@@ -362,12 +483,13 @@ def refuses_saved_tensors_hooks() -> bool:
     return _refusal() is not None
 
 
+@_uses(Feature.SEQUENCE_TILES, "torch.Tensor._backward_hooks")
 def has_tensor_hooks(parameter: Any) -> bool:
     """Return whether a parameter has hooks from `register_hook`."""
     return bool(parameter._backward_hooks)
 
 
-_transform = _find("torch._C._functorch.peek_interpreter_stack")
+_transform = _find("torch._C._functorch.peek_interpreter_stack", Feature.STAGE_3)
 
 
 def in_transform() -> bool:
@@ -375,7 +497,7 @@ def in_transform() -> bool:
     return _transform() is not None
 
 
-_tracing = _find("torch._guards.TracingContext.try_get")
+_tracing = _find("torch._guards.TracingContext.try_get", Feature.SHARDING)
 
 
 def is_traced() -> bool:
@@ -388,24 +510,29 @@ def is_traced() -> bool:
 
 # ---------------------------------------------------------------- names that are looked up at their first use
 
-_AT_FIRST_USE = {
-    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
-    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
-    "_disable_modes": "torch.utils._python_dispatch._disable_current_modes",
-    "_skip_code": "torch._dynamo.eval_frame.skip_code",
-    "_local_tensor": "torch.distributed.tensor.DTensor._local_tensor",
-    "_spec": "torch.distributed.tensor.DTensor._spec",
-    "DTensor": "torch.distributed.tensor.DTensor",
+_AT_FIRST_USE: dict[str, tuple[str, Feature]] = {
+    "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", Feature.PLAN),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", Feature.PLAN),
+    "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", Feature.PLAN),
+    "_disable_modes": ("torch.utils._python_dispatch._disable_current_modes", Feature.PLAN),
+    "DTensor": ("torch.distributed.tensor.DTensor", Feature.SHARDING),
 }
-"""The full names of torch's objects, by their names in this module. `_skip_code` imports the compiler, which takes a second."""
+"""The full names of torch's objects and the features that need them, by their names in this module."""
 
 
 def __getattr__(name: str) -> Any:
-    """Look up one of these names at its first use (PEP 562)."""
+    """Look up one of these names at its first use (PEP 562).
+
+    Raises:
+        UsageError: this torch does not have the name.
+    """
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = _find(_AT_FIRST_USE[name])
+    full_name, feature = _AT_FIRST_USE[name]
+    try:
+        value = globals()[name] = _look_up(full_name)
+    except AttributeError:
+        raise unfit(full_name, feature) from None
     return value
 
 
@@ -415,12 +542,15 @@ def outside_of_modes() -> AbstractContextManager[None, None]:
     return left
 
 
-def never_compiled(function: Callable[..., Any]) -> None:
-    """Make torch.compile run a function uncompiled. Functions that it calls may still be compiled.
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function such that torch.compile runs it uncompiled. Functions that it calls may still be compiled.
 
-    The wrapper of `torch.compiler.disable` would take longer than a short hook.
+    The wrapper of `torch.compiler.disable` takes longer than a short hook, so only a torch without the private name gets it.
     """
-    __getattr__("_skip_code")(function.__code__)
-
-
-import_module("zeroshard.torch_private.self_tests").run()  # it uses names that are defined above
+    try:
+        skip = _look_up("torch._dynamo.eval_frame.skip_code")  # imports the compiler, which takes a second
+    except AttributeError:
+        wrapped: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+        return wrapped
+    skip(function.__code__)
+    return function

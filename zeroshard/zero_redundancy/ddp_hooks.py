@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.errors import UsageError
+from zeroshard.zero_redundancy.gathered_bucket import is_dense
 from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
-from zeroshard.zero_redundancy.parameter_bucket import is_dense
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 """A communication hook of DDP: a function of a state and a `GradBucket` that returns a future of the reduced buffer."""

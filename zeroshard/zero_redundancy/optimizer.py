@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from zeroshard.collectives.base import Collectives
+from zeroshard.collectives.base import Collectives, Work
 from zeroshard.collectives.choose import create_collectives
 from zeroshard.collectives.members import group_of, refuse_no_rank
-from zeroshard.errors import UsageError
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.optim.states import (
     looks_at_whole_parameters,
@@ -31,15 +31,16 @@ from zeroshard.optim.states import (
 )
 from zeroshard.storage.buffers import BufferPool
 from zeroshard.torch_private import load_with_hooks
-from zeroshard.zero_redundancy.optimizer_state import consolidate, load
-from zeroshard.zero_redundancy.parameter_bucket import (
+from zeroshard.zero_redundancy.gathered_bucket import (
     CACHE_NUMEL,
-    Home,
+    Followed,
+    GatheredBucket,
     OwnView,
-    ParameterBucket,
+    finish_all,
     in_storage_order,
     lay_out_parameters,
 )
+from zeroshard.zero_redundancy.optimizer_state import consolidate, load
 
 _IN_FLIGHT = 4
 """The maximum number of all-gathers through scratch that are in flight."""
@@ -76,12 +77,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         process_group: dist.ProcessGroup | None = None, parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False, *, elementwise: bool | None = None, **defaults: Any,
     ) -> None:  # fmt: skip
-        groups = _verify(params)
         refuse_what_cannot_be_sharded(optimizer_class)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.overlap_with_ddp = overlap_with_ddp
         self._optim: torch.optim.Optimizer | None = None
-        super().__init__(groups, defaults)
+        super().__init__(params, defaults)
         numbered = ((f"number {number}", one) for number, one in enumerate(self._all_parameters))
         refuse_distributed(numbered, "ZeroRedundancyOptimizer")
         Joinable.__init__(self)  # type: ignore[no-untyped-call]
@@ -100,14 +100,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         # torch's loop passes over the elements several times. In pieces that fit into a cache, it reads memory once.
         if elementwise and self._device.type == "cpu" and not (defaults.get("fused") or defaults.get("foreach")):
             self._piece_numel = CACHE_NUMEL
-        self.buckets: list[ParameterBucket] = []  # in the order of their all-gathers
-        self._homes: list[Home] = []
-        self._strides: dict[int, tuple[int, ...]] = {}
-        """Strides at the last step, by the parameter's `id`."""
+        self.buckets: list[GatheredBucket] = []  # in the order of their all-gathers
+        self._followed: list[Followed] = []
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._untraced_step = _untraced_step()
-        own = self._own_views(self._all_parameters)
-        self._optim = optimizer_class(self._local_groups(self.param_groups, own), **defaults)
+        self._optim = optimizer_class(self._local_groups(self.param_groups), **defaults)
         self.defaults = dict(self._optim.defaults)
         _copy_options(self._optim.param_groups, self.param_groups)
 
@@ -127,22 +124,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _views(self) -> list[OwnView]:
         return [view for bucket in self.buckets for view in bucket.views]
 
-    def _own_views(self, parameters: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """Lay these parameters out. Return this rank's views of each, by the parameter's id."""
-        added, homes = lay_out_parameters(
-            parameters, len(self.buckets), self.rank, self.world_size,
+    def _local_groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Lay out the parameters of new groups. Return groups of this rank's views of them."""
+        buckets, followed = lay_out_parameters(
+            [parameter for group in groups for parameter in group["params"]], len(self.buckets), self.rank, self.world_size,
             whole=self._whole, flat=self.parameters_as_bucket_view, piece_numel=self._piece_numel,
         )  # fmt: skip
-        self.buckets += added
-        self._homes += homes
+        self.buckets += buckets
+        self._followed += followed
         own: dict[int, list[Tensor]] = {}
-        for bucket in added:
-            for view in bucket.views:
-                own.setdefault(id(view.parameter), []).append(view.value)
-        return own
-
-    @staticmethod
-    def _local_groups(groups: Sequence[dict[str, Any]], own: dict[int, list[Tensor]]) -> list[dict[str, Any]]:
+        for view in chain.from_iterable(bucket.views for bucket in buckets):
+            own.setdefault(id(view.parameter), []).append(view.value)
         return [{**group, "params": [view for p in group["params"] for view in own.get(id(p), [])]} for group in groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -150,7 +142,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises:
             RuntimeError: `overlap_with_ddp` is set.
+            ValueError: the group has no parameters.
         """
+        if isinstance(param_group, dict) and "params" not in param_group:
+            raise ValueError("each param group needs a 'params' key with its parameters.")
         if self._optim is not None and self.overlap_with_ddp:
             raise RuntimeError(
                 "a param group cannot be added with overlap_with_ddp=True, since DDP's buckets are laid out. Pass all "
@@ -159,7 +154,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
         if self._optim is not None:
             group = self.param_groups[-1]
-            self._optim.add_param_group(self._local_groups([group], self._own_views(group["params"]))[0])
+            self._optim.add_param_group(self._local_groups([group])[0])
             # The other groups' options may have changed since the last step.
             _copy_options(self._optim.param_groups[-1:], [group])
             self._consolidated = None
@@ -209,17 +204,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def step_buckets(
-        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]
+        self, buckets: Sequence[GatheredBucket], gradient_of: Callable[[Tensor], Tensor | None]
     ) -> Callable[[], None]:
         """Update this rank's shards of some buckets and start to gather them. Return a function that waits for the gathers."""
         self._local_step(buckets, gradient_of)
         return self.start_gather(buckets)
 
     def _local_step(
-        self, buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
+        self, buckets: Sequence[GatheredBucket], gradient_of: Callable[[Tensor], Tensor | None], **kwargs: Any
     ) -> Any:
         _copy_options(self.param_groups, self.optim.param_groups)
-        self._follow_parameters()
+        has_order = bool(self.optim.state) and not self._whole
+        for followed in self._followed:
+            followed.follow(has_order=has_order)
+        for view in self._views:
+            view.follow()
         self._lend(buckets, gradient_of)
         loss = self.optim.step(**kwargs)
         self._lend(self.buckets, lambda _: None)
@@ -227,64 +226,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._consolidated = None
         return loss
 
-    def _follow_parameters(self) -> None:
-        """Move parameters back into the flat buffers or point views at them: trainers and `module.to` replace storages."""
-        for view in self._views:
-            parameter = view.parameter
-            value = view.value
-            if (parameter.device, parameter.dtype) != (value.device, value.dtype):
-                raise UsageError(
-                    f"a parameter moved from {value.device}, {value.dtype} to {parameter.device}, {parameter.dtype} "
-                    "after the optimizer was made: move and cast the model first."
-                )
-        for home in self._homes:
-            home.move_in()
-        for view in self._views:
-            view.follow()
-        self._refuse_other_strides()
-
-    def _refuse_other_strides(self) -> None:
-        """Raise if a parameter's memory format changed while there are states, which are in the order of the storage."""
-        for view in self._views:
-            parameter = view.parameter
-            strides = parameter.stride()
-            before = self._strides.get(id(parameter), strides)
-            # The stride of a dimension of size 1 has no meaning.
-            differs = strides != before and any(
-                size > 1 and now != then for size, now, then in zip(parameter.shape, strides, before, strict=True)
-            )
-            if differs and self.optim.state and not view.is_whole:
-                raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} changed its strides from {before} to {strides} between two "
-                    "steps: set the memory format before the first step."
-                )
-            self._strides[id(parameter)] = strides
-
     @staticmethod
-    def _lend(buckets: Sequence[ParameterBucket], gradient_of: Callable[[Tensor], Tensor | None]) -> None:
+    def _lend(buckets: Sequence[GatheredBucket], gradient_of: Callable[[Tensor], Tensor | None]) -> None:
         for bucket in buckets:
             for view in bucket.views:
                 view.lend(gradient_of(view.parameter))
 
-    def start_gather(self, buckets: Sequence[ParameterBucket]) -> Callable[[], None]:
+    def start_gather(self, buckets: Sequence[GatheredBucket]) -> Callable[[], None]:
         """Start to gather the trained parameters of buckets and return a function that waits for them."""
-        in_place: list[Callable[[], None]] = []
+        finishes: list[Callable[[], None]] = []
         in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
-        if self.world_size == 1:
-            buckets = ()
-        for bucket in buckets:
-            if not bucket.is_trainable and all(member.grad is None for member in bucket.members):
+        for bucket in buckets if self.world_size > 1 else ():
+            if not any(member.requires_grad or member.grad is not None for member in bucket.members):
                 continue
             finish = bucket.start_gather(self._collectives, self._pool)
-            if not bucket.needs_scratch:
-                in_place.append(finish)
-                continue
-            in_scratch.append(finish)
+            (in_scratch if bucket.needs_scratch else finishes).append(finish)
             if len(in_scratch) > _IN_FLIGHT:
                 in_scratch.popleft()()
 
         def wait() -> None:
-            for finish in [*in_scratch, *in_place]:
+            for finish in [*in_scratch, *finishes]:
                 finish()
 
         return wait
@@ -294,7 +255,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return a join hook. A rank that has run out of inputs shadows the remaining ranks' steps.
 
-        It receives its shards' gradients from a rank that still has inputs. (In torch's class, it uses its own last
+        It receives the gradients from a rank that still has inputs. (In torch's class, it uses its own last
         gradients.)
         """
         return _StepAlong(self)
@@ -305,7 +266,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._step_and_gather(None)
 
     def _share_gradients(self, *, joined: bool) -> None:
-        """Send ranks that have run out of inputs the reduced gradients of their shards. Every rank must call it.
+        """Send the reduced gradients to ranks that have run out of inputs. Every rank must call it.
 
         In DDP, a rank without inputs takes part in all-reduces and drops the results, which every other rank has. If
         this rank has `joined` (it has run out of inputs), its gradients are overwritten.
@@ -314,35 +275,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         parameters = self._all_parameters
         own = bytes([joined, *(parameter.grad is not None for parameter in parameters)])
         everyone = collectives.exchange(own, "which ranks have joined")
-        training = [rank for rank, message in enumerate(everyone) if not message[0]]
-        source = training[0]
-        has_gradient = {id(p): bool(flag) for p, flag in zip(parameters, everyone[source][1:], strict=True)}
-        if joined:
-            for parameter in parameters:
-                parameter.grad = None
-                if has_gradient[id(parameter)]:
-                    parameter.grad = torch.zeros_like(parameter)
-        pieces = [
-            (target, bucket.parameters[piece.index], slice(piece.parameter_start, piece.parameter_start + piece.numel))
-            for target in sorted({*range(collectives.world_size)} - {*training})
-            for bucket in self.buckets
-            for piece in bucket.layout.shard_pieces(target)
-        ]
-        pending = []
+        source = next(rank for rank, message in enumerate(everyone) if not message[0])
+        targets = [rank for rank, message in enumerate(everyone) if message[0]]
+        label = "gradients for a rank that has joined"
+        works: list[Work] = []
         with collectives.together():
-            for target, parameter, part in pieces:
-                if not has_gradient[id(parameter)]:
+            for parameter, has_gradient in zip(parameters, everyone[source][1:], strict=True):
+                if joined:
+                    parameter.grad = torch.zeros_like(parameter) if has_gradient else None
+                if not has_gradient:
                     continue
-                gradient: Tensor | None = parameter
-                if collectives.rank in (source, target):
-                    gradient = parameter.grad
-                assert gradient is not None
-                if collectives.rank == source and gradient.stride() != parameter.stride():
+                gradient = parameter if parameter.grad is None else parameter.grad
+                if gradient.stride() != parameter.stride():
                     gradient = torch.empty_like(parameter).copy_(gradient)
-                flat = in_storage_order(gradient)[part]
-                pending.append(collectives.transfer(flat, source, target, "gradients for a rank that has joined"))
-        for transfer in pending:
-            transfer.wait()
+                flat = in_storage_order(gradient)
+                works += [collectives.transfer(flat, source, target, label) for target in targets]
+        finish_all(works)
 
     @property
     def join_device(self) -> torch.device:
@@ -369,15 +317,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if self._consolidated is not None:
             state_dict["state"] = self._consolidated
         else:
-            indices = self._indices()
             state = self.optim.state
-            views = self._views
-            state_dict["state"] = {number: state[v.value] for number, v in enumerate(views) if state.get(v.value)}
-            state_dict["zeroshard"] = {
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "pieces": [[indices[id(view.parameter)], view.start, view.stop] for view in views],
-            }
+            values = enumerate(view.value for view in self._views)
+            state_dict["state"] = {number: state[value] for number, value in values if state.get(value)}
+            state_dict["zeroshard"] = {"rank": self.rank, "world_size": self.world_size, **self._shards}
         return state_dict
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -388,32 +331,33 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         refuse_no_rank(f"consolidate_state_dict(to={to})", to, self.world_size)
         self._consolidated = consolidate(
-            self.optim, self._views, self._indices(), self._all_parameters, self._collectives, to
+            self.optim, self._views, self._shards["pieces"], self._all_parameters, self._collectives, to
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state dict of an unsharded optimizer, of torch's ZeroRedundancyOptimizer, or of this class.
 
-        A consolidated state dict loads on any number of ranks.
+        A consolidated state dict loads on any number of ranks; this rank's shards load into the same shards only.
 
         Args:
             state_dict: the state dict, which is not changed.
 
         Raises:
             ValueError: the sizes of the loaded param groups differ from those of this optimizer's groups.
-            UsageError: the state dict lacks shards that this rank needs, or holds whole parameters' states, which cannot be
-                divided.
+            UsageError: the state dict holds other shards, or whole parameters' states that cannot be divided.
         """
         load_with_hooks(self, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        load(self.optim, self._views, self._indices(), self.param_groups, state_dict)
+        load(self.optim, self._views, self._shards, self.param_groups, state_dict)
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
 
-    def _indices(self) -> dict[int, int]:
-        """Return the parameters' numbers in an unsharded optimizer's state dict, by id."""
-        return {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
+    @property
+    def _shards(self) -> dict[str, Any]:
+        """The description of this rank's shards, by which they load again only into the same shards."""
+        indices = {id(parameter): index for index, parameter in enumerate(self._all_parameters)}
+        return {"whole": self._whole, "pieces": [[indices[id(v.parameter)], v.start, v.stop] for v in self._views]}
 
 
 @functools.cache
@@ -440,21 +384,3 @@ def _copy_options(source: Iterable[dict[str, Any]], target: Iterable[dict[str, A
     """Copy the options of the param groups, without the parameters."""
     for one, other in zip(source, target, strict=True):
         other.update((key, value) for key, value in one.items() if key != "params")
-
-
-def _verify(params: Any) -> list[Any]:
-    """Return `params` as a list or raise the errors of torch's class."""
-    if isinstance(params, Tensor):
-        raise TypeError(f"`params` must be an iterable of tensors, not a tensor ({torch.typename(params)}).")
-    try:
-        given = list(params)
-    except TypeError:
-        raise TypeError(f"`params` must be an iterable of tensors or dicts, not {torch.typename(params)}.") from None
-    if not given:
-        raise ValueError("ZeroRedundancyOptimizer got an empty parameter list.")
-    if not all(isinstance(item, Tensor) for item in given) and not all(isinstance(item, dict) for item in given):
-        raise TypeError("`params` must be an iterable of tensors or of dicts, not of both.")
-    for item in given:
-        if isinstance(item, dict) and "params" not in item:
-            raise ValueError("each param group needs a 'params' key with its parameters.")
-    return given

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.base import Collectives, Work
+from zeroshard.collectives.base import Collectives
 from zeroshard.errors import UsageError
-from zeroshard.layout.layout import Span
-from zeroshard.zero_redundancy.parameter_bucket import OwnView, in_storage_order
+from zeroshard.step.resident import runs_along
+from zeroshard.zero_redundancy.gathered_bucket import OwnView, finish_all, in_storage_order
 
 _AT_ONCE = 64
 """The maximum number of tensors that are sent in one launch, if the backend supports that."""
@@ -19,64 +19,43 @@ _AT_ONCE = 64
 State = dict[str, Any]
 
 
-class _Transfer(NamedTuple):
-    """A transfer of one tensor to the rank that consolidates.
-
-    Attributes:
-        own: the tensor, on the rank that has it; elsewhere None.
-        target: the memory for the tensor, on the rank that consolidates; elsewhere None.
-        source: the rank that has the tensor.
-        device: the device of its parameter.
-    """
-
-    own: Tensor | None
-    target: Tensor | None
-    source: int
-    device: torch.device
-
-
-# ---------------------------------------------------------------------- all shards -> one rank
-
-
 def consolidate(
-    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int], parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], pieces: Sequence[Sequence[int]], parameters: Sequence[Tensor],
     collectives: Collectives, to: int,
 ) -> dict[int, State] | None:  # fmt: skip
     """Return the complete state by parameter index, in CPU memory, on rank `to`; None on other ranks.
 
     Every rank must call it. All ranks first exchange JSON lists of their tensors. Then each tensor is sent to rank
     `to`.
+
+    Args:
+        pieces: [parameter index, start, stop] of each view.
     """
-    held = [view for view in views if optimizer.state.get(view.value)]
-    described = [
-        [indices[id(view.parameter)], view.start, view.stop, _describe(optimizer.state[view.value], view)]
-        for view in held
-    ]
+    held = [(piece, view) for piece, view in zip(pieces, views, strict=True) if optimizer.state.get(view.value)]
+    described = [[*piece, _describe(optimizer.state[view.value], view)] for piece, view in held]
     whole: dict[int, State] = {}
-    pieces = list[_Transfer]()
+    sent: list[tuple[Tensor | None, Tensor | None, int, torch.device]] = []  # own tensor, its target, source, device
     for source, entries in enumerate(collectives.exchange_json(described, "the description of optimizer state")):
         for number, (index, start, stop, description) in enumerate(entries):
-            own: State = {}
-            if source == collectives.rank:
-                own = optimizer.state[held[number].value]
+            own = optimizer.state[held[number][1].value] if source == collectives.rank else {}
+            state = whole.setdefault(index, {})
             for name, (kind, dtype, content) in description.items():
-                if kind == "value":
-                    if collectives.rank == to:
-                        if dtype is not None:
-                            content = torch.tensor(content, dtype=getattr(torch, dtype))  # noqa: PLW2901
-                        whole.setdefault(index, {})[name] = content
-                    continue
                 target: Tensor | None = None
+                if kind == "value":
+                    state[name] = content if dtype is None else torch.tensor(content, dtype=getattr(torch, dtype))
+                    continue
                 if collectives.rank == to:
-                    target = _home(
-                        whole.setdefault(index, {}), name, kind, dtype, content, parameters[index], start, stop
-                    )
-                pieces.append(_Transfer(own.get(name), target, source, parameters[index].device))
-    for first in range(0, len(pieces), _AT_ONCE):
-        _send(pieces[first : first + _AT_ONCE], to, collectives)
-    if collectives.rank != to:
-        return None
-    return dict(sorted(whole.items()))
+                    if name not in state and kind == "along":
+                        state[name] = torch.empty_like(parameters[index], device="cpu", dtype=getattr(torch, dtype))
+                    elif name not in state:
+                        state[name] = torch.empty(content, dtype=getattr(torch, dtype))
+                    target = in_storage_order(state[name])
+                    if kind == "along":
+                        target = target[start:stop]
+                sent.append((own.get(name), target, source, parameters[index].device))
+    for first in range(0, len(sent), _AT_ONCE):
+        _send(sent[first : first + _AT_ONCE], to, collectives)
+    return dict(sorted(whole.items())) if collectives.rank == to else None
 
 
 def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, Any]]:
@@ -89,7 +68,7 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
     for name, value in state.items():
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            if value.shape == view.value.shape and name != "step":
+            if runs_along(value, name, view.value):
                 described[name] = ("along", dtype, None)
             elif value.ndim == 0:
                 described[name] = ("value", dtype, value.item())
@@ -105,69 +84,59 @@ def _describe(state: State, view: OwnView) -> dict[str, tuple[str, str | None, A
     return described
 
 
-def _home(
-    state: State, name: str, kind: str, dtype: str, shape: list[int] | None, parameter: Tensor, start: int, stop: int
-) -> Tensor:
-    """Return the part of the complete state that a piece fills, 1-D. The first call for a state allocates all of it."""
-    if kind == "along":
-        if name not in state:
-            state[name] = torch.empty_like(parameter, device="cpu", dtype=getattr(torch, dtype))
-        return in_storage_order(state[name])[start:stop]
-    if name not in state:
-        state[name] = torch.empty(shape or [], dtype=getattr(torch, dtype))
-    whole: Tensor = state[name]
-    return whole.view(-1)
-
-
-def _send(pieces: Sequence[_Transfer], to: int, collectives: Collectives) -> None:
+def _send(
+    pieces: Sequence[tuple[Tensor | None, Tensor | None, int, torch.device]], to: int, collectives: Collectives
+) -> None:
     """Transfer all pieces at once. Every rank must call it, with the same number of pieces."""
     label = "optimizer state on its way to one rank"
-    arriving: list[tuple[Tensor, Tensor, Work]] = []
-    sending: list[Work] = []
+    landings: list[tuple[Tensor, Tensor]] = []
+    works = []
     with collectives.together():
         for own, target, source, device in pieces:
             if own is not None and target is not None:
                 target.copy_(in_storage_order(own))
             elif own is not None:
-                sending.append(collectives.transfer(in_storage_order(own), source, to, label))
+                works.append(collectives.transfer(in_storage_order(own), source, to, label))
             elif target is not None:
-                landing = target
-                if device.type != "cpu":
-                    landing = torch.empty_like(target, device=device)
-                arriving.append((landing, target, collectives.transfer(landing, source, to, label)))
-    for landing, target, pending in arriving:
-        pending.wait()
+                landing = target if device.type == "cpu" else torch.empty_like(target, device=device)
+                landings.append((landing, target))
+                works.append(collectives.transfer(landing, source, to, label))
+    finish_all(works)
+    for landing, target in landings:
         if landing is not target:
             target.copy_(landing)
-    for pending in sending:
-        pending.wait()
-
-
-# ---------------------------------------------------------------------- a state dict -> this rank's shards
 
 
 def load(
-    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], indices: Mapping[int, int],
+    optimizer: torch.optim.Optimizer, views: Sequence[OwnView], shards: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Load the local optimizer's part of a complete or sharded state dict, and the options of its param groups."""
+    """Load the local optimizer's part of a complete state dict, or its own shards, and the options of its param groups.
+
+    Args:
+        shards: the description of this rank's shards.
+    """
     saved = state_dict["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group["params"]) for group in groups]:
         raise ValueError(
             f"the loaded state dict has param groups of {[len(group['params']) for group in saved]} parameters, and this "
             f"optimizer has groups of {[len(group['params']) for group in groups]}. Build it with the saved groups."
         )
+    found = state_dict.get("zeroshard")
+    if found is not None and any(found.get(key, own) != own for key, own in shards.items()):
+        raise UsageError(
+            f"the loaded state dict holds the shards of rank {found['rank']} of {found['world_size']}, and this rank needs "
+            "others: call consolidate_state_dict before you save, and load what state_dict() then returns."
+        )
     names = [name for group in saved for name in group["params"]]  # the keys of parameters in the saved state, by index
-    if "zeroshard" in state_dict:
-        find = _find_in_shards(state_dict)
-    else:
-        find = _find_in_whole(state_dict, names)
-    state = {}
     numbers = {id(p): number for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    for view in views:
-        found = find(indices[id(view.parameter)], view)
-        if found:
-            state[numbers[id(view.value)]] = found
+    state = {}
+    for number, (view, (index, _, _)) in enumerate(zip(views, shards["pieces"], strict=True)):
+        values = state_dict["state"].get(names[index] if found is None else number)
+        if values:
+            state[numbers[id(view.value)]] = {
+                name: _part(value, name, view, is_shard=found is not None) for name, value in values.items()
+            }
     local = [
         {**group, "params": [numbers[id(p)] for p in own["params"]]}
         for group, own in zip(saved, optimizer.param_groups, strict=True)
@@ -175,74 +144,16 @@ def load(
     optimizer.load_state_dict({"state": state, "param_groups": local})
 
 
-Find = Callable[[int, OwnView], State | None]
-
-
-def _find_in_whole(state_dict: Mapping[str, Any], names: Sequence[Any]) -> Find:
-    def find(index: int, view: OwnView) -> State | None:
-        whole = state_dict["state"].get(names[index])
-        if not whole:
-            return None
-        return {name: _part(value, name, view) for name, value in whole.items()}
-
-    return find
-
-
-def _part(value: Any, name: str, view: OwnView) -> Any:
-    """Copy a view's part of one entry of a parameter's complete state."""
+def _part(value: Any, name: str, view: OwnView, *, is_shard: bool) -> Any:
+    """Copy a view's part of one entry of a parameter's state."""
     if not isinstance(value, Tensor):
         return value
-    if name == "step" or view.is_whole:
+    if is_shard or view.is_whole or name == "step":
         return value.clone()
-    if value.shape == view.parameter.shape:
-        return view.part(value).clone()
-    if value.ndim == 0:
-        return value.clone()
-    raise _not_divisible(name, value, view)
-
-
-def _not_divisible(name: str, value: Tensor, view: OwnView) -> UsageError:
-    return UsageError(
-        f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
-        f"{tuple(view.parameter.shape)}: it comes from an optimizer of whole parameters, and cannot be "
-        "divided. Load it into that optimizer."
-    )
-
-
-def _find_in_shards(state_dict: Mapping[str, Any]) -> Find:
-    described = state_dict["zeroshard"]
-    saved: dict[int, list[tuple[Span, State]]] = {}
-    for number, (index, start, stop) in enumerate(described["pieces"]):
-        saved.setdefault(index, []).append((Span(str(index), start, stop), state_dict["state"].get(number, {})))
-
-    def find(index: int, view: OwnView) -> State | None:
-        # The pieces may differ from the saved ones: take parts of several saved spans, in order.
-        needed: list[tuple[slice, int, State]] = []
-        found_numel = 0
-        for span, state in sorted(saved.get(index, []), key=lambda one: one[0].start):
-            common = span.intersect(view.start, view.stop)
-            if common is not None:
-                needed.append((common.within(span.start), span.numel, state))
-                found_numel += common.numel
-        if found_numel != view.stop - view.start:
-            raise UsageError(
-                f"the loaded state dict holds the shards of rank {described['rank']} of {described['world_size']}, and this "
-                "rank needs others: call consolidate_state_dict before you save, and load what state_dict() then returns."
-            )
-        found: State = {}
-        _, numel, first = needed[0]
-        for name, value in first.items():
-            is_divided = isinstance(value, Tensor) and value.ndim and name != "step"
-            if is_divided and value.numel() == numel:  # from an elementwise or a whole-parameter optimizer
-                found[name] = torch.cat([state[name].reshape(-1)[part] for part, _, state in needed])
-                if view.is_whole:
-                    found[name] = found[name].view(view.parameter.shape)
-            elif is_divided and not view.is_whole:
-                raise _not_divisible(name, value, view)
-            elif isinstance(value, Tensor):
-                found[name] = value.clone()
-            else:
-                found[name] = value
-        return found
-
-    return find
+    if value.shape != view.parameter.shape and value.ndim:
+        raise UsageError(
+            f"the loaded state {name!r} has shape {tuple(value.shape)} where its parameter has "
+            f"{tuple(view.parameter.shape)}: it comes from an optimizer of whole parameters, and cannot be "
+            "divided. Load it into that optimizer."
+        )
+    return (view.part(value) if value.shape == view.parameter.shape else value).clone()

@@ -134,8 +134,8 @@ _ROWS = {
         "zeroshard.recompute.checkpointing: configure is_configured reset checkpoint non_reentrant_checkpoint=checkpoint",
         {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
             "checkpoint() itself saves and restores torch's random state of every device.",
-         "partition_activations_in_checkpoint": "Use configure(None, partition_activations=True).",
-         "set_num_layers": "Use configure(None, num_checkpoints=...).",
+         "partition_activations_in_checkpoint set_num_layers":
+            "torch keeps each input whole. Leave the call out; configure(None, checkpoint_in_cpu=True) saves memory.",
          "CheckpointFunction": "Use checkpoint(function, *args)."}),
     ".runtime.base_optimizer": Row(
         "zeroshard.engine.engine_optimizer: DeepSpeedOptimizer=EngineOptimizer ZeROOptimizer=EngineOptimizer"),

@@ -119,7 +119,7 @@ class Init:
 
 
 class GatheredParameters:
-    """The context `zeroshard.unsharded`, which keeps changes only if there is a modifier rank."""
+    """The context `zeroshard.unsharded`."""
 
     def __init__(
         self, params: Tensor | Iterable[Any], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
@@ -137,7 +137,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, one)  # type: ignore[arg-type]
 
     def __enter__(self) -> None:
-        whole = zeroshard.unsharded(self.params if self.enabled else [], self._rank, undo=self._rank is None)
+        whole = zeroshard.unsharded(self.params if self.enabled else [], self._rank)
         whole.__enter__()
         self._open.append(whole)
 

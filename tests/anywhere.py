@@ -95,6 +95,9 @@ def run(name: str, given: list[str]) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variant.get("environment", {})}
     processes = str(variant.get("processes", os.environ.get("JOBS", 3)))
     before = variant.get("before", [])
+    if before and not shutil.which(before[0]):
+        print(f"{name:11} not run: {before[0]} is not installed", flush=True)
+        return True
     tried = subprocess.run([*before, "true"], capture_output=True, check=False)
     if tried.returncode:
         print(f"{name:11} not run: {tried.stderr.decode(errors='replace').strip()}", flush=True)

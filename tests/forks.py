@@ -19,9 +19,8 @@ def prepare() -> None:
     """
     gc.collect()
     gc.freeze()
-    atexit.register(
-        gc.unfreeze
-    )  # libraries that nanobind binds, such as triton, print what the last collection does not free
+    # Libraries that nanobind binds, such as triton, print what the last collection does not free.
+    atexit.register(gc.unfreeze)
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, _, *name = line.split()

@@ -38,9 +38,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "umask": {"before": ["sh", "-c", 'umask 077; exec "$@"', "sh"]},
-    "hostname": {  # a name without an address
-        "before": ["unshare", "--uts", "sh", "-c", 'hostname nowhere.invalid && exec "$@"', "sh"],
-    },
     "one-core": {"before": ["taskset", "-c", str(min(os.sched_getaffinity(0)))], "processes": 1},
     "shuffled": {"arguments": ["--shuffle", str(random.randrange(10_000))]},
     "user": {"is_user": True},

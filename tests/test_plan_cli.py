@@ -99,8 +99,12 @@ def test_a_config_comes_first_and_so_does_the_answer(folder: Path) -> None:
 
 
 def test_what_does_not_fit_says_what_does(folder: Path) -> None:
-    first, *_ = printed(".", "--gpus", "2", "--memory", "1026MB", "--sequence", "512", "--config", "zero.json")
-    assert first.startswith("does not fit: 1.0") and "missing; this fits: stage 3" in first
+    model = (".", "--gpus", "2", "--sequence", "512", "--config", "zero.json")
+    needed = {row["name"]: row["needed"] for row in planned_as_json(*model)["rows"]}
+    least = min(needed, key=lambda name: needed[name])
+    assert needed[least] < needed["zero.json (stage 2)"]
+    first, *_ = printed(*model, "--memory", f"{needed[least]}B")
+    assert first.startswith("does not fit: 1.0") and first.endswith(f" missing; this fits: {least}")
     first, *others = printed(".", "--gpus", "2", "--memory", "1021MB", "--sequence", "512")
     assert first.startswith("no preset fits; the closest is stage ") and first.endswith(" missing")
     assert any(" NO " in line for line in others)

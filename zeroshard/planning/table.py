@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from textwrap import wrap
 from typing import Any
 
 from zeroshard.errors import counted
@@ -218,6 +219,10 @@ _KINDS = ((PARAMETERS, "params"), (GRADIENTS, "grads"), (OPTIMIZER, "optim"), (A
 """The kinds of memory that have a column."""
 
 
+WIDTH = 100
+"""The number of columns of the text."""
+
+
 def size(nbytes: float) -> str:
     """Format bytes: 31.4 GB, 12.3 MB, 0 bytes."""
     for unit, name in _UNITS:
@@ -295,7 +300,7 @@ def table(plan: Plan) -> Iterable[str]:
         fits = "yes" if row.fits else "NO"
         made = [row.name + "*" * (row.peak is row.figures.start)]
         made += [number(part) for part in (*parts, row.needed_nbytes - sum(parts), row.needed_nbytes)]
-        made += [fits, f"{row.left_nbytes / unit:+.1f}", number(row.host_nbytes)]
+        made += [fits, f"{'+' if row.left_nbytes >= 0 else '-'}{number(abs(row.left_nbytes))}", number(row.host_nbytes)]
         made += [number(row.disk_nbytes)] * has_disk
         return [*made, number(row.sent_nbytes)]
 
@@ -312,14 +317,12 @@ def table(plan: Plan) -> Iterable[str]:
         "sent",
     ]
     yield from _aligned([heads, *(cells(row) for row in plan.rows)])
-    unseen = plan.rows[0].unseen
-    constant = sum(nbytes for cause, nbytes in unseen.items() if cause != "fragmentation")
-    share = plan.job.machine.unseen.fragmentation
-    yield (
-        f"other: buffers, temporaries, inputs, {size(constant)} of driver and libraries, {share:.0%} fragmentation;"
-        " CPU, disk: of"
+    constant = sum(nbytes for cause, nbytes in plan.rows[0].unseen.items() if cause != "fragmentation")
+    note = (
+        f"other: buffers, temporaries, inputs, {size(constant)} of driver and libraries, and "
+        f"{plan.job.machine.unseen.fragmentation:.0%} for fragmentation; CPU, disk: of a host; sent: by a rank in a step"
     )
-    yield "a host; sent: by a rank in a step"
+    yield from wrap(note, WIDTH)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:

@@ -37,7 +37,7 @@ REMEDIES = (
     "accept|add|adapt|allow|ask|assign|attach|begin|build|call|cast|change|check|choose|clone|convert|copy|correct|cut|"
     "declare|detach|divide|enable|evaluate|export|free|freeze|give|go "
     "on|hand|import|install|iterate|keep|leave|let|list|"
-    "load|look|lower|make|materialise|move|name|pack|pad|pass|pip "
+    "load|look|lower|make|materialise|measure|move|name|pack|pad|pass|pip "
     "install|plan|put|raise|read|register|reinstall|remove|"
     "report|resume|return|run|save|set|shard|share|sort|start|step|store|switch|take|train|try|turn|unfreeze|unset|"
     "use|wait|write|disable|end"

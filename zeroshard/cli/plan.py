@@ -36,12 +36,12 @@ def memory_of(text: str | int) -> int:
 
 
 _REMOVED = {
-    "--sequence-parallel": "a plan does not count sequence parallelism. Plan one rank's slice: a shorter --sequence",
-    "--tile-tokens": "a plan does not count tiles by itself. Name a factory that calls zeroshard.sequence.tile",
-    "--tensor-parallel": "a plan does not count tensor parallelism. Plan as many data-parallel ranks, which need more memory",
-    "--global-batch": "a plan has no search. Pass the samples of one forward on one rank as --batch",
-    "--write": "--json has the complete config of each row",
-    "--plot": "the table has the peak of each row, and --json the peak of each phase",
+    "--sequence-parallel": "a plan does not count sequence parallelism. Plan one rank's slice: a shorter --sequence.",
+    "--tile-tokens": "a plan does not count tiles by itself. Name a factory that calls zeroshard.sequence.tile.",
+    "--tensor-parallel": "a plan does not count tensor parallelism. Plan as many data-parallel ranks, which need more memory.",
+    "--global-batch": "a plan has no search. Pass the samples of one forward on one rank as --batch.",
+    "--write": "read the complete config of each row from --json.",
+    "--plot": "read the peak of each row in the table, and that of each phase from --json.",
 }
 """Options of earlier releases, with the remedy."""
 
@@ -79,7 +79,7 @@ def plan(
     removed = (sequence_parallel, tile_tokens, tensor_parallel, global_batch, write, plot)
     for (option, remedy), value in zip(_REMOVED.items(), removed, strict=True):
         if value is not None:
-            raise UsageError(f"zeroshard plan has no {option}: {remedy}.")
+            raise UsageError(f"zeroshard plan has no {option}: {remedy}")
     if config is None and auto:
         raise UsageError('--auto supplies values for keys that are "auto" in a config: name the config with --config.')
     if config is None and quick:

@@ -30,7 +30,7 @@ ROAD = (
     "schedule.unit", "schedule.schedule",
     "zero_redundancy.gathered_bucket",
 )  # fmt: skip
-WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded"}
+WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "synchronize", "wait_gather", "wait_unsharded", "hold"}
 """Names of waits, whose calls are separate statements."""
 FENCES = {"copy": 2, "release": 1, "write": 3}
 """Calls with an argument to wait for, and the index of this argument."""
@@ -59,6 +59,7 @@ NO_SITES = {
 }
 """Calls that are no sites, each with the reason."""
 NO_WAITS = {
+    "self._schedule.hold(": "a count of users",
     "work.wait(_PROBE)": "a look, after an error",
 }
 """Beginnings of statements that are no waits."""

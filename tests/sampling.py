@@ -1,4 +1,4 @@
-"""Owns the choice of parameter combinations: the quick set has every value once, and the rest every pair of values."""
+"""Owns the choice of parameter combinations: the quick set has one of each test, and the rest every pair of values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from twin import PROMISES
 
 Need = tuple[Hashable, ...]
 
@@ -55,20 +56,22 @@ def axes(item: pytest.Item) -> list[Hashable]:
 def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the quick set, and the rest. A combination in neither is not run.
 
-    A case that is marked `full` belongs to the rest. The quick set has the last n chosen cases of a test that is marked
-    `quick(n)`, which have the highest stages. The rest has all other combinations of a test that is marked `every`. A machine
-    with an accelerator runs every combination that needs one.
+    A case that is marked `full` belongs to the rest. Of a test of a promise (`twin.PROMISES`), the quick set has each value of each
+    parameter once. Of any other test it has the last of these cases, which has the highest stage, or the last n if the test is marked
+    `quick(n)`. The rest has all other combinations of a test that is marked `every`. A machine with an accelerator runs every
+    combination that needs one.
     """
+    promised = {test for tests in PROMISES.values() for test in tests.values()}
     quick, rest = [], []
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
+    for name, cases in tests.items():
         small = [index for index, case in enumerate(cases) if not case.get_closest_marker("full")]
         first = {small[number] for number in cover([values(axes(cases[index])) for index in small])}
         few = cases[0].get_closest_marker("quick")
-        if few:
-            first = set(sorted(first)[-few.args[0] :])
+        if few or f"{cases[0].path.stem}::{name.rpartition('::')[2]}" not in promised:
+            first = set(sorted(first)[-(few.args[0] if few else 1) :])
         if torch.accelerator.is_available() and cases[0].get_closest_marker("accelerator"):
             first = set(range(len(cases)))
         second = cover([pairs(axes(case)) for case in cases], first) - first

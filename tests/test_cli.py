@@ -62,7 +62,7 @@ def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
     assert rows["bit-equal to stage 0"].count("yes") == 4
     assert "of that, across hosts" in rows
     assert plot.read_text().startswith("<?xml")
-    *lines, run = table.read_text().splitlines()
+    *lines, run = table.read_text(encoding="utf-8").splitlines()
     assert lines == [line.rstrip() for line in result.stdout.splitlines()[: len(lines)]], "what was printed"
     assert f"{tmp_path / 'model.py'}:make in fp32" in run and "torch 2" in run
 

@@ -406,7 +406,6 @@ def test_optimizer_and_scheduler_blocks_that_cannot_be_made() -> None:
     assert "torch.nn.Module" in refusal(lambda: zeroshard.initialize(model=3, config=SGD))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_collective_that_comes_late_over_gloo_changes_no_bits(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Races are provoked: every wait is delayed at random, on each rank differently."""

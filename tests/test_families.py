@@ -28,7 +28,6 @@ def sharded_llama(stage: int) -> tuple[Any, zeroshard.Sharded]:
     return model, zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "family",

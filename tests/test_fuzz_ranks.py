@@ -138,7 +138,6 @@ def run_all(rank: int, ranks: int, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.quick(1)
 def test_ranks_that_differ_by_design_are_as_plain_pytorch(ranks: int) -> None:
     on_ranks(run_all, ranks, ranks, range(12))
 

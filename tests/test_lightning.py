@@ -146,7 +146,6 @@ def test_losses_and_parameters_are_those_of_ddp_to_the_bit(stage: int, tmp_path:
     assert_same(*(ranks(lambda s: fitted(tmp_path, s), s) for s in (stage, None)), atol=0.0)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("case", "stage"),
     [("accumulates", 2), ("own forward", 3)]

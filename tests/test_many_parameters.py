@@ -67,7 +67,6 @@ class InTwoPieces(Many):
         return self.wide(x).square().mean()
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("bucket_numel", [SMALL_BUCKETS, LARGE_BUCKETS])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_bits_do_not_depend_on_how_many_are_taken_at_once(microbatches: int, bucket_numel: int) -> None:

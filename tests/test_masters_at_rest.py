@@ -55,7 +55,6 @@ def both(body: Callable[[int, Policy], Any], ranks: int = 2) -> None:
 # ---------------------------------------------------------------------- numbers
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["skipping", "frozen base", "called twice", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -293,7 +293,6 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-@pytest.mark.quick(1)
 def test_every_rank_may_leave_early(stage: int, transport: str) -> None:
     def breaks(sharded: Sharded) -> None:
         for name, _ in sharded.named_weights():

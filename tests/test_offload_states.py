@@ -281,7 +281,6 @@ def test_pipelines_are_bit_equal(ahead: bool, behind: bool, tmp_path: Path) -> N
     assert train(0, work, policy, bucket_numel=BUCKETS).equals(train(0, work, Policy.stage(3), bucket_numel=BUCKETS))
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("sub_group", [1, 300, 10**9])
 @pytest.mark.parametrize("buffers", [6000, 20_000])
 def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_path: Path) -> None:
@@ -392,7 +391,6 @@ def test_a_config_with_both_on_disk(tmp_path: Path) -> None:
     on_ranks(body, 2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_overflows_in_the_middle(microbatches: int, tmp_path: Path) -> None:
     """fp16 with a scale that overflows first, and again when it grows: the same steps are left out, with the same bits."""

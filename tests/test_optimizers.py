@@ -93,7 +93,6 @@ def with_elements(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.numel()]
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("model", ["tied", "frozen", "tiny"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", WHOLE)

@@ -273,7 +273,6 @@ def test_without_such_a_kernel_the_bits_are_the_same(monkeypatch: pytest.MonkeyP
     run_ranks(body, 2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "precision", [None, Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)], ids=["fp32", "bf16"]
 )
@@ -353,7 +352,6 @@ def test_who_keeps_a_gradient_keeps_its_memory() -> None:
     run_ranks(body, 2)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("forgets", [False, True])
 def test_parked_gradients_come_back_unless_forgotten(stage: int, forgets: bool, tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ def trained(rank: int, world: int, port: int, out: Path, stage: int | None, size
     return history(made)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_mixin_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> None:
     expected = run(trained, 1, tmp_path / "one", None, 1)[0]
@@ -144,7 +143,6 @@ def alone() -> list[float]:
     return losses
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lightning_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> None:
     def fit() -> list[float]:

@@ -169,7 +169,6 @@ def dies(folder: Path, count: int, stage: int, victim: int, delay: float, *, wit
     assert not mapped & held_anywhere()
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_rank_that_is_killed_is_named_at_once_and_leaves_nothing(tmp_path: Path, count: int, stage: int) -> None:
@@ -193,7 +192,6 @@ def test_forty_kills(tmp_path: Path) -> None:
         dies(tmp_path / str(number), count, chance.choice([1, 2, 3]), victim, delay)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_whose_children_hold_its_sockets_is_noticed(tmp_path: Path, victim: int) -> None:
     dies(tmp_path / "one", 2, 2, victim, 0.05, with_child=True)
@@ -521,7 +519,6 @@ def _both_ways(rank: int, body: Callable[[int], dict[str, Tensor]], slow_ranks: 
             assert torch.equal(found[fqn], value), (slow, fqn)
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("count", [2, 3])
 @STAGES
 def test_a_write_spares_memory_that_a_slow_rank_still_reads(stage: int, count: int, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ def measured(system: str, stage: int, clips: bool, layers: int) -> dict[str, Any
     return counts
 
 
-@pytest.mark.quick(1)
 @LAYERS
 @STAGES
 def test_a_step_has_no_more_collectives_than_fsdp2s(stage: int, layers: int) -> None:
@@ -44,7 +43,6 @@ def test_a_step_of_stage_2_launches_fewer_kernels_than_fsdp2s(layers: int) -> No
 @LAYERS
 @STAGES
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.quick(1)
 def test_the_host_never_waits(clips: bool, stage: int, layers: int) -> None:
     assert total(measured("zeroshard", stage, clips, layers), "synchronisations") == 0
 
@@ -58,7 +56,6 @@ def test_nothing_goes_through_pageable_memory(clips: bool, stage: int, layers: i
 
 
 @pytest.mark.parametrize("door", ["engine", "Trainer"])
-@pytest.mark.quick(1)
 def test_bf16_without_overflow_checks_makes_the_host_wait_for_nothing(door: str) -> None:
     counts = server.call(budgets.unchecked_step, mode="all late", door=door)[0]
     assert budgets.total(counts, "synchronisations") == 0, counts

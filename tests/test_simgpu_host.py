@@ -25,7 +25,6 @@ def test_threads_take_the_device_of_their_rank() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.quick(1)
 def test_an_asynchronous_save_waits_for_no_copy(stage: int) -> None:
     """The right values are saved: see the body `asynchronous_checkpoints`."""
     for save in server.call(host.asynchronous_save, mode="all late", stage=stage)[0]["saves"]:
@@ -61,7 +60,6 @@ def test_a_state_dict_has_a_storage_for_each_tensor(stage: int, offloaded: bool)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.quick(1)
 def test_memory_whose_copies_are_over_early_is_freed(stage: int) -> None:
     """A copy that ends before somebody waits for it holds its memory no longer."""
     assert server.call(host.memory_of_parameters_in_cpu_memory_that_is_kept, mode="at once", stage=stage) == [0, 0]

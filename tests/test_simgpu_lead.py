@@ -34,7 +34,6 @@ def test_inputs_in_cpu_memory_leave_the_device(moment: str) -> None:
 
 @pytest.mark.parametrize("bits", [32, 16])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.quick(1)
 def test_a_backward_waits_for_no_copy_of_gradients(stage: int, bits: int) -> None:
     """In the first microbatch and in later ones, whether the last is declared or not; and the bits do not depend on room."""
     runs = [

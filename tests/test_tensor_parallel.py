@@ -252,7 +252,6 @@ def expect_near(run: dict[str, Any], reference: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("cut", [blocks_only, vocabulary_too, along_the_sequence])
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 4)], ids=lambda shape: "tp {} x dp {}".format(*shape))
-@pytest.mark.quick(1)
 def test_stages_have_the_same_bits_and_are_one_process(shape: tuple[int, int], cut: Cut) -> None:
     tp, dp = shape
     everyone = on_ranks(trained, tp * dp, tp, dp, cut, range(4))
@@ -264,7 +263,6 @@ def test_stages_have_the_same_bits_and_are_one_process(shape: tuple[int, int], c
 
 
 @pytest.mark.parametrize("change", [ordinary, frozen, tied])
-@pytest.mark.quick(1)
 def test_accumulation_and_awkward_models(change: Callable[[Any], None]) -> None:
     stages = (0, 1, 2, 3) if change is ordinary else (1, 3)
     everyone = on_ranks(trained, 2, 2, 1, vocabulary_too, stages, 2, change)

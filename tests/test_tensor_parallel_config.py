@@ -90,7 +90,6 @@ def trained(engine: Any, data_rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("build", [llama, qwen, gemma, pytest.param(phi, marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.quick(1)
 def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tmp_path: Path) -> None:
     def body(rank: int) -> list[dict[str, Any]]:
         runs = []

@@ -131,7 +131,6 @@ def test_what_cannot_be_planned() -> None:
 
 
 @pytest.mark.parametrize("judged", [True, False])
-@pytest.mark.quick(1)
 def test_the_command(judged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model: Any = llama()

@@ -321,7 +321,6 @@ def test_a_lone_reader_needs_nobody(transport: str) -> None:
 # ---------------------------------------------------------------------- who is missing
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("shares", ["1", pytest.param("0", marks=pytest.mark.full)], ids=["shared memory", "gloo"])
 def test_a_dead_rank_is_named_on_every_host(
@@ -347,7 +346,6 @@ def test_a_dead_rank_is_named_on_every_host(
     assert any(f"rank {victim} closed" in text for text in told.values()), told
 
 
-@pytest.mark.quick(1)
 def test_ranks_that_diverge_are_named(transport: str) -> None:
     def body(rank: int) -> None:
         model, sharded = build(Policy.stage(3, within=2))

@@ -828,7 +828,6 @@ def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
 
 
 @STAGES
-@pytest.mark.quick(1)
 def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
     """The owner's value counts, in master weights too: their digits decide about the steps that follow."""
 

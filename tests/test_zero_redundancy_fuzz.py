@@ -160,7 +160,6 @@ def run(rank: int, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.quick(1)
 def test_whatever_users_do_is_as_torch_does_it(ranks: int) -> None:
     on_ranks(run, ranks, range(60))
 

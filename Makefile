@@ -44,7 +44,7 @@ train: .venv/light
 smoke: .venv/ready
 	$(PYTEST) -n 2 $(SMOKE)
 
-# The quick set: every test, with each value of each of its parameters once.
+# The quick set: each promise of docs/design.md with each value of each parameter, and one case of every other test.
 test: .venv/ready .venv/simgpu
 	$(PYTEST)
 

@@ -305,8 +305,11 @@ def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> d
     if _version("pydantic") is None or _version("json5") is None:
         return {}
     tokens = torch.zeros(batch, length, dtype=torch.long)
-    made = zeroshard.plan(lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch)
-    return {"plan_gib": made.peak_nbytes, "plan_reserved_gib": made.reserved_nbytes}
+    plan = zeroshard.plan(
+        lambda: Llama(shape), config, world_size=1, batch=(tokens, tokens), micro_batch=batch, presets=False
+    )
+    made = plan.rows[0]
+    return {"plan_gib": made.figures.peak.nbytes, "plan_reserved_gib": made.reserved_nbytes}
 
 
 def planned_config(number: int, batch: int, *, masters_only: bool = False) -> dict[str, Any]:

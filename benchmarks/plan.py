@@ -130,7 +130,7 @@ def main() -> None:
                 continue
             try:
                 plan = planned(case)
-                said = plan.peak_nbytes if not case.apart else plan.figures.peak_together
+                said = plan.figures.peak.nbytes if not case.apart else plan.figures.peak_together
                 peak, sent = least(case, said)
             except zeroshard.UsageError as why_not:
                 print(f"{label:50} not planned: {why_not}", flush=True)

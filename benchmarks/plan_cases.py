@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.planning import dry_run, ledger
 from zeroshard.planning.machine import Machine, machine_of
+from zeroshard.planning.table import Row
 from zeroshard.storage import base, storages
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -80,10 +81,15 @@ def to_the_byte() -> Iterator[None]:
         yield
 
 
-def planned(case: Case) -> zeroshard.Plan:
-    """Return the plan of the dry run."""
+def row_of(*arguments: Any, **options: Any) -> Row:
+    """Return the row of a config; see `zeroshard.plan`."""
+    return zeroshard.plan(*arguments, presets=False, **options).rows[0]
+
+
+def planned(case: Case) -> Row:
+    """Return the row of the dry run."""
     with to_the_byte():
-        return zeroshard.plan(
+        return row_of(
             case.factory, case.config, world_size=case.ranks, batch=case.batch, machine=machine_for(case), **case.extra
         )
 

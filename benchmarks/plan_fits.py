@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from host_memory import ControlGroup, join
-from plan_cases import config_of
+from plan_cases import config_of, row_of
 
 import zeroshard
 from zeroshard.planning.machine import Machine, machine_of
+from zeroshard.planning.table import Row
 from zeroshard.storage import base
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -76,10 +77,8 @@ def drawn(random_: random.Random) -> Training:
 NEARLY_NOTHING = Training(2, 1, 64, 64, config_of(2))
 
 
-def planned(training: Training, machine: Machine) -> zeroshard.Plan:
-    return zeroshard.plan(
-        training.model, training.config, world_size=training.ranks, batch=training.batch, machine=machine
-    )
+def planned(training: Training, machine: Machine) -> Row:
+    return row_of(training.model, training.config, world_size=training.ranks, batch=training.batch, machine=machine)
 
 
 def trained(training: Training, limit: int | None) -> tuple[bool, int]:
@@ -126,7 +125,7 @@ def machine_here() -> Machine:
     table = machine_of("cpu")
     _, used = trained(NEARLY_NOTHING, None)
     plan = planned(NEARLY_NOTHING, table)
-    context = used // NEARLY_NOTHING.ranks - plan.most_nbytes
+    context = used // NEARLY_NOTHING.ranks - plan.peak.nbytes
     return table.model_copy(update={"unseen": table.unseen.model_copy(update={"context": context})})
 
 

@@ -91,11 +91,19 @@ def run(name: str, given: list[str]) -> bool:
     variant = VARIANTS[name]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variant.get("environment", {})}
     processes = str(variant.get("processes", os.environ.get("JOBS", 3)))
-    command = [*variant.get("before", []), *PYTEST, "-n", processes, *variant.get("arguments", []), *given]
+    before = variant.get("before", [])
+    if before and not shutil.which(before[0]):
+        print(f"{name:11} not run: {before[0]} is not installed", flush=True)
+        return True
+    tried = subprocess.run([*before, "true"], capture_output=True, check=False)
+    if tried.returncode:
+        print(f"{name:11} not run: {tried.stderr.decode(errors='replace').strip()}", flush=True)
+        return True
+    command = [*before, *PYTEST, "-n", processes, *variant.get("arguments", []), *given]
     began = time.monotonic()
     with another_user(environment) if variant.get("is_user") else _as_it_is() as place:
         if isinstance(place, str):
-            print(f"{name:10} not run: {place}", flush=True)
+            print(f"{name:11} not run: {place}", flush=True)
             return True
         folder, become = place
         with (OUT / f"{name}.txt").open("wb") as log:
@@ -107,12 +115,12 @@ def run(name: str, given: list[str]) -> bool:
     last = re.findall(r"^=* ?((?:\d+ \w+,? ?)+ in .*?)=*$", text, re.MULTILINE)
     told = " ".join(variant.get("arguments", []))
     print(
-        f"{name:10} {'passed' if done.returncode == 0 else 'FAILED'}: {last[-1].strip() if last else 'no result'}, "
+        f"{name:11} {'passed' if done.returncode == 0 else 'FAILED'}: {last[-1].strip() if last else 'no result'}, "
         f"{time.monotonic() - began:.0f} s {told}",
         flush=True,
     )
     for line in re.findall(r"^(?:FAILED|ERROR) .*$", text, re.MULTILINE):
-        print(f"           {line[:200]}", flush=True)
+        print(f"            {line[:200]}", flush=True)
     return done.returncode == 0
 
 

@@ -1,6 +1,7 @@
 """Owns the setting of all tests: variables of the environment, one thread in the parent, so that forks are safe, the order of
 tests, and the accelerator."""
 
+import importlib
 import inspect
 import os
 import random
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # otherwise each forked rank would import it at its optimizer's first step
 
 sys.path.insert(0, str(Path(__file__).parent))
 OF_THE_CALLER = re.compile(
@@ -42,7 +42,7 @@ SERVED = (
 with each group, so that few processes start its server."""
 LONG = (
     ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
-    ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli", "test_plan_search"),
+    ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli"),
 )  # fmt: skip
 """Files with tests of many seconds. Other processes begin with them, so that none starts such a test at the end."""
 
@@ -110,9 +110,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugin that prints what a run takes."""
-    if not hasattr(config, "workerinput"):
+    """Register the plugin that prints what a run takes, and import what ranks need."""
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker:
         config.pluginmanager.register(_Times(), "times")
+    if is_worker or not config.getoption("numprocesses", None):  # this process runs tests
+        importlib.import_module("torch._dynamo")  # otherwise each forked rank would, at its optimizer's first step
 
 
 class _Times:

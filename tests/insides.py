@@ -19,7 +19,7 @@ from torch import nn
 
 from zeroshard import Engine, Sharded, launch
 from zeroshard.checkpoint import manifest, node_local
-from zeroshard.cli import checkpoints, doctor, plan, run
+from zeroshard.cli import checkpoints, doctor, run
 from zeroshard.collectives import choose, meeting
 from zeroshard.collectives.base import Collectives, SummedRows
 from zeroshard.collectives.grouped import PointToPoint
@@ -29,7 +29,7 @@ from zeroshard.formats import deepspeed
 from zeroshard.observe.display import Display
 from zeroshard.observe.monitors import StepFigures
 from zeroshard.parameters import parameter_bucket
-from zeroshard.planning import search, simulated
+from zeroshard.planning import fakes, simulated
 from zeroshard.schedule.schedule import Schedule
 from zeroshard.schedule.unit import Unit
 from zeroshard.sequence.attention import CutAttention, Slice
@@ -137,12 +137,8 @@ meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
 """`doctor` takes its console from the terminal."""
-progress_of_plan = plan._progress
-"""A plan of 25 dry runs takes a minute."""
-last_that_fits = search._last_that_fits
-"""A function of integers. No model covers all of them."""
-FORKS_RUN_BACKWARDS = "zeroshard.planning.search._forks_run_backwards"
-"""It is False only in builds of torch for accelerators."""
+EVERY_OPERATION = (fakes.Repeats, "_key", mock.Mock(side_effect=fakes._Unkept))
+"""A change with which a dry run asks torch at each operation, since no public name shows a repetition."""
 
 # ---------------------------------------------------------------------- transports
 
@@ -222,7 +218,7 @@ def every_row_summed() -> Iterator[None]:
     """Make plans sum every chunk of a reduction's rows, as a real rank does, instead of counting chunks."""
     with (
         mock.patch.object(simulated, "_ROWS_SUMMED", sys.maxsize),
-        mock.patch.object(simulated._CountedRows, "finish", SummedRows.finish),
+        mock.patch.object(simulated._Rows, "finish", SummedRows.finish),
     ):
         yield
 

@@ -57,7 +57,7 @@ def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     """Return the quick set, and the rest. A combination in neither is not run.
 
     A case that is marked `full` belongs to the rest. Of a test of a promise (`twin.PROMISES`), the quick set has each value of each
-    parameter once. Of any other test it has the last of these cases, which has the highest stage, or the last n if the test is marked
+    parameter once. Of any other test it has the last of these cases, which has the highest stage, or the last n if it is marked
     `quick(n)`. The rest has all other combinations of a test that is marked `every`. A machine with an accelerator runs every
     combination that needs one.
     """

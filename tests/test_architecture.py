@@ -221,7 +221,6 @@ OWN_INSIDES = {
     "mutants.py": "reads sources",
     "faults.py": "reads sources",
     "test_torch_private.py": "tests the module with torch's names, and its table",
-    "test_plan_search.py": "counts dry runs by a subclass of the search",
 }
 
 

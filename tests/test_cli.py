@@ -48,8 +48,9 @@ def test_estimate_counts_a_model_file(tmp_path: Path) -> None:
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "compare.py"), *arguments]
-    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    # In UTF-8 under every locale: with ASCII, rich draws tables in other characters.
+    environment = dict(os.environ, COLUMNS="150", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PYTHONUTF8="1")
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False)
 
 
 def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:

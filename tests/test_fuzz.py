@@ -69,6 +69,7 @@ def test_whatever_users_do_at_length(part: int) -> None:
 
 
 FOUND: dict[str, list[Action]] = {
+    "a refused write in a unit that a graph holds": [("forward", 10), ("write_inside_unasked", 6), ("train_otherwise", 2)],
     "a gradient set after the norm": [("clip", 0), ("set_grad", 7), ("step", 4)],
     "a gradient set on a frozen parameter": [("step", 6), ("zero_grad", 0), ("clip", 0), ("set_grad", 5), ("step", 8)],
     "a gradient set after a step": [("step", 10), ("set_grad", 10), ("step", 8), ("step", 5)],

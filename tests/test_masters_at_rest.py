@@ -265,6 +265,7 @@ def test_a_plan_counts_it(rests_as_masters: bool, each: int) -> None:
         "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": zero,
         "optimizer": {"type": "AdamW"},
     }  # fmt: skip
-    made = zeroshard.plan(small, config, world_size=2, batch=lambda n: (torch.zeros(n, 16, dtype=torch.long),) * 2)
+    batch = (torch.zeros(2, 16, dtype=torch.long),) * 2
+    made = zeroshard.plan(small, config, world_size=2, batch=batch, presets=False).rows[0]
     nbytes = sum(made.figures.states[kind] for kind in ("parameters", "gradients", "optimizer"))
     assert nbytes == pytest.approx(each * numel / 2, rel=0.02)

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from insides import every_row_summed
-from plan_cases import Case, config_of, gpt, machine_for, measured, planned, tokens
+from insides import EVERY_OPERATION, every_row_summed
+from plan_cases import Case, config_of, gpt, measured, planned, row_of, tokens
 
 import zeroshard
 from zeroshard import UsageError
 from zeroshard.planning import dry_run
+from zeroshard.planning.table import Row
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.torch_private import FakeTensorMode
 
 FULL = pytest.mark.full
 CHOSEN = [
@@ -61,8 +63,8 @@ def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, i
     micro = 1 if dtype == "fp16" else 4  # a CPU multiplies these at a crawl
     case = Case(config_of(stage, dtype, checkpointing=checkpointing, accumulation=accumulation, micro=micro), ranks)
     plan = planned(case)
-    real = real_runs(case, plan.peak_nbytes)
-    assert sum(plan.parts.values()) == plan.peak_nbytes
+    real = real_runs(case, plan.figures.peak.nbytes)
+    assert sum(plan.figures.peak.parts.values()) == plan.figures.peak.nbytes
     assert plan.figures.sent == real[0]["sent"]
 
 
@@ -77,9 +79,9 @@ def test_random_states_of_checkpoints_are_counted(stage: int) -> None:
     case = Case(config_of(stage, checkpointing=True, micro=1), 1, factory=small)
     plan = planned(case)
     assert (
-        planned(replace(case, apart=True)).peak_nbytes < plan.peak_nbytes * 0.99
+        planned(replace(case, apart=True)).figures.peak.nbytes < plan.figures.peak.nbytes * 0.99
     )  # beside an accelerator they are not there
-    real_runs(case, plan.peak_nbytes)
+    real_runs(case, plan.figures.peak.nbytes)
 
 
 class Encoder(nn.Module):
@@ -110,10 +112,10 @@ def test_a_model_that_copies_its_layers_is_planned_as_one_that_does_not(stage: i
         "optimizer": {"type": "AdamW"},
     }
     copied, made = (
-        zeroshard.plan(partial(Encoder, copies=copies), config, world_size=2, batch=lambda n: (torch.zeros(n, 4, 16),))
+        row_of(partial(Encoder, copies=copies), config, world_size=2, batch=lambda n: (torch.zeros(n, 4, 16),))
         for copies in (True, False)
     )
-    assert copied.peak_nbytes == made.peak_nbytes > 0
+    assert copied.figures.peak.nbytes == made.figures.peak.nbytes > 0
     assert copied.figures.sent == made.figures.sent
 
 
@@ -139,36 +141,19 @@ def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
     )
     case = Case(made, 4)
     plan = planned(case)
-    real = real_runs(case, plan.peak_nbytes)
+    real = real_runs(case, plan.figures.peak.nbytes)
     assert plan.figures.sent == real[0]["sent"]
     assert any(kind.endswith(" across") for kind in plan.figures.sent)
-
-
-@pytest.mark.full
-def test_which_link_ranks_talk_over() -> None:
-    def lines(hosts: int, within: int | None) -> set[str]:
-        zero = {} if within is None else {"zero_hpz_partition_size": within}
-        machine = machine_for(Case({})).model_copy(update={"memory": 1 << 40})
-        made = zeroshard.plan(
-            gpt, config_of(3, micro=1, **zero), world_size=8, hosts=hosts, batch=tokens, machine=machine
-        )
-        return {line for line, seconds in made.figures.spent.items() if seconds > 0} & {"link", "network"}
-
-    assert lines(1, None) == lines(1, 4) == {"link"}
-    assert lines(2, None) == {"network"}
-    assert lines(2, 4) == lines(2, 2) == {"link", "network"}
-    assert lines(4, 4) == {"network"}, "a host of the policy's is two machines"
 
 
 def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
     """As the engine does: with the optimizer in CPU memory they stay on the device until the last one."""
     config = config_of(2, "bf16", accumulation=4, micro=1, offload_optimizer={"device": "cpu"})
     roomy, full = (
-        zeroshard.plan(gpt, config, world_size=2, batch=tokens, machine="h100", memory=memory)
-        for memory in (1 << 33, 1)
+        row_of(gpt, config, world_size=2, batch=tokens, machine="h100", memory=memory) for memory in (1 << 33, 1)
     )
     sums = sum(parameter.numel() for parameter in gpt().parameters()) * 4 // 2
-    assert roomy.parts["temporaries"] - full.parts["temporaries"] >= 0.99 * sums
+    assert roomy.figures.peak.parts["temporaries"] - full.figures.peak.parts["temporaries"] >= 0.99 * sums
     assert full.limit == 1
 
 
@@ -177,7 +162,7 @@ def test_stage_3_within_hosts_sends_little_across() -> None:
 
     def across(within: int | None) -> int:
         zero = {} if within is None else {"zero_hpz_partition_size": within}
-        made = zeroshard.plan(gpt, config_of(3, micro=1, **zero), world_size=16, hosts=2, batch=tokens, machine="h100")
+        made = row_of(gpt, config_of(3, micro=1, **zero), world_size=16, hosts=2, batch=tokens, machine="h100")
         crossing = [nbytes for kind, nbytes in made.figures.sent.items() if kind.endswith("across")]
         return sum(crossing)
 
@@ -196,8 +181,6 @@ def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pyt
     assert short.config.batch == whole.config.batch
     assert (short.sent, short.calls) == (whole.sent, whole.calls)
     assert 0 <= whole.peak.nbytes - short.peak.nbytes <= 4 * 4, "losses that wait to be told"
-    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
-    assert short.spent == pytest.approx(whole.spent, rel=0.01)
 
 
 def seven_and_a_half_billion() -> GPT:
@@ -216,7 +199,7 @@ def seven_and_a_half_billion() -> GPT:
 )
 def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: float) -> None:
     # The paper counts tensors; on an accelerator plans count blocks of its allocator.
-    plan = zeroshard.plan(
+    plan = row_of(
         seven_and_a_half_billion, config_of(stage, "bf16", micro=1), world_size=64, batch=tokens, machine="cpu"
     )
     states = {category: plan.figures.states.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
@@ -227,10 +210,10 @@ def test_the_table_of_the_paper_comes_out_of_a_dry_run(stage: int, gigabytes: fl
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_sums_that_are_not_run_are_counted(dtype: str) -> None:
-    """A sum of many rows runs in chunks on a CPU. A plan runs one chunk of three rows."""
+    """A sum of many rows runs in chunks on a CPU. A plan runs the first and the last chunk of three rows."""
 
-    def made() -> zeroshard.Plan:
-        return zeroshard.plan(
+    def made() -> Row:
+        return row_of(
             lambda: GPT(GPTConfig(layers=2, width=768, heads=8, vocabulary=3000)),
             config_of(2, dtype, micro=1), world_size=8, batch=tokens, machine="cpu",
         )  # fmt: skip
@@ -238,9 +221,8 @@ def test_sums_that_are_not_run_are_counted(dtype: str) -> None:
     with every_row_summed():
         exact = made()
     plan = made()
-    assert plan.peak_nbytes == exact.peak_nbytes
+    assert plan.figures.peak.nbytes == exact.figures.peak.nbytes
     assert plan.figures.states == exact.figures.states
-    assert plan.seconds == pytest.approx(exact.seconds, rel=1e-3)
 
 
 @pytest.mark.every
@@ -265,7 +247,7 @@ def test_adapters_which_move_modules_while_they_are_built(stage: int) -> None:
     case = Case(config_of(stage, "bf16"), 1, lora, text)
     plan = planned(case)
     assert plan.figures.trained < plan.figures.numel / 10
-    real_runs(case, plan.peak_nbytes)
+    real_runs(case, plan.figures.peak.nbytes)
 
 
 FIRST = """
@@ -274,7 +256,7 @@ import sys
 sys.path.append(sys.argv[1])
 from plan import llama, text
 from plan_cases import Case, config_of, planned
-print(*[planned(Case(config_of(2), 2, llama, text)).peak_nbytes for _ in range(2)])
+print(*[planned(Case(config_of(2), 2, llama, text)).figures.peak.nbytes for _ in range(2)])
 """
 
 
@@ -298,7 +280,7 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
     cls = getattr(torch.optim, name)
 
     def peak() -> int:
-        made = zeroshard.plan(
+        made = row_of(
             partial(Encoder, copies=False), {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine="h100",
             batch=lambda n: (torch.zeros(n, 1, 16),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
         )  # fmt: skip
@@ -316,7 +298,7 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
 def test_an_optimizer_that_reads_its_states_is_planned(name: str, machine: str) -> None:
     """NAdam divides by 1 - a product that it reads. Adagrad has states, with a step of 0, before it steps."""
     cls = getattr(torch.optim, name)
-    made = zeroshard.plan(
+    made = row_of(
         partial(nn.Linear, 8, 8), {"train_micro_batch_size_per_gpu": 1}, world_size=2, machine=machine, loss=torch.sum,
         batch=lambda n: (torch.zeros(n, 8),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
     )  # fmt: skip
@@ -342,7 +324,7 @@ def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
 
     def live(dropout: float) -> int:
         batch = (torch.zeros(8, 256, 64, dtype=torch.bfloat16),)
-        return zeroshard.plan(lambda: Dropping(dropout), config, world_size=1, batch=batch).peak_nbytes
+        return row_of(lambda: Dropping(dropout), config, world_size=1, batch=batch).figures.peak.nbytes
 
     elements = 8 * 256 * 64
     assert 0 <= live(0.1) - live(0.0) <= 3 * 5 * elements, "three results, each with a mask, and a gradient"
@@ -351,10 +333,8 @@ def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
 def test_a_batch_of_another_size_than_the_configs_is_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 2}
     with pytest.raises(UsageError, match="no dimension of the batch has the microbatch size of the config, 2"):
-        zeroshard.plan(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(4, 8, 64),))
-    zeroshard.plan(
-        lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(8, 2, 64),)
-    )  # the sequence comes first
+        row_of(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(4, 8, 64),))
+    row_of(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(8, 2, 64),))  # the sequence comes first
 
 
 def test_unmanaged_microbatches_are_one_step() -> None:
@@ -363,6 +343,93 @@ def test_unmanaged_microbatches_are_one_step() -> None:
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6, "zero_optimization": {"stage": 1},
             "managed_gradient_accumulation": managed,
         }  # fmt: skip
-        return zeroshard.plan(lambda: Dropping(0.0), config, world_size=2, batch=(torch.zeros(1, 8, 64),)).figures.calls
+        return row_of(lambda: Dropping(0.0), config, world_size=2, batch=(torch.zeros(1, 8, 64),)).figures.calls
 
     assert calls(False)["all_gather"] == calls(True)["all_gather"]
+
+
+def dropping() -> nn.Module:
+    return Dropping(0.1)
+
+
+@pytest.mark.parametrize("machine", ["h100", pytest.param("cpu", marks=FULL)])
+@pytest.mark.parametrize(
+    ("factory", "batch"),
+    [(gpt, tokens), (partial(Encoder, copies=False), lambda n: (torch.zeros(n, 4, 16),)),
+     (dropping, lambda n: (torch.zeros(n, 8, 64),))],
+    ids=["gpt", "encoder", "dropout"],
+)  # fmt: skip
+def test_a_repeated_operation_does_what_it_did_at_first(factory: Any, batch: Any, machine: str) -> None:
+    """All rows share what is known about operations. Each figure is that of a plan that asks torch at each operation."""
+
+    def made() -> zeroshard.Plan:
+        return zeroshard.plan(factory, config_of(2, micro=2), world_size=2, batch=batch, machine=machine)
+
+    def asked() -> int:
+        """How often torch was asked about an operation that it knew."""
+        return int(FakeTensorMode.cache_info().hits)
+
+    before = asked()
+    quick = made()
+    between = asked()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*EVERY_OPERATION)
+        slow = made()
+    assert between - before < 0.2 * (asked() - between)
+    assert len(quick.rows) == len(slow.rows) >= 5
+    for one, other in zip(quick.rows, slow.rows, strict=True):
+        assert replace(one.figures, config=None) == replace(other.figures, config=None), one.name
+    assert not quick.refused
+
+
+def mixture(kind: str) -> nn.Module:
+    import transformers
+
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    more = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64}}[kind]
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **more, num_key_value_heads=2, num_experts_per_tok=2, use_cache=False, pad_token_id=0
+    )
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return model
+
+
+def text(samples: int) -> dict[str, Tensor]:
+    ids = torch.randint(2, 512, (samples, 64))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(3, "fp32"), *(pytest.param(*one, marks=FULL) for one in ((0, "fp32"), (2, "bf16")))]
+)
+def test_a_mixture_of_experts_is_planned(kind: str, stage: int, dtype: str) -> None:
+    """Its experts are one 3-D parameter, multiplied in groups. torch does so without values in bf16 only."""
+    assert any(parameter.ndim == 3 for parameter in mixture(kind).parameters())
+    case = Case(config_of(stage, dtype, micro=2), 1, partial(mixture, kind), text)
+    plan = planned(case)
+    assert {"parameters", "gradients", "optimizer"} <= plan.figures.states.keys()
+    real_runs(case, plan.figures.peak.nbytes)
+
+
+def test_arguments_of_earlier_releases_name_their_remedy() -> None:
+    for name in ("sequence_parallel", "tile_tokens", "tensor_parallel", "timeline"):
+        with pytest.raises(UsageError, match=f"plan\\(\\) has no argument {name}: "):
+            zeroshard.plan(gpt, {}, world_size=1, batch=tokens, **{name: 2})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bach'"):
+        zeroshard.plan(gpt, {}, world_size=1, batch=tokens, bach=2)
+
+
+def test_a_plan_prints_its_table() -> None:
+    made = zeroshard.plan(gpt, config_of(3), world_size=2, batch=tokens, memory=1 << 40)
+    lines = str(made).splitlines()
+    assert lines[0].startswith("fits: ") and made.fits and made.best is made.rows[0]
+    assert [row.name for row in made.rows][:2] == ["the config (stage 3)", "stage 0"]
+    presets = zeroshard.plan(gpt, world_size=2, batch=tokens(1), memory=1)
+    assert not presets.fits and presets.best is None and "no preset fits" in str(presets)

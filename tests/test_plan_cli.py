@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 from command_line import zeroshard
-from insides import progress_of_plan
 from typer.testing import CliRunner
 
-from zeroshard.cli import plan
 from zeroshard.cli.main import app
 from zeroshard.errors import ZeroshardError
-from zeroshard.planning.machine import TABLE
-from zeroshard.planning.report import size
+from zeroshard.planning.table import size
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -49,6 +46,8 @@ class TwoSamples(Mean):
         self.register_buffer("offsets", torch.zeros(2, 4))
     def forward(self, values):
         return super().forward(values + self.offsets)
+def wide():
+    return Mean(4, 1), lambda rank, step: (torch.zeros(8, 4),)
 def two_samples():
     return TwoSamples(), lambda rank, step: (torch.zeros(2, 4),)
 """
@@ -80,33 +79,82 @@ def planned_as_json(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_config_is_judged(folder: Path) -> None:
-    model = (".", "--gpus", "8", "--memory", "1024MB", "--sequence", "32")  # few doublings of the microbatch fill it
-    written_to = ("--config", "zero.json", "--write", "out.json", "--plot", "memory.png")
-    done = zeroshard("plan", *model, *written_to)
+def printed(*arguments: str) -> list[str]:
+    """What a person reads."""
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.stdout.splitlines()
+
+
+def test_a_config_comes_first_and_so_does_the_answer(folder: Path) -> None:
+    done = zeroshard("plan", ".", "--gpus", "8", "--memory", "80GB", "--sequence", "32", "--config", "zero.json")
     assert done.returncode == 0, done.stderr
-    for word in (
-        "fits:",
-        "parameters",
-        "driver's context",
-        "stage 3",
-        "activation checkpointing",
-        "largest microbatch",
-    ):
-        assert word in done.stdout
-    written = json.loads((folder / "out.json").read_text())
-    assert written["train_batch_size"] == 16
-    assert written["steps_per_print"] == 10
-    assert (folder / "memory.png").stat().st_size > 1000
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("fits: ") and " of 80.0 GB, " in lines[0] and lines[0].endswith(" left")
+    assert "2 samples x 1 microbatch x 8 ranks = 16 per step" in lines[1]
+    names = [line[:26].strip() for line in lines[lines.index("") + 2 :]]
+    assert names[:5] == ["zero.json (stage 2)", "stage 0", "stage 1", "stage 3", "stage 1, optimizer on CPU"]
+    assert "stage 3, both on disk" in names and "stage 2" not in names, "the config is that preset"
+    assert max(map(len, lines)) <= 100
+
+
+def test_what_does_not_fit_says_what_does(folder: Path) -> None:
+    model = (".", "--gpus", "2", "--sequence", "512", "--config", "zero.json")
+    needed = {row["name"]: row["needed"] for row in planned_as_json(*model)["rows"]}
+    least = min(needed, key=lambda name: needed[name])
+    assert needed[least] < needed["zero.json (stage 2)"]
+    first, *_ = printed(*model, "--memory", f"{needed[least]}B")
+    assert first.startswith("does not fit: 1.0") and first.endswith(f" missing; this fits: {least}")
+    first, *others = printed(".", "--gpus", "2", "--memory", "1021MB", "--sequence", "512")
+    assert first.startswith("no preset fits; the closest is stage ") and first.endswith(" missing")
+    assert any(" NO " in line for line in others)
+    first, *_ = printed(
+        ".", "--gpus", "2", "--memory", "80GB", "--host-memory", "1kB", "--config", "zero.json", "--quick"
+    )
+    assert "of CPU memory" in first and "missing" in first
+
+
+def test_what_was_assumed_is_said(folder: Path) -> None:
+    lines = printed("factory.py:two_samples", "--gpus", "2", "--batch", "2")
+    assert lines[0].startswith("fits with stage 0: ")
+    assert "assumed: bf16 and AdamW (--config)" in lines
+    lines = printed("factory.py:wide", "--gpus", "2")
+    assert "assumed: 1 sample in a forward on one rank (--batch)" in lines
+    assert "assumed: the factory's batch of 8 samples is resized to 1" in lines
+    assert "assumed: 2048 tokens in a sample (--sequence)" in printed(".", "--quick", "--config", "zero.json")
+
+
+def test_each_row_is_a_dry_run_of_its_config(folder: Path) -> None:
+    told = planned_as_json(".", "--gpus", "8", "--hosts", "2", "--sequence", "16", "--config", "zero.json")
+    assert told["refused"] == {} and told["has_config"] and told["fits"]
+    names = [row["name"] for row in told["rows"]]
+    assert names == [
+        "zero.json (stage 2)", "stage 0", "stage 1", "stage 3", "stage 2 within hosts", "stage 3 within hosts",
+        "stage 1, optimizer on CPU", "stage 2, optimizer on CPU", "stage 3, optimizer on CPU", "stage 3, parameters on CPU",
+        "stage 2, both on CPU", "stage 3, both on CPU", "stage 3, both on disk",
+    ]  # fmt: skip
+    rows = {row["name"]: row for row in told["rows"]}
+    crossing = [kind for kind in rows["stage 3 within hosts"]["step"]["sent"] if kind.endswith(" across")]
+    assert crossing and rows["stage 3, both on disk"]["disk"] > 0
+    for row in told["rows"]:
+        assert sum(row["peak"]["parts"].values()) == row["peak"]["bytes"]
+        assert row["needed"] >= max(row["peak"]["bytes"], row["start"]["bytes"]) + row["unseen"]["workspaces"]
+        assert row["left"] == told["limit"] - row["needed"]
+        (folder / "row.json").write_text(json.dumps(row["config"]))
+        if row["name"] in ("stage 0", "stage 3, both on CPU"):
+            again = planned_as_json(
+                ".", "--gpus", "8", "--hosts", "2", "--sequence", "16", "--config", "row.json", "--quick"
+            )
+            assert {**again["rows"][0], "name": row["name"]} == row
 
 
 def test_what_is_auto_is_given(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
-    planned = ["plan", ".", "--sequence", "32", "--quick", "--config", "auto.json"]
-    assert "optimizer.params.lr" in refused(*planned[1:])
-    done = CliRunner().invoke(app, [*planned, "--auto", "lr=1e-3", "--write", "out.json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads((folder / "out.json").read_text())["optimizer"]["params"]["lr"] == 1e-3
+    planned = [".", "--sequence", "32", "--quick", "--config", "auto.json"]
+    assert "optimizer.params.lr" in refused(*planned)
+    config = planned_as_json(*planned, "--auto", "lr=1e-3")["rows"][0]["config"]
+    assert config["optimizer"]["params"]["lr"] == 1e-3
+    assert (config["train_batch_size"], config["steps_per_print"]) == (16, 10)
 
 
 def test_a_batch_size_and_short_names_are_given_too(folder: Path) -> None:
@@ -116,27 +164,34 @@ def test_a_batch_size_and_short_names_are_given_too(folder: Path) -> None:
     }
     (folder / "auto.json").write_text(json.dumps(config))
     values = ["--auto", "train_micro_batch_size_per_gpu=4", "--auto", "stage3_prefetch_bucket_size=10"]
-    planned = ["plan", ".", "--sequence", "32", "--quick", "--config", "auto.json", *values, "--write", "out.json"]
-    done = CliRunner().invoke(app, planned)
-    assert done.exit_code == 0, done.output
-    written = json.loads((folder / "out.json").read_text())
-    assert written["train_micro_batch_size_per_gpu"] == 4
-    assert written["zero_optimization"]["stage3_prefetch_bucket_size"] == 10
+    told = planned_as_json(".", "--sequence", "32", "--quick", "--config", "auto.json", *values)["rows"][0]["config"]
+    assert told["train_micro_batch_size_per_gpu"] == 4
+    assert told["zero_optimization"]["stage3_prefetch_bucket_size"] == 10
 
 
 def test_what_would_be_left_out_is_refused(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
     planned = [".", "--sequence", "32"]
-    for option in (("--auto", "lr=1e-3"), ("--quick",)):
-        assert "name the config with --config" in refused(*planned, *option)
+    assert "name the config with --config" in refused(*planned, "--auto", "lr=1e-3")
+    assert "name the config to plan with --config" in refused(*planned, "--quick")
     told = refused(*planned, "--config", "auto.json", "--auto", "lr=1e-3", "--auto", "stge=3")
     assert "auto['stge'] is not the name of a config key. Did you mean 'stage'?" in told
-    assert "set the config's train_batch_size" in refused(*planned, "--config", "auto.json", "--global-batch", "8")
-    assert "Pass one of them" in refused(*planned, "--batch", "2", "--global-batch", "8")
     assert "so --batch 3 has no effect" in refused(*planned, "--config", "zero.json", "--batch", "3", "--quick")
     assert "--sequence has no effect" in refused("factory.py:make", "--sequence", "8", "--config", "zero.json")
-    for name in ("memory.txt", "memory"):
-        assert "is not the name of a picture" in refused(*planned, "--plot", name)
+    assert "2 ranks cannot be spread over 3 hosts" in refused(*planned, "--gpus", "2", "--hosts", "3")
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--sequence-parallel", "a shorter --sequence"), ("--tile-tokens", "zeroshard.sequence.tile"),
+        ("--tensor-parallel", "as many data-parallel ranks"), ("--global-batch", "as --batch"), ("--write", "--json"),
+        ("--plot", "--json"),
+    ],
+)  # fmt: skip
+def test_an_option_of_earlier_releases_names_its_remedy(option: str, remedy: str) -> None:
+    told = refused("config.json", option, "4")
+    assert f"zeroshard plan has no {option}: " in told and remedy in told
 
 
 def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:
@@ -147,34 +202,18 @@ def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
     def needed(samples: int) -> int:
         config = {"train_micro_batch_size_per_gpu": samples, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         (folder / "zero.json").write_text(json.dumps(config))
-        return int(planned_as_json("factory.py:make", "--config", "zero.json", "--quick")["peak"]["bytes"])
+        told = planned_as_json("factory.py:make", "--config", "zero.json", "--quick")
+        return int(told["rows"][0]["peak"]["bytes"])
 
     inputs_and_outputs = 10_000 * 4 * (4 + 1)
     assert needed(20_000) - needed(10_000) == pytest.approx(inputs_and_outputs, rel=0.01)
 
 
-def test_json_is_for_programs(folder: Path) -> None:
+def test_json_has_no_infinity(folder: Path) -> None:
     config = json.loads((folder / "zero.json").read_text()) | {"steps_per_print": float("inf")}  # as accelerate has it
     (folder / "zero.json").write_text(json.dumps(config))
-    told = planned_as_json(
-        "factory.py:make", "--gpus", "2", "--config", "zero.json", "--quick", "--machine", "a100-80gb"
-    )
-    assert told["fits"]
-    assert sum(told["peak"]["parts"].values()) == told["peak"]["bytes"]
-    assert told["needed"] >= told["peak"]["bytes"] + sum(told["unseen"].values())
-
-
-def test_hosts_within_which_parameters_rest(folder: Path) -> None:
-    zero = {"stage": 3, "zero_hpz_partition_size": 4}
-    (folder / "within.json").write_text(
-        json.dumps(CONFIG | {"optimizer": {"type": "AdamW"}, "zero_optimization": zero})
-    )
-    planned = [".", "--sequence", "32", "--quick", "--config", "within.json"]
-    told = {hosts: planned_as_json(*planned, "--gpus", "8", "--hosts", hosts) for hosts in ("1", "2")}
-    assert told["1"]["step"]["sent"] == told["2"]["step"]["sent"]
-    assert told["2"]["step"]["spent"]["network"] > 0
-    assert "network" not in told["1"]["step"]["spent"]
-    assert "2 ranks cannot be spread over 3 hosts" in refused(*planned, "--gpus", "2", "--hosts", "3", "--json")
+    told = planned_as_json("factory.py:make", "--config", "zero.json", "--quick", "--machine", "a100-80gb")
+    assert told["machine"] == "a100-80gb"
 
 
 @pytest.mark.full
@@ -186,30 +225,9 @@ def test_the_engine_sees_the_memory_that_is_named(folder: Path) -> None:
 
     def peak(memory: str) -> int:
         model = (".", "--gpus", "2", "--sequence", "16", "--sharded-init", "--memory", memory)
-        return int(planned_as_json(*model, "--quick", "--config", "offloaded.json")["peak"]["bytes"])
+        return int(planned_as_json(*model, "--quick", "--config", "offloaded.json")["rows"][0]["peak"]["bytes"])
 
     assert peak("1MB") < peak("80GB")
-
-
-@pytest.mark.full
-def test_a_search_over_hosts_tries_what_stays_inside(folder: Path) -> None:
-    slow = {"bandwidth": 1e7, "latency": 1e-6}
-    table = json.loads(TABLE.read_text())["h100"]
-    (folder / "slow.json").write_text(json.dumps(table | {"between": slow, "transport": "gloo"}))
-    model = (".", "--sequence", "16", "--gpus", "8", "--hosts", "2")
-    told = planned_as_json(*model, "--machine", "slow.json", "--memory", "80GB")
-    assert told["config"]["zero_optimization"]["zero_hpz_partition_size"] == 4
-
-
-@pytest.mark.full
-def test_without_a_config_the_fastest_that_fits_is_found(folder: Path) -> None:
-    model = (".", "--gpus", "2", "--sequence", "16", "--memory", "80GB")
-    told = planned_as_json(*model, "--batch", "2", "--write", "chosen.json")
-    assert told["fits"]
-    assert told["batch"]["train"] == 4
-    assert told["chosen"] not in [one["what"] for one in told["next_best"]]
-    assert len(told["next_best"]) == 3
-    assert planned_as_json(*model, "--quick", "--config", "chosen.json")["peak"] == told["peak"]
 
 
 def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
@@ -220,38 +238,10 @@ def test_wrong_input_is_a_sentence_with_the_remedy(folder: Path) -> None:
     assert "has no unit" in refused(".", "--memory", "80", "--config", "zero.json")
     assert "from_config instead of from_pretrained" in refused("factory.py:trained", "--config", "zero.json")
     assert "must return (module, batch)" in refused("factory.py:module", "--config", "zero.json")
+    assert "must return (module, batch)" in refused("factory.py:module"), "the presets' first refusal"
     (folder / "refused.json").write_text(json.dumps({"zero_optimization": {"stage": 4}}))
     assert "zero_optimization.stage" in refused(".", "--config", "refused.json")
     assert "there is no machine 'h1000'" in refused(".", "--machine", "h1000", "--config", "zero.json")
-
-
-def test_a_search_that_finds_nothing_gives_the_first_refusal(folder: Path) -> None:
-    assert "the first refusal: factory.py:module must return (module, batch)" in refused("factory.py:module")
-
-
-def test_a_search_prints_what_it_assumed_and_the_next_best(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "factory.py:loss", "--gpus", "2"], env={"COLUMNS": "150"})
-    assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("assumed: machine h100 (--machine), 85.0 GB each (--memory), 2 ranks (--gpus)")
-    assert "2 samples per step" in done.stdout
-    assert "--sequence" not in done.stdout, "its batches have a length of their own"
-    assert "the next best that fit" in done.stdout
-    assert "0.00 GB" not in done.stdout
-
-
-def test_progress_is_logged_where_stderr_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(plan, "monotonic", lambda: now[0])
-    with progress_of_plan("searching") as told:
-        for done in range(25):
-            now[0] += 1
-            told(done, 25)
-    assert capsys.readouterr().err.splitlines() == [
-        "searching: 9 of 25 dry runs, 10 s",
-        "searching: 19 of 25 dry runs, 20 s",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -269,35 +259,22 @@ def test_sizes_have_a_unit_that_fits(nbytes: float, expected: str) -> None:
     assert size(nbytes) == expected
 
 
-def test_a_model_that_takes_one_batch_size_only_is_planned(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "factory.py:two_samples", "--config", "zero.json"])
-    assert done.exit_code == 0, done.output
-    assert "fits:" in done.output and "the largest microbatch is unknown: the model could not be run" in done.output
-
-
-@pytest.mark.full
-def test_a_largest_micro_batch_at_the_limit_of_the_search_says_so(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "factory.py:make", "--config", "zero.json"])
-    assert "the largest microbatch that fits: at least " in done.output
-
-
 def test_a_config_that_a_run_refuses_is_refused(folder: Path) -> None:
     config = json.loads((folder / "zero.json").read_text())
     (folder / "typo.json").write_text(json.dumps(config | {"tensorboard": {"enabledd": True}}))
     assert "enabledd" in refused("factory.py:make", "--config", "typo.json", "--quick")
     (folder / "auto.json").write_text(json.dumps(config | {"steps_per_print": "auto"}))
-    done = CliRunner().invoke(
-        app, ["plan", "factory.py:make", "--config", "auto.json", "--quick", "--write", "out.json"]
-    )
-    assert done.exit_code == 0, done.output
-    assert json.loads((folder / "out.json").read_text()).get("steps_per_print") != "auto"
+    told = planned_as_json("factory.py:make", "--config", "auto.json", "--quick")
+    assert told["rows"][0]["config"].get("steps_per_print") != "auto"
+    (folder / "divided.json").write_text(json.dumps(config | {"tensor_parallel": {"autotp_size": 2}}))
+    assert "a plan does not count tensor parallelism" in refused("factory.py:make", "--config", "divided.json")
 
 
 def test_ranks_on_cpus_need_the_memory_of_their_host_together(folder: Path) -> None:
     def fits(memory: str) -> bool:
         options = ("--machine", "cpu", "--gpus", "2", "--host-memory", memory, "--config", "zero.json", "--quick")
         plan = planned_as_json("factory.py:make", *options)
-        assert plan["host"]["bytes"] >= 2 * plan["needed"]
+        assert plan["rows"][0]["host"]["bytes"] >= 2 * plan["rows"][0]["needed"]
         return bool(plan["fits"])
 
     assert fits("2GB") and not fits("500MB")

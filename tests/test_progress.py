@@ -427,7 +427,7 @@ def test_peaks_of_known_accelerators() -> None:
     assert peak_flops_of("NVIDIA H200", "float32") is None
     assert peak_flops_of("a new one", "bfloat16") is None
     for machine in machines().values():
-        for dtype, flops in machine.device.peak_flops.items():
+        for dtype, flops in machine.peak_flops.items():
             assert flops > machine.device.flops[dtype], f"{machine.name} trains faster than it can"
 
 

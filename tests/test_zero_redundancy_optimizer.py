@@ -585,6 +585,18 @@ def test_hooks_of_load_state_dict_run_and_may_change_what_is_loaded() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5 and saved["param_groups"][0]["lr"] == 0.01 and calls == ["after"]
 
 
+def test_named_parameters_keep_their_names() -> None:
+    def body(rank: int) -> None:
+        model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.Adam, lr=0.1)
+        plain = torch.optim.Adam(other.named_parameters(), lr=0.1)
+        optimizer.consolidate_state_dict()
+        if rank == 0:
+            assert equal(optimizer.state_dict(), plain.state_dict())
+
+    on_ranks(body, 2)
+
+
 def test_an_optimizer_in_the_place_of_its_class_is_named() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     with pytest.raises(TypeError, match="is an object of class Adam"):

@@ -162,7 +162,7 @@ def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, changes
             unit.refuse_parked("a change of")
     at_rest = [unit for unit in units if unit.state is UnitState.SHARDED]
     offloaded = [unit for unit in units if unit.state is UnitState.OFFLOADED]
-    written: list[str] = []
+    written: dict[Unit, set[int]] = {}
     pinned: list[Unit] = []
     looks: list[tuple[Unit, list[int]]] = []
     is_over = False
@@ -194,10 +194,12 @@ def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, changes
         for unit in pinned:
             unit.pins -= 1
             unit.undecided -= modifier_rank is not None
-        _leave(at_rest, offloaded, forget_writes=not is_over)
+        lost = [unit for unit in written if unit.sharded_at_rest]
+        _leave(list(dict.fromkeys([*at_rest, *lost])), offloaded, forget_writes=not is_over)
     if written:
+        names = [unit.named[index].fqn for unit, indices in written.items() for index in sorted(indices)]
         raise UsageError(
-            f"parameters were changed inside unsharded() without a modifier rank: {', '.join(written)}. The ranks, and the "
+            f"parameters were changed inside unsharded() without a modifier rank: {', '.join(names)}. The ranks, and the "
             "master weights, would no longer agree: pass modifier_rank=0 to keep rank 0's change, or change a copy."
         )
 
@@ -207,21 +209,20 @@ def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]
     return units[0].collectives.operation(name) if units else nullcontext()
 
 
-def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> list[str]:
-    """Copy the modifier rank's values to all ranks. Without one, return the fqns of parameters that this rank wrote to."""
-    written = list[str]()
+def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> dict[Unit, set[int]]:
+    """Copy the modifier rank's values to all ranks. Without one, return the parameters that this rank wrote to, by unit."""
+    if modifier_rank is None:
+        written = {unit: unit.written_since(versions) for unit, versions in looks}
+        return {unit: indices for unit, indices in written.items() if indices}
     for unit, versions in looks:
-        if modifier_rank is not None:
-            unit.broadcast_from(modifier_rank)
-            unit.appearance.accept_writes(versions)
-        else:
-            written += [unit.named[index].fqn for index in sorted(unit.written_since(versions))]
-    return written
+        unit.broadcast_from(modifier_rank)
+        unit.appearance.accept_writes(versions)
+    return {}
 
 
-def _leave(at_rest: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
-    """Restore the states that the units had before the block. This needs no other rank."""
-    for unit in at_rest:
+def _leave(to_reshard: Sequence[Unit], offloaded: Sequence[Unit], *, forget_writes: bool) -> None:
+    """Restore the states that the units had before the block, or reshard those with refused writes. This needs no other rank."""
+    for unit in to_reshard:
         if not unit.is_pinned:
             unit.is_held = False  # by torch.func inside the block, whose graph keeps the memory that it may still read
         # Writes before an exception must not be stored.

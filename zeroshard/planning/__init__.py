@@ -1,5 +1,6 @@
-"""Plans: dry runs of the engine itself, which give the memory and the time of a training run before it is queued."""
+"""Plans: dry runs of the engine itself, which give the memory of a training run before it is queued."""
 
-from zeroshard.planning.planner import Plan, plan
+from zeroshard.planning.planner import plan
+from zeroshard.planning.table import Plan, Row
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Row", "plan"]

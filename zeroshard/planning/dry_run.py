@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.config.load import Config, load_config, read
+from zeroshard.config.load import Config, load_config, read, tensor_parallel_ranks
 from zeroshard.engine import Engine
 from zeroshard.engine.initialize import make_engine
 from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.layout.named_parameter import refuse_distributed
 from zeroshard.optim.several import optimizers_of
+from zeroshard.planning.fakes import Repeats
 from zeroshard.planning.ledger import (
     ACTIVATIONS,
     GRADIENTS,
@@ -38,13 +39,10 @@ from zeroshard.planning.ledger import (
     PARAMETERS,
     TEMPORARIES,
     Ledger,
-    Moment,
     Peak,
 )
-from zeroshard.planning.long_sequences import LongSequences
-from zeroshard.planning.machine import Clock, Machine
+from zeroshard.planning.machine import Machine
 from zeroshard.planning.simulated import Hosts, SimulatedRanks, SimulatedStorages, SimulatedTwoLevel
-from zeroshard.planning.tensor_parallel import divide_on_paper
 from zeroshard.policy import Place
 from zeroshard.sharding.shard import Backend
 from zeroshard.storage.transfers import CPU
@@ -61,8 +59,8 @@ _SILENT = (
 )  # fmt: skip
 """The keys of a config that enable printed lines and logs. A dry run ignores them."""
 _ROOT = "the root module"
-_Spent = dict[str, Counter[str]]
-"""The cost of a step so far: seconds by cause, bytes sent and calls by collective."""
+_Sent = dict[str, Counter[str]]
+"""The communication of a step so far: bytes sent and calls by collective."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,6 @@ class Job:
     Attributes:
         hosts: the number of hosts, over which the ranks are spread evenly.
         born_sharded: whether the model is built inside `sharded_init`.
-        tensor_parallel: the number of ranks that divide one model. These groups of ranks are data-parallel to each
-            other.
     """
 
     factory: Callable[[], nn.Module]
@@ -84,13 +80,6 @@ class Job:
     loss: Callable[[Any], Tensor] | None
     optimizer: Callable[..., Any] | None
     born_sharded: bool
-    sequences: LongSequences
-    tensor_parallel: int
-
-    @property
-    def data_ranks(self) -> int:
-        """The number of ranks that hold the same part of the model and shard it."""
-        return self.ranks // self.tensor_parallel
 
     @property
     def ranks_per_host(self) -> int:
@@ -100,7 +89,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Figures:
-    """The results of one rank's dry run, in bytes and seconds.
+    """The results of one rank's dry run, in bytes.
 
     Attributes:
         peak, host_peak: the peaks of live bytes in training, on the device and in the host's CPU memory.
@@ -112,11 +101,8 @@ class Figures:
         states: live bytes on the device when the optimizer begins its step, with all gradients, by category.
         disk: bytes on disk.
         sent, calls: bytes that this rank sends and the number of its calls in one step, by collective.
-        seconds: the time of one step.
-        spent: this time by cause: "computing", "CPU step", and waits for lines.
-        numel, trained: the number of elements of all parameters, and of trained ones, on this rank before sharding.
-        model_nbytes: bytes of all parameters as the factory created them, before tensor parallelism divides them.
-        timeline: live bytes after each operation of the last step, if the run `draws`.
+        numel, trained: the number of elements of all parameters, and of trained ones.
+        model_nbytes: bytes of all parameters as the factory created them.
     """
 
     config: Config
@@ -130,37 +116,48 @@ class Figures:
     disk: int
     sent: dict[str, int]
     calls: dict[str, int]
-    seconds: float
-    spent: dict[str, float]
     numel: int
     trained: int
     model_nbytes: int
     reserved: int
-    timeline: list[Moment]
 
 
-def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, *, draws: bool = False) -> Figures:
+def dry_run(job: Job, config: Any, auto: Mapping[str, Any] | None = None, repeats: Repeats | None = None) -> Figures:
     """Run two steps as one rank of a training run and return the results.
 
     Args:
         config, auto: a config and the values of its "auto" keys, as passed to `initialize`.
-        draws: whether to keep the timeline.
+        repeats: the memory of operations of earlier dry runs.
 
     Raises:
         ConfigError, UsageError: as in the real run, or if the model or the config cannot be planned.
     """
-    ledger = Ledger(Clock(job.machine), draws=draws)
+    repeats = repeats or Repeats()
+    figures, has_dropout = _without_values(job, config, auto, repeats, as_accelerator=False)
+    if has_dropout and not job.machine.computes_on_cpu:
+        figures, _ = _without_values(job, config, auto, repeats, as_accelerator=True)
+    return figures
+
+
+def _without_values(
+    job: Job, config: Any, auto: Mapping[str, Any] | None, repeats: Repeats, *, as_accelerator: bool
+) -> tuple[Figures, bool]:
+    """Return the figures of a dry run, and whether the model has dropout.
+
+    Args:
+        as_accelerator: whether dropout takes as much memory as on an accelerator. This slows each operation down, so a model
+            runs first without.
+    """
+    repeats.mode = _Mode(allow_non_fake_inputs=True)
+    ledger = Ledger(repeats, in_segments=not job.machine.computes_on_cpu)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(_Mode(allow_non_fake_inputs=True))
+        stack.enter_context(repeats.mode)
         stack.enter_context(ledger)
         stack.callback(gc.collect)  # frees the engine's reference cycles, which would take memory in the next dry run
-        raw = read(config)
-        if job.tensor_parallel > 1:
-            raw["tensor_parallel"] = {**(raw.get("tensor_parallel") or {}), "autotp_size": job.tensor_parallel}
-        return _run(job, raw, auto, ledger, stack)
+        return _run(job, read(config), auto, ledger, as_accelerator=as_accelerator), ledger.has_dropout
 
 
 class _Mode(FakeTensorMode):  # type: ignore[misc]
@@ -171,37 +168,29 @@ class _Mode(FakeTensorMode):  # type: ignore[misc]
 
 
 def _run(
-    job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, until_end: ExitStack
+    job: Job, raw: dict[str, Any], auto: Mapping[str, Any] | None, ledger: Ledger, *, as_accelerator: bool
 ) -> Figures:
+    if tensor_parallel_ranks(raw) > 1:
+        raise UsageError(
+            "a plan does not count tensor parallelism (tensor_parallel.autotp_size). Plan the config without it, on as many "
+            "ranks: parameters, gradients and activations then take more memory than on ranks that divide the model."
+        )
     model = _build(job, ledger)
     model_nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    config = load_config(raw, job.data_ranks, model, auto)
+    config = load_config(raw, job.ranks, model, auto)
     if not config.names_batch_size:
         raise UsageError(
             "neither the config nor the caller names a batch size. Pass the number of samples of one call of the model."
         )
-    hosts = Hosts(job.ranks, job.hosts, ledger)
-    collectives = replace(hosts, ranks=job.data_ranks).collectives(config.policy)
-    line = hosts.neighbours_line(max(job.sequences.ranks, job.tensor_parallel))
-
-    def send_parts(kind: str, nbytes: int) -> None:
-        """Send to the adjacent ranks that share a sequence or a model and wait until as many bytes have arrived."""
-        collectives.sent[kind] += nbytes
-        collectives.calls[kind] += 1
-        line.send(nbytes).wait()
-
-    if job.tensor_parallel > 1:
-        divide_on_paper(model, job.tensor_parallel, send_parts)
+    collectives = Hosts(job.ranks, job.hosts, ledger, job.machine.transport == "native").collectives(config.policy)
     ledger.name(model.buffers(), INPUTS)
     ledger.enter("start", TEMPORARIES)
-    if job.sequences != LongSequences():
-        model = until_end.enter_context(job.sequences.wrapped(model, partial(send_parts, "all_to_all")))
-    make_storages = partial(SimulatedStorages, ledger=ledger, sharers=job.ranks_per_host)
+    make_storages = partial(SimulatedStorages, ledger=ledger, machine=job.machine)
     backend = Backend(lambda *_, **_settings: collectives, make_storages, lambda _: None, FakeTensor)
     optimizer = job.optimizer
     if optimizer is None and config.schema.optimizer is None:
         optimizer = partial(torch.optim.AdamW, fused=True)
-    run_config = load_config(_shortened(raw, config), job.data_ranks, model, auto)
+    run_config = load_config(_shortened(raw, config), job.ranks, model, auto)
     engine = make_engine(run_config, model, CPU, optimizer, backend=backend)
     storages = engine._sharded._context.storages
     assert isinstance(storages, SimulatedStorages)
@@ -221,13 +210,12 @@ def _run(
         stack.enter_context(_untraced())  # it changes the model's library, which the factory has imported by now
         stack.enter_context(_located(model, ledger))
         stack.enter_context(_random_states(stateful))
-        stack.enter_context(job.sequences.shortened(ledger.clock))
-        if not job.machine.computes_on_cpu:
+        if as_accelerator:
             stack.enter_context(_AcceleratorsDropout())
         for _ in range(STEPS):
-            spent = _step(job, engine, ledger, collectives)
+            sent = _step(job, engine, ledger, collectives)
         rest = ledger.parts()
-    cost = _cost(spent, config.batch.accumulation - run_config.batch.accumulation)
+    of_step = _of_step(sent, config.batch.accumulation - run_config.batch.accumulation)
     return Figures(
         config=config,
         peak=ledger.peak,
@@ -238,13 +226,11 @@ def _run(
         rest=rest,
         states=states,
         disk=storages.nbytes()["disk"],
-        seconds=sum(cost["spent"].values()),
-        **cost,
+        **of_step,
         numel=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         model_nbytes=model_nbytes,
         reserved=ledger.reserved,
-        timeline=list(ledger.timeline),
     )
 
 
@@ -316,12 +302,12 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------- a step
 
 
-def _cost(spent: list[_Spent], left_out: int) -> dict[str, dict[str, Any]]:
-    """Return the cost of a whole step. Its `left_out` microbatches that were not run each cost as much as the second."""
-    first, second, *_ = [*spent, spent[-1]]  # if a step has one microbatch, none is left out
+def _of_step(sent: list[_Sent], left_out: int) -> dict[str, dict[str, int]]:
+    """Return the communication of a whole step. Its `left_out` microbatches that were not run each send as much as the second."""
+    first, second, *_ = [*sent, sent[-1]]  # if a step has one microbatch, none is left out
     return {
         kind: {name: total + left_out * (second[kind][name] - first[kind][name]) for name, total in counts.items()}
-        for kind, counts in spent[-1].items()
+        for kind, counts in sent[-1].items()
     }
 
 
@@ -335,19 +321,16 @@ def _shortened(raw: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return made
 
 
-def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | SimulatedTwoLevel) -> list[_Spent]:
-    """Run one step and return the cost from its start to the end of each microbatch."""
-    spent = []
-    ledger.timeline.clear()
-    ledger.clock.computed.clear()
-    ledger.clock.waited.clear()
+def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | SimulatedTwoLevel) -> list[_Sent]:
+    """Run one step and return the communication from its start to the end of each microbatch."""
+    sent = []
     ranks.sent.clear()
     ranks.calls.clear()
     try:
         microbatches = engine.gradient_accumulation_steps()
         for number in range(microbatches):
             ledger.enter("forward", INPUTS)
-            batch = tree_map_only(Tensor, _without_values, job.batch(engine.train_micro_batch_size_per_gpu()))
+            batch = tree_map_only(Tensor, _as_fake, job.batch(engine.train_micro_batch_size_per_gpu()))
             ledger.born = ACTIVATIONS
             if isinstance(batch, Mapping):
                 output = engine(**batch)
@@ -363,9 +346,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | Simu
             ledger.module = ""
             if number == microbatches - 1 or engine.managed_gradient_accumulation():
                 engine.step()
-            seconds: Counter[str] = Counter(ledger.clock.computed)
-            seconds.update(ledger.clock.waited)  # type: ignore[arg-type]
-            spent.append({"spent": seconds, "sent": Counter(ranks.sent), "calls": Counter(ranks.calls)})
+            sent.append({"sent": Counter(ranks.sent), "calls": Counter(ranks.calls)})
             del loss, batch
     except ZeroshardError:
         raise
@@ -377,7 +358,7 @@ def _step(job: Job, engine: Engine, ledger: Ledger, ranks: SimulatedRanks | Simu
         ) from error
     ledger.enter("between steps", TEMPORARIES)
     _name_states(engine, ledger)
-    return spent
+    return sent
 
 
 def _loss(job: Job, output: Any) -> Tensor:
@@ -395,7 +376,7 @@ def _loss(job: Job, output: Any) -> Tensor:
     return found
 
 
-def _without_values(tensor: Tensor) -> Tensor:
+def _as_fake(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype, without values: the user may have created this one before the mode began."""
     if isinstance(tensor, FakeTensor):
         return tensor

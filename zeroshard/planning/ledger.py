@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
-from zeroshard.planning.machine import Clock
+from zeroshard.planning.fakes import Repeats
 from zeroshard.planning.segments import Block, Segments
 from zeroshard.torch_private import FakeTensor, TorchDispatchMode, storage_id, tree_leaves
 
@@ -57,17 +56,8 @@ class Peak:
     module: str = ""
 
 
-@dataclass(frozen=True)
-class Moment:
-    """The live bytes on the device after an operation, by category, `at` seconds after the dry run began."""
-
-    at: float
-    phase: str
-    parts: dict[str, int]
-
-
 class Ledger(TorchDispatchMode):
-    """A mode that counts live bytes and advances the clock with each operation that is not a view.
+    """A mode that counts the live bytes of each operation that is not a view.
 
     Inside a FakeTensorMode, it also answers reads of values from tensors without values: True, 1, or, for floats in a step, 0.5.
 
@@ -77,26 +67,23 @@ class Ledger(TorchDispatchMode):
         peak, host_peak: the peaks on the device, and in the host's CPU memory.
         peak_by_phase: the device's peak in bytes, by phase.
         peak_together: the peak of the sum of both memories.
-        timeline: the live bytes after each operation, if `draws` is set.
+        has_dropout: whether an operation has chosen elements at random.
     """
 
-    def __init__(self, clock: Clock, *, draws: bool = False) -> None:
+    def __init__(self, repeats: Repeats, *, in_segments: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.clock = clock
-        self._segments: Segments | None = None
-        if not clock.machine.computes_on_cpu:
-            self._segments = Segments()
-        self._draws = draws
+        self._repeats = repeats
+        self._segments = Segments() if in_segments else None
         self.phase = ""
         self.module = ""
         self.born = TEMPORARIES
+        self.has_dropout = False
         self._live: dict[int, _Live] = {}
         # By `on_host`: False is the device's memory, True is the host's CPU memory.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self._peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
-        self.timeline: list[Moment] = []
         self._purpose: list[tuple[str, bool]] = []
 
     @property
@@ -199,15 +186,22 @@ class Ledger(TorchDispatchMode):
 
     # ------------------------------------------------------------------ dispatch
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch does not wrap each operation, which takes as long as most: nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two thirds of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         if func in _ASKS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return self._answer(args[0], func)
-        out = func(*args, **kwargs)
-        if func.namespace != "prim" and not _is_view(func):
-            self._note(func, args, kwargs, out)
+        out, made = self._repeats.run(func, args, kwargs)
+        if func in _DROPOUTS:
+            self.has_dropout = True
+        if made:
+            self._note(args, kwargs, made)
         return out
 
     def _answer(self, tensor: Tensor, func: Any) -> Any:
@@ -219,49 +213,17 @@ class Ledger(TorchDispatchMode):
             return 0.5
         return 1.0
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    def _note(self, args: Any, kwargs: Any, made: list[Tensor]) -> None:
         on_host = False
         if self._now[True].total():  # the place of the first tensor with more than one element decides
-            for tensor in given:
-                if tensor.numel() > 1 and storage_id(tensor) in self._live:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.numel() > 1 and storage_id(tensor) in self._live:
                     on_host = self.is_on_host(tensor)
                     break
         for tensor in made:
             self._see(tensor, on_host=on_host)
-        flops = 0.0
-        count = _FLOPS.get(func._overloadpacket)
-        if count is not None:
-            flops = float(count(*args, **kwargs, out_val=out))
-        touched = given + made
-        dtype = "float32"
-        if touched:
-            dtype = str(touched[0].dtype).removeprefix("torch.")
-        self.clock.operate(flops, sum(tensor.nbytes for tensor in touched), dtype, on_host=on_host)
-        if self._draws:
-            self.timeline.append(Moment(self.clock.now, self.phase, self.parts()))
 
 
 _DEVICE = torch.ops.prim.device.default
+_DROPOUTS = {aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default, aten.native_dropout.default}
 _ASKS = {aten._local_scalar_dense.default, aten.equal.default}
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Return whether an operation only creates a view, without allocating or moving memory."""
-    returns = func._schema.returns
-    is_alias = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-    return is_alias or func._overloadpacket is aten.detach
-
-
-def _attention(query: Tensor, key: Tensor, factor: int) -> int:
-    batch, heads, length, width = query.shape
-    return factor * batch * heads * length * key.shape[2] * width
-
-
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention(q, k, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: _attention(q, k, 10),
-}

@@ -1,226 +1,123 @@
-"""Owns `plan`: whether a config fits, where its memory goes, and how fast it is, before a job is queued."""
+"""Owns `plan`: whether a config and the presets of ZeRO fit, and where their memory goes, before a job is queued."""
 
 from __future__ import annotations
 
-import math
+import copy
+import gc
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.config.load import tensor_parallel_ranks
-from zeroshard.errors import UsageError
+from zeroshard.config.load import read
+from zeroshard.errors import UsageError, ZeroshardError
 from zeroshard.planning.dry_run import Figures, Job, dry_run
-from zeroshard.planning.long_sequences import LongSequences
+from zeroshard.planning.fakes import Repeats
 from zeroshard.planning.machine import Machine, machine_of
+from zeroshard.planning.table import MICRO, Plan, Row
+from zeroshard.policy import Place
 from zeroshard.torch_private import tree_leaves
 
-BOUNDS = {
-    "computing": "computing", "CPU step": "the CPU's step", "link": "the link between ranks",
-    "network": "the network between hosts",
-    "copies": "copies to and from CPU memory", "disk": "the disk",
-}  # fmt: skip
-"""The causes of a step's time, with their printed names."""
+BASE: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+"""The settings of all presets if the caller names no config."""
+
+
+# ---------------------------------------------------------------------- presets
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The memory of an accelerator, host and disk, and the time of a step, in bytes and seconds.
+class Preset:
+    """A stage, the places of states, and the number of ranks within which parameters are sharded."""
 
-    The plan assumes that all ranks are alike.
+    stage: int
+    optimizer: Place = Place.ACCELERATOR
+    parameters: Place = Place.ACCELERATOR
+    within: int | None = None
 
-    Attributes:
-        job: the training run and its machine.
-        figures: the results of the dry run.
-    """
+    def __str__(self) -> str:
+        where = {Place.CPU: "on CPU", Place.DISK: "on disk"}
+        text = f"stage {self.stage}" + " within hosts" * (self.within is not None)
+        if self.optimizer is self.parameters and self.optimizer in where:
+            return f"{text}, both {where[self.optimizer]}"
+        for what, place in (("optimizer", self.optimizer), ("parameters", self.parameters)):
+            if place in where:
+                text += f", {what} {where[place]}"
+        return text
 
-    job: Job
-    figures: Figures
+    def config(self, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with this preset in place of its stage, offloads and hosts."""
+        made = copy.deepcopy(dict(base))
+        zero = made["zero_optimization"] = {**(made.get("zero_optimization") or {}), "stage": self.stage}
+        for key in ("zero_hpz_partition_size", "mics_shard_size"):
+            zero.pop(key, None)
+        for key, place in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
+            device = {Place.CPU: "cpu", Place.DISK: "nvme"}.get(place, "none")
+            given = zero.pop(key, None) or {}
+            if device != "none":
+                zero[key] = given if given.get("device") == device else {"device": device}
+                if device == "nvme":
+                    zero[key].setdefault("nvme_path", "/local_nvme")  # a dry run writes nothing
+        if self.within is not None:
+            zero["zero_hpz_partition_size"] = self.within
+        return made
 
-    @property
-    def machine(self) -> Machine:
-        """The machine for which the times are estimated."""
-        return self.job.machine
 
-    @property
-    def limit(self) -> int:
-        """The bytes of an accelerator's memory."""
-        return self.machine.memory
+def presets(job: Job) -> list[Preset]:
+    """Return the presets of a job: without offloads, then with states in CPU memory, then on disk."""
+    made = [Preset(stage) for stage in range(4)]
+    per_host, rest = divmod(job.ranks, job.hosts)
+    if job.hosts > 1 and not rest and per_host > 1:
+        made += [Preset(stage, within=per_host) for stage in (2, 3)]
+    if not job.machine.computes_on_cpu:  # otherwise an offload would stay in the same memory
+        made += [Preset(stage, optimizer=Place.CPU) for stage in (1, 2, 3)]
+        made.append(Preset(3, parameters=Place.CPU))
+        made += [Preset(stage, Place.CPU, Place.CPU) for stage in (2, 3)]
+    return [*made, Preset(3, Place.DISK, Place.DISK)]
 
-    @property
-    def host_limit(self) -> int:
-        """The bytes of a host's CPU memory."""
-        return self.machine.host_memory
 
-    @property
-    def peak_nbytes(self) -> int:
-        """The peak of live bytes on an accelerator, in training."""
-        return self.figures.peak.nbytes
+def _preset_of(figures: Figures) -> Preset:
+    """Return the preset that a planned config is, apart from its other keys."""
+    policy = figures.config.policy
+    within = policy.within if isinstance(policy.within, int) else None
+    return Preset(figures.config.stage, policy.optimizer.place, policy.parameters.place, within)
 
-    @property
-    def reserved_nbytes(self) -> int:
-        """The bytes that an accelerator's allocator reserves from the driver, start-up included; 0 on a CPU.
 
-        If memory runs out, the allocator returns unused segments, so less memory may suffice, down to `most_nbytes`.
-        """
-        return self.figures.reserved
+# ---------------------------------------------------------------------- the plan
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes at the peak, by category."""
-        return dict(self.figures.peak.parts)
 
-    @cached_property
-    def unseen(self) -> dict[str, int]:
-        """The bytes that an accelerator needs on top of live bytes, by cause. A dry run does not allocate them."""
-        unseen = self.machine.unseen
-        return {
-            "driver's context": unseen.context,
-            "collectives' library": unseen.collectives if self.job.ranks > 1 else 0,
-            "workspaces": unseen.workspaces,
-            f"fragmentation ({unseen.fragmentation:.0%} of the peak)": round(unseen.fragmentation * self.most_nbytes),
-        }
-
-    @property
-    def most_nbytes(self) -> int:
-        """The peak of live bytes, start-up included unless the model is built inside `sharded_init`."""
-        if self.job.born_sharded:
-            return self.peak_nbytes
-        return max(self.peak_nbytes, self.figures.start.nbytes)
-
-    @property
-    def needed_nbytes(self) -> int:
-        """The total bytes of an accelerator's memory that the job needs."""
-        return self.most_nbytes + sum(self.unseen.values())
-
-    @property
-    def host_nbytes(self) -> int:
-        """The bytes of CPU memory that a host needs: the peak of its ranks in training, or their models at start-up if larger.
-
-        On a machine that computes on CPUs, this is all memory of its ranks.
-        """
-        built = self.figures.model_nbytes
-        if self.machine.computes_on_cpu:
-            start = 0 if self.job.born_sharded else self.figures.start.nbytes
-            return (max(self.figures.peak_together, start) + sum(self.unseen.values())) * self.job.ranks_per_host
-        if self.job.born_sharded:
-            built = -(-built // self.job.ranks)
-        return max(self.figures.host_peak.nbytes, built) * self.job.ranks_per_host
-
-    @property
-    def disk_nbytes(self) -> int:
-        """The bytes on a host's disk."""
-        return self.figures.disk * self.job.ranks_per_host
-
-    @property
-    def overshoot(self) -> int:
-        """The bytes that an accelerator lacks; if negative, the bytes that remain free."""
-        return self.needed_nbytes - self.limit
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory suffices, on accelerators and hosts."""
-        return self.overshoot <= 0 and self.host_nbytes <= self.host_limit
-
-    @property
-    def sent_nbytes(self) -> int:
-        """The bytes that a rank sends in a step."""
-        return sum(self.figures.sent.values())
-
-    @property
-    def collectives(self) -> int:
-        """The number of collectives that a rank calls in a step."""
-        return sum(self.figures.calls.values())
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of one step on `machine`."""
-        return self.figures.seconds
-
-    @property
-    def bound(self) -> str:
-        """The largest cause of a step's time, a key of `BOUNDS`."""
-        spent = self.figures.spent
-        return max(spent, key=lambda name: spent[name], default="computing")
-
-    @property
-    def samples_per_second(self) -> float:
-        """The samples per second of all ranks. Ranks that hold a sequence together share its sample."""
-        return self.figures.config.batch.train / self.job.sequences.ranks / self.seconds
-
-    def complete_config(self) -> dict[str, Any]:
-        """Return the config with values instead of "auto", and all three batch sizes, for `initialize` or DeepSpeed."""
-        batch = self.figures.config.batch
-        sizes = {
-            "train_batch_size": batch.train,
-            "train_micro_batch_size_per_gpu": batch.micro,
-            "gradient_accumulation_steps": batch.accumulation,
-        }
-        document = dict(self.figures.config.document)
-        if document.get("steps_per_print") == math.inf:  # accelerate writes it, but JSON lacks it
-            document["steps_per_print"] = 10**9
-        return document | sizes
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict for JSON, in bytes and seconds, without its timeline."""
-        figures = self.figures
-        batch = figures.config.batch
-        return {
-            "ranks": self.job.ranks,
-            "hosts": self.job.hosts,
-            "sequence_parallel": self.job.sequences.ranks,
-            "tile_tokens": self.job.sequences.tile_tokens,
-            "tensor_parallel": self.job.tensor_parallel,
-            "machine": self.machine.name,
-            "stage": figures.config.stage,
-            "parameters": figures.numel,
-            "trained": figures.trained,
-            "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "train": batch.train},
-            "fits": self.fits,
-            "limit": self.limit,
-            "needed": self.needed_nbytes,
-            "unseen": self.unseen,
-            "peak": {
-                "bytes": self.peak_nbytes, "phase": figures.peak.phase, "module": figures.peak.module, "parts": self.parts,
-                "by_phase": figures.peaks, "reserved": self.reserved_nbytes,
-            },
-            "start": {"bytes": figures.start.nbytes, "phase": figures.start.phase, "counts": not self.job.born_sharded},
-            "rest": figures.rest,
-            "host": {"bytes": self.host_nbytes, "limit": self.host_limit, "rank": figures.host_peak.parts},
-            "disk": self.disk_nbytes,
-            "step": {
-                "seconds": self.seconds, "bound": self.bound, "spent": figures.spent, "sent": figures.sent,
-                "collectives": figures.calls, "samples_per_second": self.samples_per_second,
-            },
-            "config": self.complete_config(),
-        }  # fmt: skip
+_REMOVED = {
+    "timeline": "a plan no longer draws a step. Plan.rows[0].figures.peaks has the peak of each phase",
+    "sequence_parallel": "a plan does not count sequence parallelism. Plan one rank's slice: a batch of shorter sequences",
+    "tile_tokens": "a plan does not count tiles. Call zeroshard.sequence.tile in the factory",
+    "tensor_parallel": "a plan does not count tensor parallelism. Plan as many data-parallel ranks, which need more memory",
+}
+"""Arguments of earlier releases, with the remedy."""
 
 
 def plan(
-    model_factory: Callable[[], nn.Module], config: str | os.PathLike[str] | Mapping[str, Any], *, world_size: int,
-    batch: Callable[[int], Any] | Any, machine: str | Machine = "h100", memory: int | None = None,
+    model_factory: Callable[[], nn.Module], config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *,
+    world_size: int, batch: Callable[[int], Any] | Any, machine: str | Machine = "h100", memory: int | None = None,
     host_memory: int | None = None, hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None, micro_batch: int | None = None,
-    sharded_init: bool = False, timeline: bool = False, sequence_parallel: int = 1, tile_tokens: int = 0,
-    tensor_parallel: int = 1,
+    sharded_init: bool = False, presets: bool = True, **removed: Any,
 ) -> Plan:  # fmt: skip
-    """Plan a training run: run two steps of the engine as one rank of many, on tensors without values.
+    """Plan a training run: run two steps of the engine as one rank of many, on tensors without values, for each preset.
 
-    It does not need weights, an accelerator or other processes.
+    It does not need weights, an accelerator or other processes. The presets are the stages 0 to 3, with and without
+    optimizer states and parameters offloaded, and two-level sharding if there are several hosts.
 
     Args:
         model_factory: a function that builds the model without reading weights. Its tensors do not take memory.
-        config: a config, as passed to `initialize`.
-        world_size: the number of ranks, each with one accelerator. All are data-parallel unless `sequence_parallel` or
-            `tensor_parallel` is above 1.
+        config: a config, as passed to `initialize`. It is the first row, and presets share its other keys. Default: only
+            presets, in bf16 with AdamW.
+        world_size: the number of ranks, each with one accelerator. All are data-parallel.
         batch: the arguments of one call of the model (a tuple, a mapping of keywords, or a tensor), or a function that
             returns them for n samples. Only their shapes and dtypes matter.
-        machine: the name of a known machine (h100, a100-80gb, ...), a file written by `zeroshard doctor --profile`, or
-            a `Machine`.
+        machine: the name of a known machine (h100, a100-80gb, ...), or a `Machine`.
         memory, host_memory: the bytes of an accelerator's and of a host's memory; default: the machine's values.
         hosts: the number of hosts over which the ranks are spread; default: as few as the machine's accelerators allow.
         loss: a function that returns the loss from the model's output; default: the output itself, its `loss`, or its
@@ -230,21 +127,17 @@ def plan(
         micro_batch: the samples of one call, if the config does not set a batch size, or leaves it "auto"; default: the
             samples in `batch`, unless `batch` is a function.
         sharded_init: whether the model will be built inside `sharded_init`. If not, the memory of start-up counts too.
-        timeline: whether to keep the live bytes after each operation, in `figures.timeline`.
-        sequence_parallel: the number of ranks that hold one sequence together (`zeroshard.sequence.Sequences`). `batch`
-            supplies whole sequences.
-        tile_tokens: the number of tokens in a tile of the loss, each MLP and each norm; 0 means no tiles. This and
-            `sequence_parallel` are for causal transformers models, whose batch has `input_ids` and `labels`.
-        tensor_parallel: the number of ranks that divide one model, like the config's `tensor_parallel.autotp_size`.
-            Divided modules have their local size and send sums of activations. The plan does not count the separate
-            buckets of parameters that stay whole, or the exchange with which these ranks compute each step's gradient
-            norm.
+        presets: whether to plan the presets. If not, the plan has only the config's row, and takes a tenth of the time.
 
     Raises:
         ConfigError, UsageError: a real run would refuse the config or the model; the model cannot be built or run
             without values; no batch size is known; an argument is invalid (see `job_of`); or a plan does not cover the
-            config (tensor parallelism with sequence parallelism or `sharded_init`).
+            config (tensor parallelism).
     """
+    for name in removed:
+        if name in _REMOVED:
+            raise UsageError(f"plan() has no argument {name}: {_REMOVED[name]}.")
+        raise TypeError(f"plan() got an unexpected keyword argument {name!r}")
     make_batch = batch
     shapes: list[torch.Size] = []
     if not callable(batch):
@@ -253,35 +146,84 @@ def plan(
         if shapes:
             micro_batch = micro_batch or shapes[0][0]
     job = job_of(
-        model_factory, make_batch, world_size, machine, hosts, loss, optimizer, sharded_init=sharded_init,
-        sequences=LongSequences(sequence_parallel, tile_tokens), tensor_parallel=tensor_parallel, config=config,
-        memory=memory, host_memory=host_memory,
+        model_factory, make_batch, world_size, machine, hosts, loss, optimizer, sharded_init=sharded_init, memory=memory,
+        host_memory=host_memory,
     )  # fmt: skip
     auto = {}
     if micro_batch is not None:
-        auto["train_micro_batch_size_per_gpu"] = micro_batch
-    figures = dry_run(job, config, auto, draws=timeline)
-    planned = figures.config.batch.micro
+        auto[MICRO] = micro_batch
+    made = plan_of(job, config, auto, presets=presets)
+    planned = made.rows[0].figures.config.batch.micro
     if shapes and not any(planned in shape for shape in shapes):
         raise UsageError(
             f"no dimension of the batch has the microbatch size of the config, {planned}. Pass a function that returns a "
             "batch of n samples, or a batch of the config's size."
         )
-    return Plan(job, figures)
+    return made
+
+
+def plan_of(
+    job: Job, config: str | os.PathLike[str] | Mapping[str, Any] | None, auto: Mapping[str, Any], *, presets: bool = True,
+    name: str = "the config", told: Callable[[int, int], None] = lambda _done, _of: None,
+) -> Plan:  # fmt: skip
+    """Plan a job: a config, if there is one, and the presets.
+
+    Args:
+        auto: the values of the config's "auto" keys.
+        name: the name of the config's row.
+        told: called with the number of dry runs that have ended, and of all.
+    """
+    if config is None and not presets:
+        raise UsageError("there is nothing to plan: name a config, or leave presets on.")
+    rows = []
+    refused: dict[str, str] = {}
+    waiting = _presets(job) if presets else []
+    base: Mapping[str, Any] = BASE
+    repeats = Repeats()
+    with _frozen():
+        if config is not None:
+            told(0, len(waiting) + 1)
+            figures = dry_run(job, config, auto, repeats)
+            rows.append(Row(f"{name} (stage {figures.config.stage})", job, figures))
+            base = read(config)
+            if _preset_of(figures) in waiting:
+                waiting.remove(_preset_of(figures))
+        for preset in waiting:
+            told(len(rows) + len(refused), len(waiting) + (config is not None))
+            try:
+                rows.append(Row(str(preset), job, dry_run(job, preset.config(base), auto, repeats)))
+            except ZeroshardError as error:
+                refused[str(preset)] = str(error)
+                if not rows and len(refused) == len(waiting):
+                    raise
+    return Plan(job, tuple(rows), config is not None, refused)
+
+
+_presets = presets
+"""Inside functions with an argument of that name."""
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keep what exists out of garbage collections, since each dry run ends with one, which would go through all of torch."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def job_of(
     model_factory: Callable[[], nn.Module], batch: Callable[[int], Any], world_size: int, machine: str | Machine,
     hosts: int | None = None, loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None, *, sharded_init: bool = False,
-    sequences: LongSequences | None = None, tensor_parallel: int = 1,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None, memory: int | None = None, host_memory: int | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None, *, sharded_init: bool = False, memory: int | None = None,
+    host_memory: int | None = None,
 ) -> Job:  # fmt: skip
-    """Create the job of a plan; see `plan` for the arguments. Only the number of tensor-parallel ranks is read from the config.
+    """Create the job of a plan; see `plan` for the arguments.
 
     Raises:
-        ConfigError, UsageError: the config cannot be read; the machine is unknown; `world_size` does not fit `hosts`,
-            `sequences` or `tensor_parallel`; or `tensor_parallel` contradicts the config or another argument.
+        UsageError: the machine is unknown, or `world_size` does not fit `hosts`.
     """
     known = machine if isinstance(machine, Machine) else machine_of(machine)
     # The machine has the caller's memory, since the engine uses free memory.
@@ -294,21 +236,4 @@ def job_of(
             "hosts."
         )
     spread = hosts or -(-world_size // known.accelerators)
-    sequences = sequences or LongSequences()
-    sequences.refuse(world_size)
-    named = tensor_parallel_ranks(config or {})
-    if tensor_parallel > 1 and named not in (1, tensor_parallel):
-        raise UsageError(
-            f"tensor_parallel is {tensor_parallel}, and the config's tensor_parallel.autotp_size {named}: leave one out."
-        )
-    ranks = max(tensor_parallel, named)
-    if ranks > 1 and (world_size % spread or (world_size // spread) % ranks):
-        raise UsageError(
-            f"{world_size} ranks on {spread} hosts cannot hold models on {ranks} tensor-parallel ranks each. Choose a number "
-            "that divides the ranks of each host."
-        )
-    if ranks > 1 and (sequences.ranks > 1 or sharded_init):
-        raise UsageError(
-            "a plan cannot combine tensor parallelism with sequence parallelism or sharded_init. Leave one of them out."
-        )
-    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init, sequences, ranks)
+    return Job(model_factory, batch, world_size, spread, known, loss, optimizer, sharded_init)

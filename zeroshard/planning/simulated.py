@@ -29,7 +29,7 @@ from zeroshard.collectives.native import NativeMean
 from zeroshard.collectives.watch import Watch
 from zeroshard.errors import UsageError
 from zeroshard.planning.ledger import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
-from zeroshard.planning.machine import Clock, Line, Link, Machine
+from zeroshard.planning.machine import Machine
 from zeroshard.policy import Offload, Policy
 from zeroshard.storage.base import FREE_SHARE, AcceleratorStorage, MemorySlot, MemoryStorage, Slot
 from zeroshard.storage.buffers import FlatBuffer
@@ -37,8 +37,6 @@ from zeroshard.storage.disk import DirectFile
 from zeroshard.storage.storages import Storages
 from zeroshard.storage.transfers import CPU, LANDED, Copies, Staging, Transfer, in_pages
 
-INSIDE, ACROSS = "link", "network"
-"""The names of two lines: between ranks of a host, and between hosts."""
 T = TypeVar("T")
 
 _FEW = 4
@@ -54,34 +52,19 @@ class _Sum(NativeMean):
         super().finish(out[: self._total.numel()], accumulate=accumulate)
 
 
-_ROWS_SUMMED = 3
-"""The maximum number of rows whose sum is run. The first two make a new tensor, and every further row costs the same."""
-
-
-@dataclass(eq=False)
-class _CountedRows(ReceivedRows):
-    """The rows of a reduction of `_ranks` ranks, which a CPU sums in chunks.
-
-    All whole chunks cost the same, and so do all rows after the second. A dry run sums one chunk of a few rows and counts the time
-    of the others.
-    """
-
-    _ranks: int
-    _clock: Clock
+class _Rows(ReceivedRows):
+    """The rows of a reduction, which a CPU sums in chunks that all take the same memory. A dry run sums the first and the last."""
 
     def finish(self, out: Tensor, *, accumulate: bool) -> None:
         arrived = self.rows()
-        chunks, rest = divmod(out.numel(), CHUNK_NUMEL)
-        for numel, times in ((CHUNK_NUMEL, chunks), (rest, 1)):
-            if numel and times:
-                rows = [row[:numel] for row in arrived]
-                with self._clock.times(times):
-                    sum_into(rows, self.divisor, out[:numel], accumulate)
-                    if len(rows) < self._ranks:
-                        total = torch.promote_types(rows[0].dtype, torch.float32)
-                        nbytes = numel * (2 * total.itemsize + rows[0].itemsize)  # in place: two are read, one written
-                        with self._clock.times(self._ranks - len(rows)):
-                            self._clock.operate(0.0, nbytes, "float32", on_host=False)
+        for low in dict.fromkeys((0, out.numel() // CHUNK_NUMEL * CHUNK_NUMEL)):
+            part = slice(low, low + CHUNK_NUMEL)
+            if low < out.numel():
+                sum_into([row[part] for row in arrived], self.divisor, out[part], accumulate)
+
+
+_ROWS_SUMMED = 3
+"""The maximum number of rows whose sum is run. The first two make a new tensor, to which the further ones are added."""
 
 
 class SimulatedRanks(Collectives):
@@ -91,7 +74,6 @@ class SimulatedRanks(Collectives):
         ranks: the number of ranks.
         shards: the number of ranks that the engine sees; see [Note: ranks and shards].
         ledger: the ledger that counts buffers.
-        link: the line to the other ranks.
         sums: whether the backend sums (native) or delivers every rank's row (gloo). A native backend rounds each sum,
             so it gets gradients in fp32 at least. It launches several collectives as one.
 
@@ -99,14 +81,13 @@ class SimulatedRanks(Collectives):
         calls: the number of calls of each collective.
     """
 
-    def __init__(self, ranks: int, shards: int, ledger: Ledger, link: Line, *, sums: bool) -> None:
+    def __init__(self, ranks: int, shards: int, ledger: Ledger, *, sums: bool) -> None:
         super().__init__()
         self.rank = 0
         self.ranks = ranks
         self.world_size = shards
         self._sums = sums
         self._ledger = ledger
-        self._link = link
         self.calls: Counter[str] = Counter()
 
     def launches(self, operations: Sequence[T]) -> list[tuple[T, ...]]:
@@ -124,7 +105,7 @@ class SimulatedRanks(Collectives):
             return Done()
         self.sent[kind] += nbytes
         self.calls[kind] += 1
-        return self._link.send(nbytes)
+        return Done()
 
     def _send_row(self, kind: str, rows: Tensor) -> Work:
         """Send one row to every other rank."""
@@ -151,14 +132,14 @@ class SimulatedRanks(Collectives):
         summed = [rows[0]]
         if self.world_size > 1:
             summed += workspace.view(self.world_size - 1, rows.shape[1])[: _ROWS_SUMMED - 1]
-        return _CountedRows([arriving], summed, divisor, self.world_size, self._ledger.clock)
+        return _Rows([arriving], summed, divisor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         if self.ranks > 1 and tensor.numel():
-            self._send("broadcast", tensor.nbytes).wait()
+            self._send("broadcast", tensor.nbytes)
 
     def exchange(self, data: bytes, label: str) -> list[bytes]:
-        self._send("exchange", len(data) * (self.ranks - 1)).wait()
+        self._send("exchange", len(data) * (self.ranks - 1))
         return [data] * self.world_size
 
     def transfer(self, tensor: Tensor, source: int, target: int, label: str) -> Work:
@@ -190,15 +171,16 @@ class SimulatedTwoLevel(TwoLevel):
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts over which the simulated ranks are spread, in order, with their links."""
+    """The hosts over which the simulated ranks are spread, in order.
+
+    Attributes:
+        sums: whether their backend sums; see `SimulatedRanks`.
+    """
 
     ranks: int
     hosts: int
     ledger: Ledger
-
-    @property
-    def machine(self) -> Machine:
-        return self.ledger.clock.machine
+    sums: bool
 
     def collectives(self, policy: Policy) -> SimulatedRanks | SimulatedTwoLevel:
         """Create simulated collectives; the counterpart of `create_collectives`.
@@ -216,62 +198,25 @@ class Hosts:
                     f'within="host" needs the same number of ranks on each host, and {self.ranks} ranks cannot be '
                     f"divided evenly over {self.hosts} hosts. Choose a multiple of the number of hosts."
                 )
-        near = self._line(INSIDE, self.machine.inside)
-        far = self._line(ACROSS, self.machine.between)
-        is_together = self._are_together(size)
 
         def make(members: Members, _device: torch.device, _watch: Watch) -> SimulatedRanks:
             count = len(members.ranks)
-            is_inside = members.ranks == tuple(range(size))
-            line = near if self.hosts == 1 or (is_inside and is_together) else far
-            return self._simulated(count, count, line)
+            return self._simulated(count, count)
 
         try:
             return SimulatedTwoLevel(self.ranks, size, make)
         except OneHost:
             return self._flat(policy)
 
-    def neighbours_line(self, size: int) -> Line:
-        """Return the line for messages among `size` adjacent ranks that share one sequence or one model."""
-        if self._are_together(size):
-            return self._line(INSIDE, self.machine.inside)
-        return self._line(ACROSS, self.machine.between)
-
-    def _are_together(self, size: int) -> bool:
-        """Return whether `size` adjacent ranks are on one machine. A policy's host may be part of a machine, or several."""
-        return self.hosts == 1 or (self.ranks % self.hosts == 0 and (self.ranks // self.hosts) % size == 0)
-
     def _flat(self, policy: Policy) -> SimulatedRanks:
         shards = 1  # see [Note: ranks and shards]
         if policy.optimizer.sharded or self.ranks <= _FEW:
             shards = self.ranks
-        line = self._line(INSIDE, self.machine.inside)
-        if self.hosts > 1:
-            line = self._line(ACROSS, self._across())
-        return self._simulated(self.ranks, shards, line)
+        return self._simulated(self.ranks, shards)
 
-    def _across(self) -> Link:
-        """Return the link for one rank's part of a collective over all ranks of several hosts.
-
-        An NCCL ring passes each byte across a host's border once. There is a ring for each of the host's ranks, with
-        its own network link. Over gloo, each rank sends to every other rank separately.
-        """
-        inside = self.machine.inside.bandwidth
-        between = self.machine.between
-        here = -(-self.ranks // self.hosts)
-        if self.machine.transport == "native":
-            return Link(bandwidth=min(inside, here * between.bandwidth), latency=between.latency)
-        crosses = (self.ranks - here) / (self.ranks - 1)
-        stays = (1 - crosses) or inf
-        return Link(bandwidth=min(between.bandwidth / crosses, inside / stays), latency=between.latency)
-
-    def _line(self, name: str, link: Link) -> Line:
-        is_apart = name == ACROSS or not self.machine.computes_on_cpu
-        return Line(self.ledger.clock, name, link, is_apart=is_apart)
-
-    def _simulated(self, ranks: int, shards: int, line: Line) -> SimulatedRanks:
-        sums = self.machine.transport == "native" and self.ranks > 1  # one rank has no backend (see `Alone`)
-        return SimulatedRanks(ranks, shards, self.ledger, line, sums=sums)
+    def _simulated(self, ranks: int, shards: int) -> SimulatedRanks:
+        # One rank has no backend (see `Alone`).
+        return SimulatedRanks(ranks, shards, self.ledger, sums=self.sums and self.ranks > 1)
 
 
 # ---------------------------------------------------------------------- storages
@@ -314,10 +259,9 @@ def _purpose_of(label: str) -> str:
 class _Device(AcceleratorStorage):
     """The memory of the device that computes."""
 
-    def __init__(self, ledger: Ledger, copies: Copies) -> None:
+    def __init__(self, ledger: Ledger, copies: Copies, machine: Machine) -> None:
         super().__init__(CPU, copies)
         self._ledger = ledger
-        machine = ledger.clock.machine
         self._memory = machine.memory - machine.unseen.context - machine.unseen.collectives - machine.unseen.workspaces
 
     def has_room(self, nbytes: int) -> bool:
@@ -363,30 +307,24 @@ class _Host(MemoryStorage):
 
 
 class _Copies(Copies):
-    """Copies between the device and CPU memory, on a separate line for each direction."""
+    """Copies between the device and CPU memory, which only convert."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(CPU)
         self._ledger = ledger
-        self._out = Line(ledger.clock, "copies", ledger.clock.machine.copies)
-        self._back = Line(ledger.clock, "copies", ledger.clock.machine.copies)
 
     def copy(self, target: Tensor, source: Tensor, after: Transfer = LANDED) -> Transfer:
-        to_host = self._ledger.is_on_host(target)
-        if to_host == self._ledger.is_on_host(source):
+        if self._ledger.is_on_host(target) == self._ledger.is_on_host(source):
             return super().copy(target, source, after)
         if target.dtype != source.dtype:
-            source = source.to(target.dtype)
-        line = self._out if to_host else self._back
-        return line.send(source.nbytes, after)
+            source.to(target.dtype)
+        return LANDED
 
 
 class _File(DirectFile):
-    """A file that does not write anything, on a disk that `sharers` ranks share."""
+    """A file that does not write anything."""
 
-    def __init__(self, clock: Clock, sharers: int, offload: Offload) -> None:
-        self._write_line = Line(clock, "disk", Link(bandwidth=clock.machine.disk_write / sharers, latency=1e-4))
-        self._read_line = Line(clock, "disk", Link(bandwidth=clock.machine.disk_read / sharers, latency=1e-4))
+    def __init__(self, offload: Offload) -> None:
         self.buffers_nbytes = offload.requests * min(offload.block_nbytes, 1 << 20)
         self._nbytes = 0
         self._released = {}
@@ -397,28 +335,24 @@ class _File(DirectFile):
         return start
 
     def write(self, start: int, flat: Tensor, label: str, after: Transfer = LANDED) -> Transfer:
-        return self._write_line.send(flat.nbytes, after)
+        return LANDED
 
     def read(self, start: int, flat: Tensor, label: str) -> Transfer:
-        return self._read_line.send(flat.nbytes)
+        return LANDED
 
     def close(self) -> None:
         return
 
 
 class SimulatedStorages(Storages):
-    """The storages of one dry run.
-
-    Args:
-        sharers: the number of ranks of this host, which share its disk.
-    """
+    """The storages of one dry run."""
 
     def __init__(
         self, policy: Policy, device: torch.device, param_itemsize: int, collectives: Collectives | None,
-        ledger: Ledger, sharers: int,
+        ledger: Ledger, machine: Machine,
     ) -> None:  # fmt: skip
         self._ledger = ledger
-        self._sharers = sharers
+        self._machine = machine
         super().__init__(policy, device, param_itemsize, collectives)
 
     def host_copies(self) -> saved_tensors_hooks:
@@ -442,15 +376,15 @@ class SimulatedStorages(Storages):
         return _Copies(self._ledger)
 
     def _make_accelerator(self, device: torch.device) -> AcceleratorStorage:
-        return _Device(self._ledger, self._copies)
+        return _Device(self._ledger, self._copies, self._machine)
 
     def _make_host(self, device: torch.device) -> MemoryStorage:
-        if self._ledger.clock.machine.computes_on_cpu:
+        if self._machine.computes_on_cpu:
             return self.accelerator
         return _Host(self._ledger, self._copies)
 
     def _make_file(self, offload: Offload) -> DirectFile:
-        return _File(self._ledger.clock, self._sharers, offload)
+        return _File(offload)
 
     def _make_staging(self, count: int, nbytes: int, *, pin: bool) -> Staging:
         def make(size: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from torch import nn
 
 from zeroshard.errors import UsageError
 
-_DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers", "encoder_layers", "decoder_layers")
-"""The names that configs use for the number of blocks."""
 _HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 """The endings of the names of models that compute a loss."""
 
@@ -26,17 +24,14 @@ class Subject:
     Attributes:
         factory: a function that builds the model.
         batch: a function from a number of samples to the arguments of one call.
-        depth: the number of the model's blocks; 0 if it is unknown.
-        shallow: a function from a number of blocks to a factory of the same model with that many blocks.
         sequence: the number of tokens of a sample, if the caller chose it.
+        own_samples: after a call of `batch`, the number of samples that the model's own batch has, if it has one.
     """
 
-    name: str
     factory: Callable[[], nn.Module]
     batch: Callable[[int], Any]
-    depth: int = 0
-    shallow: Callable[[int], Callable[[], nn.Module]] | None = None
     sequence: int | None = None
+    own_samples: list[int] = field(default_factory=list)
 
 
 def from_config_file(path: Path, sequence: int) -> Subject:
@@ -65,22 +60,15 @@ def from_config_file(path: Path, sequence: int) -> Subject:
         raise UsageError(f"{file} names no model_type: name the config.json of a transformers model.")
     config = _config(file, values)
     cls = _class_of(file, values, config)
-    depths = {key: int(values[key]) for key in _DEPTHS if isinstance(values.get(key), int)}
 
-    def build(layers: int | None) -> Callable[[], nn.Module]:
-        own = config
-        if layers is not None:
-            own = _config(file, {**values, **dict.fromkeys(depths, layers)})
-        return lambda: cls._from_config(own, dtype=torch.float32)  # type: ignore[no-any-return]
+    def build() -> nn.Module:
+        return cls._from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(samples, sequence, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    depth = max(depths.values(), default=0)
-    even = len(set(depths.values())) == 1 and "layer_types" not in values
-    name = str(values.get("_name_or_path") or path)
-    return Subject(name, build(None), batch, depth, build if even else None, sequence)
+    return Subject(build, batch, sequence)
 
 
 def _config(file: Path, values: dict[str, Any]) -> Any:

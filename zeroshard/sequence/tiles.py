@@ -7,9 +7,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,11 +25,6 @@ _MIXES = (
     nn.SyncBatchNorm,
 )  # fmt: skip
 """Modules whose result at one position depends on other positions."""
-
-Choice = Callable[[Sequence[slice]], Iterable[slice]]
-"""A function that returns the parts to run, in order. All parts but the last have the same length."""
-
-_CHOICE: ContextVar[Choice] = ContextVar("parts", default=iter)
 
 
 def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) -> Tiles:
@@ -298,14 +291,4 @@ def _add_tile(totals: list[Tensor | None], summed: set[int], gradients: Sequence
 
 def _parts(count: int, most: int) -> Iterable[slice]:
     """Return the parts of `count` positions that run, with at most `most` positions in each."""
-    return _CHOICE.get()([slice(start, min(start + most, count)) for start in range(0, max(count, 1), most)])
-
-
-@contextmanager
-def chosen(choice: Choice) -> Iterator[None]:
-    """Run only the parts that `choice` returns, for dry runs, whose tensors have no values."""
-    token = _CHOICE.set(choice)
-    try:
-        yield
-    finally:
-        _CHOICE.reset(token)
+    return (slice(start, min(start + most, count)) for start in range(0, max(count, 1), most))

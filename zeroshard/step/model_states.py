@@ -246,7 +246,7 @@ class ModelStates:
             return value
         if isinstance(value, int | float):
             return torch.tensor(value)
-        raise UsageError(f"{state} of {fqn} is {value!r}, not numbers, and `states` has only these.")
+        raise UsageError(f"{state} of {fqn} is {value!r}, not numbers. Read it in optimizer.state.values().")
 
     def whole(self, fqn: str, state: str) -> Any:
         """Return a state as `get` does, but MISSING instead of None. Every rank must call it.

@@ -125,8 +125,7 @@ class UsersOptimizer:
         if self._is_nested():
             return None
         self._give_back()  # if the optimizer's own code raised in the last step
-        kwargs = dict(kwargs)
-        closure = args[1] if len(args) > 1 else kwargs.pop("closure", None)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._is_inside = True
         try:
             loss = self._step(self, closure)
@@ -136,7 +135,12 @@ class UsersOptimizer:
             self._groups = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = []
-        return None if closure is None else ((optimizer, once(loss, optimizer), *args[2:]), kwargs)
+        if closure is None:
+            return None
+        evaluated = once(loss, optimizer)
+        return (
+            ((optimizer, evaluated, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluated})
+        )
 
     def _is_nested(self) -> bool:
         """Return whether the optimizer's own step is running: a class may call the step of the class that it extends."""

@@ -514,6 +514,7 @@ _AT_FIRST_USE: dict[str, tuple[str, Feature]] = {
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", Feature.PLAN),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", Feature.PLAN),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", Feature.PLAN),
+    "inside_of_kernels": ("torch._subclasses.fake_tensor.in_kernel_invocation_manager", Feature.PLAN),
     "_disable_modes": ("torch.utils._python_dispatch._disable_current_modes", Feature.PLAN),
     "DTensor": ("torch.distributed.tensor.DTensor", Feature.SHARDING),
 }

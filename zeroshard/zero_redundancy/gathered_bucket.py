@@ -40,7 +40,7 @@ def in_storage_order(tensor: Tensor) -> Tensor:
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill one range of the storage, in some order of dimensions."""
     expected = 1
-    for stride, size in sorted(_strides(tensor)):
+    for stride, size in sorted(_order(tensor.stride(), tensor.shape)):
         if stride != expected:
             return False
         expected *= size
@@ -53,9 +53,9 @@ def finish_all(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
+def _order(strides: Sequence[int], shape: Sequence[int]) -> list[tuple[int, int]]:
     """Return (stride, size) of each dimension, except those of size 1, whose strides have no meaning."""
-    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    return [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
 
 
 class OwnView:
@@ -107,7 +107,7 @@ class Followed:
         self.parameter = parameter
         self._place = place
         self._kind = parameter.device, parameter.dtype
-        self._strides = _strides(parameter)
+        self._strides = parameter.stride()
 
     def follow(self, *, has_order: bool) -> None:
         """Move the parameter into its place, with its current value, if it is elsewhere.
@@ -127,12 +127,13 @@ class Followed:
         if self._place is not None and parameter.data_ptr() != self._place.data_ptr():
             self._place.copy_(parameter.detach())
             parameter.data = in_own_storage(self._place)
-        if has_order and _strides(parameter) != self._strides:
+        before, now, shape = self._strides, parameter.stride(), parameter.shape
+        if has_order and now != before and _order(now, shape) != _order(before, shape):
             raise UsageError(
-                f"a parameter of shape {tuple(parameter.shape)} changed its strides to {parameter.stride()} between two "
-                "steps: set the memory format before the first step."
+                f"a parameter of shape {tuple(shape)} changed its strides from {before} to {now} between two steps: "
+                "set the memory format before the first step."
             )
-        self._strides = _strides(parameter)
+        self._strides = now
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
             for parameter, has_gradient in zip(parameters, everyone[source][1:], strict=True):
                 if joined:
                     parameter.grad = torch.zeros_like(parameter) if has_gradient else None
-                if not has_gradient:
+                if not (has_gradient and parameter.numel()):
                     continue
                 gradient = parameter if parameter.grad is None else parameter.grad
                 if gradient.stride() != parameter.stride():

@@ -126,6 +126,7 @@ USUAL = {
 }
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_optimizers_are_never_refused(name: str) -> None:
     """`config check` does not build them."""
@@ -136,6 +137,7 @@ def test_usual_optimizers_are_never_refused(name: str) -> None:
         create_optimizer(block, [nn.Parameter(torch.zeros(2, 2))])
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize(
     ("name", "params"),
     [

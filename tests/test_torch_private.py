@@ -199,6 +199,7 @@ def test_every_feature_works_on_this_torch(tmp_path: Path) -> None:
         use(tmp_path)
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize("name", sorted({*NAMES} - LATE))
 def test_without_a_name_a_feature_is_refused_and_the_others_work(name: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -217,6 +218,7 @@ def test_without_a_name_a_feature_is_refused_and_the_others_work(name: str, tmp_
                 train(stage)
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize("name", sorted(LATE - {SKIP}))
 def test_names_that_are_looked_up_at_their_first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Tensor._make_wrapper_subclass(DTensor, torch.Size((2,)))

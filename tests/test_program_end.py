@@ -107,13 +107,26 @@ def test_a_config_is_checked_without_torch(config: dict[str, Any], tmp_path: Pat
 
 NUMBERS = [0, 0.0, 1, 1.5]
 USUAL = {
-    "Adam": {"lr": NUMBERS, "eps": NUMBERS, "weight_decay": NUMBERS, "betas": [[0, 0.99]], "torch_adam": [True, False]},
-    "AdamW": {"lr": NUMBERS, "eps": NUMBERS, "weight_decay": NUMBERS, "betas": [[0, 0]], "adam_w_mode": [True, False]},
+    "Adam": {
+        "lr": NUMBERS,
+        "eps": NUMBERS,
+        "weight_decay": NUMBERS,
+        "betas": [[0.0, 0.99]],
+        "torch_adam": [True, False],
+    },
+    "AdamW": {
+        "lr": NUMBERS,
+        "eps": NUMBERS,
+        "weight_decay": NUMBERS,
+        "betas": [[0.9, 0.0]],
+        "adam_w_mode": [True, False],
+    },
     "SGD": {"lr": NUMBERS, "momentum": NUMBERS, "weight_decay": NUMBERS},
     "Lion": {"lr": NUMBERS, "weight_decay": NUMBERS, "betas": [[0.9, 0.5]]},
 }
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize("name", USUAL)
 def test_usual_optimizers_are_never_refused(name: str) -> None:
     """`config check` does not build them."""
@@ -124,11 +137,13 @@ def test_usual_optimizers_are_never_refused(name: str) -> None:
         create_optimizer(block, [nn.Parameter(torch.zeros(2, 2))])
 
 
+@pytest.mark.quick(99)
 @pytest.mark.parametrize(
     ("name", "params"),
     [
         ("Muon", {}), ("Adagrad", {}), ("Adam", {"lr": -1}), ("Adam", {"lr": "1"}), ("Adam", {"lr": True}),
-        ("AdamW", {"fused": True}), ("AdamW", {"betas": [0.9]}), ("AdamW", {"betas": [0.9, 1]}), ("SGD", {"eps": 1}),
+        ("AdamW", {"fused": True}), ("AdamW", {"betas": [0.9]}), ("AdamW", {"betas": [0, 0.9]}), ("AdamW", {"betas": [0.9, 1.0]}),
+        ("SGD", {"eps": 1}),
         ("SGD", {"betas": [0.9, 0.9]}), ("Lion", {"eps": 1}), ("Adam", {"bias_correction": False}),
         ("Adam", {"eps": float("inf")}), ("Lion", {"torch_adam": True}),
     ],

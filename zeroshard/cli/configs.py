@@ -94,7 +94,8 @@ def _make_optimizer(config: Config) -> None:
         count = max(map(len, values), default=1) or 1
     of_torch = scheduler is not None and scheduler.type not in SCHEDULES
     name = "SGD" if optimizer is None else optimizer.type
-    stepped: Any = type(name, (_Groups,), {})(count)  # warnings name the optimizer
+    has_betas = name.lower() in _WITH_BETAS
+    stepped: Any = type(name, (_Groups,), {})(count, has_betas=has_betas)  # warnings name the optimizer
     if of_torch or (optimizer is not None and not is_usual(optimizer)):
         import torch
 
@@ -102,8 +103,6 @@ def _make_optimizer(config: Config) -> None:
 
         groups = [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]} for _ in range(count)]
         stepped = torch.optim.SGD(groups, lr=1e-3) if optimizer is None else create_optimizer(optimizer, groups)
-    elif optimizer is not None and optimizer.type.lower() in _WITH_BETAS:
-        stepped.defaults["betas"] = (0.9, 0.999)
     if scheduler is not None:
         create_scheduler(scheduler, stepped)
 
@@ -111,9 +110,9 @@ def _make_optimizer(config: Config) -> None:
 class _Groups:
     """What a schedule reads and writes of an optimizer."""
 
-    def __init__(self, count: int) -> None:
-        self.defaults: dict[str, Any] = {}
-        self.param_groups: list[dict[str, Any]] = [{"lr": 1e-3} for _ in range(count)]
+    def __init__(self, count: int, *, has_betas: bool) -> None:
+        self.defaults: dict[str, Any] = {"lr": 1e-3} | ({"betas": (0.9, 0.999)} if has_betas else {})
+        self.param_groups = [dict(self.defaults) for _ in range(count)]
 
 
 _WITH_BETAS = ("adam", "adamw", "lion")
@@ -133,12 +132,16 @@ def is_usual(block: OptimizerBlock) -> bool:
         if key in ("torch_adam", "adam_w_mode") and name in ("adam", "adamw"):
             accepted = isinstance(value, bool)
         elif key == "betas" and name in _WITH_BETAS:
-            accepted = isinstance(value, list) and len(value) == 2 and all(_is_number(one) and one < 1 for one in value)
+            accepted = isinstance(value, list) and len(value) == 2 and all(_is_beta(one) for one in value)
         else:
             accepted = key in numbers and _is_number(value)
         if not accepted:
             return False
     return True
+
+
+def _is_beta(value: Any) -> bool:
+    return isinstance(value, float) and 0 <= value < 1
 
 
 def _is_number(value: Any) -> bool:

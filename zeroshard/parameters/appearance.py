@@ -87,6 +87,12 @@ class Appearance:
         finally:
             self.show_current()
 
+    def show_first(self) -> None:
+        """Show the values for the first time. Data comes before the class: setting it ends a parameter of `sharded_init`."""
+        for entry, view in zip(self._named, self.views, strict=True):
+            self._show(entry, view)
+        self.show_current()
+
     def show_current(self) -> None:
         """Show the values, as `show_views` does, whatever was written to the placeholders."""
         self._become(self.whole_class)

@@ -169,7 +169,7 @@ class Unit:
         self._masters_wait = False
         """Whether parameters were written while master weights were parked."""
         self.flat.count_uses()  # not those of the tensors that parameters show or an optimizer updates
-        self.appearance.show_views()
+        self.appearance.show_first()
         self._count()
         self.reshard()
         self.offload()

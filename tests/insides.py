@@ -137,7 +137,13 @@ meeting_point = launch._meeting_point
 """Only a run on two hosts shows it."""
 print_machine = doctor._print_machine
 """`doctor` takes its console from the terminal."""
-EVERY_OPERATION = (fakes.Repeats, "_key", mock.Mock(side_effect=fakes._Unkept))
+
+
+def _never_known(*_: object) -> None:
+    raise fakes._Unkept  # not a mock, which would keep all tensors
+
+
+EVERY_OPERATION = (fakes.Repeats, "_key", _never_known)
 """A change with which a dry run asks torch at each operation, since no public name shows a repetition."""
 
 # ---------------------------------------------------------------------- transports

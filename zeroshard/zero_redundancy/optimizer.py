@@ -43,7 +43,7 @@ from zeroshard.zero_redundancy.gathered_bucket import (
 from zeroshard.zero_redundancy.optimizer_state import consolidate, load
 
 _IN_FLIGHT = 4
-"""The maximum number of all-gathers through scratch that are in flight."""
+"""The maximum number of all-gathers in flight: each may hold scratch, here or in the transport."""
 
 _GRADIENT = attrgetter("grad")
 
@@ -234,18 +234,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
     def start_gather(self, buckets: Sequence[GatheredBucket]) -> Callable[[], None]:
         """Start to gather the trained parameters of buckets and return a function that waits for them."""
-        finishes: list[Callable[[], None]] = []
-        in_scratch: deque[Callable[[], None]] = deque()  # few at once: they hold memory
+        in_flight: deque[Callable[[], None]] = deque()
         for bucket in buckets if self.world_size > 1 else ():
-            if not any(member.requires_grad or member.grad is not None for member in bucket.members):
-                continue
-            finish = bucket.start_gather(self._collectives, self._pool)
-            (in_scratch if bucket.needs_scratch else finishes).append(finish)
-            if len(in_scratch) > _IN_FLIGHT:
-                in_scratch.popleft()()
+            if any(member.requires_grad or member.grad is not None for member in bucket.members):
+                if len(in_flight) == _IN_FLIGHT:
+                    in_flight.popleft()()
+                in_flight.append(bucket.start_gather(self._collectives, self._pool))
 
         def wait() -> None:
-            for finish in [*in_scratch, *finishes]:
+            for finish in in_flight:
                 finish()
 
         return wait

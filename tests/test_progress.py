@@ -28,7 +28,6 @@ from zeroshard.observe import display as display_module
 from zeroshard.observe.display import Display, Row
 from zeroshard.observe.monitors import Sent
 from zeroshard.observe.readings import Readings
-from zeroshard.planning.machine import machines, peak_flops_of
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CONFIG = {
@@ -420,15 +419,6 @@ def test_counters_of_bytes_may_be_cleared_by_others() -> None:
     assert sent.take({"a": 7, "b": 1}) == {"a": 2, "b": 1}
     assert sent.take({"a": 3}) == {"a": 3}, "somebody cleared them"
     assert sent.take({"a": 3}) == {}
-
-
-def test_peaks_of_known_accelerators() -> None:
-    assert peak_flops_of("NVIDIA H200", "bfloat16") == pytest.approx(989e12)
-    assert peak_flops_of("NVIDIA H200", "float32") is None
-    assert peak_flops_of("a new one", "bfloat16") is None
-    for machine in machines().values():
-        for dtype, flops in machine.peak_flops.items():
-            assert flops > machine.device.flops[dtype], f"{machine.name} trains faster than it can"
 
 
 @pytest.mark.full

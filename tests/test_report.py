@@ -87,22 +87,13 @@ def test_what_a_log_lacks_is_said_in_the_picture(tmp_path: Path, drawn: list[Any
     assert not texts["samples per second"] and not texts["loss"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan", "x:y", "--plot", "{tmp}/memory.png"],
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_without_matplotlib_the_remedy_comes_before_any_work(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model and the function that these name do not exist: a command that looked for them would fail otherwise."""
+def test_without_matplotlib_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "run", [step(1)])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(app, [argument.replace("{tmp}", str(tmp_path)) for argument in arguments])
+    done = CliRunner().invoke(app, ["report", str(folder)])
     assert isinstance(done.exception, UsageError)
     assert "is not installed: pip install 'zeroshard[plots]'." in str(done.exception)
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.glob("*.png"))
 
 
 def test_a_missing_log_is_named_before_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

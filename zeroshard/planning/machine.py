@@ -44,8 +44,6 @@ class Machine(_Part):
         transport: the transport between ranks: "native" (NCCL and similar) or "gloo".
         computes_on_cpu: whether ranks compute in CPU memory, without an accelerator.
         devices: the names that torch reports for accelerators of this kind.
-        peak_flops: the vendor's floating-point operations per second for dense matrices, by dtype. Plans do not use
-            them, but the progress of a run does.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Machine(_Part):
     transport: str = "native"
     computes_on_cpu: bool = False
     devices: tuple[str, ...] = ()
-    peak_flops: dict[str, float] = {}
 
 
 @cache
@@ -65,12 +62,6 @@ def machines() -> dict[str, Machine]:
     return {
         name: Machine(name=name, **values) for name, values in json.loads(TABLE.read_text(encoding="utf-8")).items()
     }
-
-
-def peak_flops_of(device: str, dtype: str) -> float | None:
-    """Return an accelerator's peak floating-point operations per second in a dtype; None if machines.json lacks it."""
-    known = (machine.peak_flops.get(dtype) for machine in machines().values() if device in machine.devices)
-    return next(known, None)
 
 
 def machine_of(name: str) -> Machine:

@@ -61,8 +61,8 @@ class UsersOptimizer:
         self._step = step
         self._end_own_step = end_own_step
         self._zero_grad = zero_grad
-        self._groups: list[list[Tensor]] = []
-        """The parameters in a known optimizer's param groups before its own step."""
+        self._groups: list[dict[str, Any]] = []
+        """The content of a known optimizer's param groups before its own step."""
         self._is_inside = False
         self.is_removed = False
         # A compiled training step must not trace into these hooks.
@@ -132,7 +132,7 @@ class UsersOptimizer:
         finally:
             self._is_inside = False
         if self.is_known:
-            self._groups = [group["params"] for group in optimizer.param_groups]
+            self._groups = [dict(group) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = []
         if closure is None:
@@ -160,9 +160,12 @@ class UsersOptimizer:
         refuse_other_states(optimizer)
 
     def _give_back(self) -> None:
-        """Give a known optimizer the param groups from before its own code ran."""
-        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=False):
-            group["params"] = parameters
+        """Give a known optimizer the param groups from before its own code ran, over no parameters.
+
+        If that code was compiled, torch has also set an option, `capturable`.
+        """
+        for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
+            group.update(before)
         self._groups = []
 
 

@@ -322,8 +322,9 @@ def train(
         losses: this rank's loss of each step's last microbatch.
         stopped: whether Ctrl-C was pressed on any rank.
     """
-    losses: list[Tensor] = []
-    stopped = False
+    # One tensor for all losses: small tensors that outlive a step would keep malloc from using the step's memory again.
+    losses = torch.zeros(max(options.steps - engine.global_steps, 0), device=engine.device)
+    count, stopped = 0, False
     rank, world_size, batch = dist.get_rank(), dist.get_world_size(), engine.train_micro_batch_size_per_gpu()
     every = max(1, options.steps // 10)
     shown = zeroshard.progress(engine, steps=options.steps, tokens=LENGTH, log=LOG)
@@ -336,7 +337,8 @@ def train(
                 loss = engine(*data.batch(first, engine))
                 engine.backward(loss)
                 engine.step()
-            losses.append(loss.detach())
+            losses[count] = loss.detach()
+            count += 1
             if step % every == 0 or step == options.steps - 1:
                 norm, rate = engine.get_global_grad_norm(), engine.get_lr()[0]
                 progress.print(f"step {step:4d}  loss {loss:.3f}  lr {rate:.1e}  |g| {norm:.2f}")
@@ -347,7 +349,7 @@ def train(
                 engine.save_checkpoint(options.checkpoints, client_state=state, asynchronous=True, keep_last=2)
     if options.checkpoints is not None:
         engine.save_checkpoint(options.checkpoints, client_state=state, keep_last=2)
-    return [float(one) for one in losses], stopped
+    return losses[:count].tolist(), stopped
 
 
 def show(losses: list[float], first: int, console: Console) -> None:

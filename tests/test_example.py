@@ -71,7 +71,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launcher: list[str], tmp_path: Path)
 def test_ctrl_c_shows_what_was_learnt(tmp_path: Path) -> None:
     output, errors = interrupt(start(RUN, tmp_path))
     assert errors.strip() == "zeroshard run: stopped by SIGINT, with all ranks.", errors
-    parts = ["validation:", "a sample", "Memory between steps", "loss +--", "report.png", "nothing was saved"]
+    parts = ["validation:", "a sample", "Memory between steps", "loss +-", "report.png", "nothing was saved"]
     assert [part for part in parts if part not in output] == []
 
 

@@ -1,6 +1,7 @@
 """Measures the host's time of a training step whose collectives cost nothing: torch's fake process group of 8 ranks.
 
     python benchmarks/host_time.py [--rounds 5] [--systems plain,fsdp2,zs2,zs3] [--json]
+    python benchmarks/host_time.py --files zs3
 
 The model has 32 Llama-like blocks of 9 small parameters. A step is a forward, a backward, torch's own clipping, AdamW
 (foreach) and `zero_grad`. Where an accelerator is quicker than its host, this time is the step's time. zeroshard runs its
@@ -9,18 +10,24 @@ transport for accelerators (`Native`) over the fake group, in which every rank g
 Each system runs in a process of its own, in turn, `--rounds` times. "x plain" is the median over rounds of the ratio to
 plain PyTorch of the same round; `plain-again` shows the noise. The other columns are milliseconds: medians over steps, then
 over rounds.
+
+`--files` prints the microseconds that a step spends in each file of zeroshard: its share of a profile, times a step's time
+without the profiler. A profile weighs short functions more than they take.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -33,12 +40,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import zeroshard
 from zeroshard.collectives.base import Collectives
 from zeroshard.collectives.members import Members
 from zeroshard.collectives.native import Native
 from zeroshard.collectives.watch import Watch
 from zeroshard.sharding.shard import Backend, shard_on
 
+PACKAGE = Path(zeroshard.__file__).parent
 RANKS, WIDTH, LAYERS = 8, 16, 32
 STEPS, WARM_UP = 25, 8
 PHASES = ("forward", "backward", "clip", "update")
@@ -114,8 +123,8 @@ def free_collectives(_group: dist.ProcessGroup | None, device: torch.device, **_
 # ---------------------------------------------------------------------- one system
 
 
-def run(system: str) -> list[float]:
-    """Return the median milliseconds of a step and of its phases."""
+def prepared(system: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    """Return a model, as the system trains it, with its optimizer and a batch."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())  # type: ignore[no-untyped-call]
     torch.manual_seed(0)
@@ -129,7 +138,16 @@ def run(system: str) -> list[float]:
     if system.startswith("zs"):
         backend = Backend(free_collectives, join_ranks=lambda _: None)
         shard_on(backend, model, optimizer, int(system[2:]), None, 500_000_000, overlap=True)
+    return model, optimizer, tokens
 
+
+def run(system: str) -> list[float]:
+    """Return the median milliseconds of a step and of its phases."""
+    return medians(*prepared(system))
+
+
+def medians(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> list[float]:
+    """Train, and return the median milliseconds of a step and of its phases."""
     rows = []
     for _ in range(STEPS):
         at = [time.perf_counter()]
@@ -146,14 +164,35 @@ def run(system: str) -> list[float]:
     return [1e3 * statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)]
 
 
+def by_file(system: str) -> dict[str, float]:
+    """Return the microseconds of a step in each file of zeroshard."""
+    training = prepared(system)
+    step = medians(*training)[0]
+    profiler = cProfile.Profile()
+    profiler.runcall(medians, *training)
+    found = Counter[str]()
+    stats = pstats.Stats(profiler)
+    for (file, _, _), (_, _, own, _, _) in stats.stats.items():  # type: ignore[attr-defined]
+        found[file] += own
+    total = sum(found.values())
+    ours = [file for file, _ in found.most_common() if Path(file).is_relative_to(PACKAGE)]
+    return {str(Path(file).relative_to(PACKAGE)): 1e3 * step * found[file] / total for file in ours}
+
+
 def main() -> None:
     """Run the systems in turn and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--files", metavar="SYSTEM")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.files:
+        for file, microseconds in by_file(chosen.files).items():
+            print(f"{microseconds:9.0f}  {file}")
+        sys.stdout.flush()
+        os._exit(0)
     if chosen.one:
         print(json.dumps(run(chosen.one)), flush=True)
         os._exit(0)  # a fake group's threads need no end

@@ -57,6 +57,32 @@ EVENTS = [
 """(lane, colour, [(first slot, last slot, label)]) of a step at stage 3 with three blocks and one microbatch."""
 
 
+PARAMETER = [
+    ("box", "at rest: this rank's shard", "ParameterBucket.block"),
+    ("gather", "its module is about to run", "Hooks, Schedule.unshard, Unit.start_unshard"),
+    ("gather", "all-gather into the unit's flat buffer", "ParameterBucket.unshard, Collectives.all_gather"),
+    ("whole", "whole: the parameter shows its view", "Unit.unshard, Appearance.show_views"),
+    ("compute", "forward; autograd saves unit and place", "SavedParameters"),
+    ("box", "it has run: a placeholder, and no memory", "Schedule.reshard_after_forward, Unit.reshard"),
+    ("gather", "its output has a gradient: gathered again", "Hooks._pre_backward"),
+    ("compute", "backward; freed at the last gradient", "Hooks._give_back, Unit.reshard"),
+    ("box", "the optimizer updates the shard", "ShardedStep, Resident"),
+]
+"""A parameter's way through a step at stage 3, from top to bottom: (colour, state or event, the code)."""
+GRADIENT = [
+    ("compute", "autograd has summed it", "Hooks._post_accumulate, Schedule.add_gradient"),
+    ("box", "waits for others of its unit", "Waiting"),
+    ("box", "copied into the rows of its bucket", "GradientBucket.add_gradients"),
+    ("reduce", "the bucket's turn: reduce-scatter", "Reductions.start_ready, Collectives.reduce_scatter"),
+    ("reduce", "the mean, in this rank's shard", "GradientBucket.finish_reduction"),
+    ("box", "one message: norm, used, written", "ShardedStep, GradientOperations"),
+    ("compute", "the user's optimizer, on views", "UsersOptimizer, SubGroups.run"),
+    ("gather", "all-gather of updated parameters", "Schedule.sync_parameters, ParameterBucket.sync"),
+    ("whole", "the first reader waits for it", "Unit.before_read, Unit.unshard"),
+]
+"""A gradient's way through a step at stage 2, in the same form."""
+
+
 def svg(height: int, title: str, parts: list[str]) -> str:
     """Return a picture of `WIDTH` x `height` units on its card."""
     head = (
@@ -118,7 +144,37 @@ def timeline() -> str:
     return svg(y + 24, "A step at stage 3: gathers, computation, reductions, and when each block is unsharded", parts)
 
 
-PICTURES = {"architecture.svg": architecture, "stage_3_step.svg": timeline}
+def way(title: str, stops: list[tuple[str, str, str]]) -> str:
+    """Draw a way from top to bottom: what happens, and the code that does it."""
+    parts = []
+    y = 12
+    for number, (colour, event, code) in enumerate(stops):
+        parts += [
+            box(colour, 16, y, WIDTH - 32, 34),
+            text(event, WIDTH / 2, y + 14, "title"),
+            text(code, WIDTH / 2, y + 27, "small"),
+        ]
+        y += 34
+        if number + 1 < len(stops):
+            parts.append(f'<path class="line" d="M{WIDTH / 2:g} {y} v8 m-3 -4 l3 4 l3 -4"/>')
+            y += 10
+    return svg(y + 12, title, parts)
+
+
+def parameter() -> str:
+    """Draw a parameter's way."""
+    return way("A parameter's way through a step at stage 3", PARAMETER)
+
+
+def gradient() -> str:
+    """Draw a gradient's way."""
+    return way("A gradient's way through a step at stage 2", GRADIENT)
+
+
+PICTURES = {
+    "architecture.svg": architecture, "stage_3_step.svg": timeline, "parameters_way.svg": parameter,
+    "gradients_way.svg": gradient,
+}  # fmt: skip
 
 
 def outdated() -> list[str]:

@@ -11,6 +11,8 @@ from test_trainer_contract import run, zeroshard
 import zeroshard as package
 from zeroshard.integrations.shim_path import shim_path
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "accelerate_loop.py"
 TOLERANCE = {"no": 1e-6, "bf16": 3e-2}
 LAUNCHED = [

@@ -28,6 +28,8 @@ from zeroshard.cli.main import app
 from zeroshard.formats.hugging_face import export
 from zeroshard.integrations.transformers import whole_state_dict
 
+pytestmark = pytest.mark.full
+
 
 def save(folder: Path, *tags: str, **more: Any) -> None:
     def body(rank: int) -> None:

@@ -275,6 +275,7 @@ OTHER_THAN_A_FORWARD: dict[str, Callable[[zeroshard.Sharded], object]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("name", OTHER_THAN_A_FORWARD)
 def test_an_operation_never_pairs_with_a_forward(
@@ -356,6 +357,7 @@ def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
     assert re.fullmatch(rf'{waiting} for save "x".*; {silent} \(still in other code\?\)', lines[0])
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Long before two ranks of one host find out that each waits for the other: that takes a second.
     monkeypatch.setenv(NOTICE_VARIABLE, "0.3")
@@ -375,6 +377,7 @@ def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, mon
     assert "all-gather of" in lines[0]
 
 
+@pytest.mark.full
 def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The line goes to stderr where nothing else is arranged; the save goes on, and nothing of it is left behind."""
 
@@ -529,6 +532,7 @@ def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, whe
         assert f"rank {count - 1} closed the connection" in message
 
 
+@pytest.mark.full
 def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Path) -> None:
     """The process that holds the store stands still: a failed wait ends in our error all the same."""
 

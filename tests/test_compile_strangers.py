@@ -18,6 +18,8 @@ from zeroshard import Policy, UsageError
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.full
+
 SMALL = GPTConfig(layers=2, width=32, heads=4, context=16)
 HOWS = ["wrapped blocks", "blocks in place", "wrapped model", "model in place"]
 

@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent / "recorded"))
 import deepspeed_llama as llama
 from deepspeed_checkpoints import FOLDER, RUNS, batch, config, make_model, make_optimizer
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", RUNS)

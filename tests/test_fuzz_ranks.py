@@ -23,6 +23,8 @@ from twin import Setting as Twin
 import zeroshard
 from zeroshard.gradients.norm import clip_coefficient
 
+pytestmark = pytest.mark.full
+
 WIDTH, BLOCKS, STEPS = 5, 3, 5
 Turn = tuple[list[int], bool]
 """Which blocks run, in which order, and whether the side path does."""

@@ -19,6 +19,8 @@ from zeroshard import UsageError
 from zeroshard.cli.doctor import doctor
 from zeroshard.cli.links import problem_of
 
+pytestmark = pytest.mark.full
+
 JOB = Path(__file__).parent / "hosts" / "job.py"
 SECONDS = 240.0
 """For whatever must come to an end, on a machine that does other things too."""

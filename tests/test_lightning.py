@@ -146,6 +146,7 @@ def test_losses_and_parameters_are_those_of_ddp_to_the_bit(stage: int, tmp_path:
     assert_same(*(ranks(lambda s: fitted(tmp_path, s), s) for s in (stage, None)), atol=0.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "stage"),
     [("accumulates", 2), ("own forward", 3)]
@@ -250,6 +251,7 @@ def test_weights_of_another_strategy_load_and_its_optimizer_does_not(tmp_path: P
 # ---------------------------------------------------------------------- precision
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "stage"),
     [
@@ -307,6 +309,7 @@ class Manual(Module):
             scheduler.step()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(1), full(2), 3])
 def test_manual_optimization(stage: int, tmp_path: Path) -> None:
     def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
@@ -341,6 +344,7 @@ class InTurns(Module):
         return [torch.optim.AdamW(blocks, lr=1e-2), torch.optim.SGD(rest, lr=0.1)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
 def test_two_optimizers_that_take_turns(stage: int, tmp_path: Path) -> None:
     def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
@@ -377,6 +381,7 @@ class Finetuned(Module):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(0), full(1), 2, full(3)])
 def test_finetuning_callbacks_free_parameters(stage: int, tmp_path: Path) -> None:
     """One process: DDP of several does not average the gradients of what was frozen when it was made."""
@@ -411,6 +416,7 @@ class Born(Module):
             self.kinds = {type(p).__name__ for p in self.model.blocks.parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(2), 3])
 def test_models_are_born_sharded(stage: int, tmp_path: Path) -> None:
     def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
@@ -537,6 +543,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(1), 2, 3])
 def test_torchs_own_clipping_clips(stage: int, tmp_path: Path) -> None:
     def body(stage: int | None) -> tuple[list[float], list[Tensor]]:
@@ -560,6 +567,7 @@ def test_mistakes_have_a_sentence(name: str, tmp_path: Path) -> None:
     ranks(body, world_size=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [full(2), 3])
 def test_an_exception_on_one_rank_ends_the_others(stage: int, tmp_path: Path) -> None:
     class Fails(Module):
@@ -649,6 +657,7 @@ def test_fabric_as_ddp(stage: int, tmp_path: Path) -> None:
     assert_same(*(ranks(lambda s: loop(fabric(of_fabric(s)), tmp_path, 4), s) for s in (stage, None)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "world_size"), [(2, 2), full(3, 1), full(1, 2)])
 def test_fabric_resumes_at_any_world_size_and_stage(stage: int, world_size: int, tmp_path: Path) -> None:
     first = 3 if stage == 2 else 2
@@ -663,6 +672,7 @@ def test_fabric_resumes_at_any_world_size_and_stage(stage: int, world_size: int,
     alone.load_state_dict(torch.load(tmp_path / "single.ckpt")["state_dict"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [full("bf16-mixed"), "16-mixed"])
 def test_fabric_precision(precision: str, tmp_path: Path) -> None:
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed

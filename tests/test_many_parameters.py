@@ -20,6 +20,8 @@ from zeroshard.layout.bucketing import find_units
 from zeroshard.schedule import unit as units
 from zeroshard.testing import Run, Workload
 
+pytestmark = pytest.mark.full
+
 COUNT, WIDTH = 30, 5
 EVERY_STAGE = pytest.mark.parametrize("stage", range(4))
 

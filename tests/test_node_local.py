@@ -21,6 +21,8 @@ from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.node_local import Move, carry
 from zeroshard.collectives import meeting
 
+pytestmark = pytest.mark.full
+
 RANKS_OF_A_HOST = 2
 
 

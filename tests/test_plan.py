@@ -103,6 +103,7 @@ class Encoder(nn.Module):
         return self.head(x).square().mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_that_copies_its_layers_is_planned_as_one_that_does_not(stage: int) -> None:
     """As nn.TransformerEncoder does."""
@@ -146,6 +147,7 @@ def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
     assert any(kind.endswith(" across") for kind in plan.figures.sent)
 
 
+@pytest.mark.full
 def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
     """As the engine does: with the optimizer in CPU memory they stay on the device until the last one."""
     config = config_of(2, "bf16", accumulation=4, micro=1, offload_optimizer={"device": "cpu"})
@@ -157,6 +159,7 @@ def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
     assert full.limit == 1
 
 
+@pytest.mark.full
 def test_stage_3_within_hosts_sends_little_across() -> None:
     """In fp32 gradients cross as sums, and updated parameters once: a host's ranks share 2 of the parameters' bytes."""
 
@@ -274,6 +277,7 @@ def test_the_first_plan_of_a_process_is_as_the_next() -> None:
 OTHERS = ["Adam", "Adafactor", "Adadelta", "Adamax", "ASGD", "RAdam", "RMSprop", "Rprop"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["AdamW", "SGD", *(pytest.param(name, marks=FULL) for name in OTHERS)])
 def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerator(name: str) -> None:
     """It updates all tensors at once there, which takes no less memory than one after another."""
@@ -293,6 +297,7 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
     assert at_once > one_by_one if name == "AdamW" else at_once >= one_by_one
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("machine", ["h100", "cpu"])
 @pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
 def test_an_optimizer_that_reads_its_states_is_planned(name: str, machine: str) -> None:
@@ -318,6 +323,7 @@ class Dropping(nn.Module):
         return y.float().mean()
 
 
+@pytest.mark.full
 def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
     """Masks of one byte for each element, and no scores of attention: [8, 2, 256, 256] would take as much as 8 inputs."""
     config = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
@@ -337,6 +343,7 @@ def test_a_batch_of_another_size_than_the_configs_is_refused() -> None:
     row_of(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(8, 2, 64),))  # the sequence comes first
 
 
+@pytest.mark.full
 def test_unmanaged_microbatches_are_one_step() -> None:
     def calls(managed: bool) -> dict[str, int]:
         config = {
@@ -352,6 +359,7 @@ def dropping() -> nn.Module:
     return Dropping(0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("machine", ["h100", pytest.param("cpu", marks=FULL)])
 @pytest.mark.parametrize(
     ("factory", "batch"),

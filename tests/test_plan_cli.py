@@ -98,6 +98,7 @@ def test_a_config_comes_first_and_so_does_the_answer(folder: Path) -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.full
 def test_what_does_not_fit_says_what_does(folder: Path) -> None:
     model = (".", "--gpus", "2", "--sequence", "512", "--config", "zero.json")
     needed = {row["name"]: row["needed"] for row in planned_as_json(*model)["rows"]}
@@ -114,6 +115,7 @@ def test_what_does_not_fit_says_what_does(folder: Path) -> None:
     assert "of CPU memory" in first and "missing" in first
 
 
+@pytest.mark.full
 def test_what_was_assumed_is_said(folder: Path) -> None:
     lines = printed("factory.py:two_samples", "--gpus", "2", "--batch", "2")
     assert lines[0].startswith("fits with stage 0: ")
@@ -124,6 +126,7 @@ def test_what_was_assumed_is_said(folder: Path) -> None:
     assert "assumed: 2048 tokens in a sample (--sequence)" in printed(".", "--quick", "--config", "zero.json")
 
 
+@pytest.mark.full
 def test_each_row_is_a_dry_run_of_its_config(folder: Path) -> None:
     told = planned_as_json(".", "--gpus", "8", "--hosts", "2", "--sequence", "16", "--config", "zero.json")
     assert told["refused"] == {} and told["has_config"] and told["fits"]
@@ -148,6 +151,7 @@ def test_each_row_is_a_dry_run_of_its_config(folder: Path) -> None:
             assert {**again["rows"][0], "name": row["name"]} == row
 
 
+@pytest.mark.full
 def test_what_is_auto_is_given(folder: Path) -> None:
     (folder / "auto.json").write_text(json.dumps(CONFIG))
     planned = [".", "--sequence", "32", "--quick", "--config", "auto.json"]
@@ -194,10 +198,12 @@ def test_an_option_of_earlier_releases_names_its_remedy(option: str, remedy: str
     assert f"zeroshard plan has no {option}: " in told and remedy in told
 
 
+@pytest.mark.full
 def test_a_factory_that_is_on_the_meta_device(folder: Path) -> None:
     assert "on the meta device. Leave the device out" in refused("factory.py:meta", "--config", "zero.json", "--quick")
 
 
+@pytest.mark.full
 def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
     def needed(samples: int) -> int:
         config = {"train_micro_batch_size_per_gpu": samples, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -209,6 +215,7 @@ def test_a_factorys_batch_has_the_samples_of_the_plan(folder: Path) -> None:
     assert needed(20_000) - needed(10_000) == pytest.approx(inputs_and_outputs, rel=0.01)
 
 
+@pytest.mark.full
 def test_json_has_no_infinity(folder: Path) -> None:
     config = json.loads((folder / "zero.json").read_text()) | {"steps_per_print": float("inf")}  # as accelerate has it
     (folder / "zero.json").write_text(json.dumps(config))
@@ -270,6 +277,7 @@ def test_a_config_that_a_run_refuses_is_refused(folder: Path) -> None:
     assert "a plan does not count tensor parallelism" in refused("factory.py:make", "--config", "divided.json")
 
 
+@pytest.mark.full
 def test_ranks_on_cpus_need_the_memory_of_their_host_together(folder: Path) -> None:
     def fits(memory: str) -> bool:
         options = ("--machine", "cpu", "--gpus", "2", "--host-memory", memory, "--config", "zero.json", "--quick")

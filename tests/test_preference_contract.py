@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from test_trainer_contract import largest_difference, run
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "preference.py"
 TRAINERS = ("sft", "dpo", "dpo-full", "dpo-before")
 OFFLINE = {"TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}

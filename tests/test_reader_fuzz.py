@@ -47,6 +47,8 @@ from zeroshard.testing import run_ranks
 sys.path.insert(0, str(Path(__file__).parent / "recorded"))
 from deepspeed_checkpoints import FOLDER as OF_DEEPSPEED
 
+pytestmark = pytest.mark.full
+
 MORE_MEMORY = 256 << 20
 """Bytes that readers may take beyond what the process has: their buffers are of fixed sizes, 64 MiB at most."""
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from test_trainer_contract import IMPORTS, STOCK, run
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "long_sequences.py"
 IMPORTS[SCRIPT] = STOCK
 

@@ -22,6 +22,8 @@ from zeroshard.integrations.lightning import ZeroStrategy
 from zeroshard.integrations.transformers import ZeroTrainerMixin
 from zeroshard.sequence import Sequences, tile
 
+pytestmark = pytest.mark.full
+
 LENGTH = 21
 """An odd one: slices are padded."""
 

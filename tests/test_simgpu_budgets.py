@@ -9,6 +9,8 @@ import pytest
 from simgpu import budgets, server
 from simgpu.budgets import total
 
+pytestmark = pytest.mark.full
+
 STAGES = pytest.mark.parametrize("stage", [2, 3])
 LAYERS = pytest.mark.parametrize("layers", [6, pytest.param(32, marks=pytest.mark.full)])
 """The counters of 32 are the table of docs/accelerators.md: `pytest --rest -s` prints them."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 from simgpu import host, server
 
+pytestmark = pytest.mark.full
+
 
 def test_a_group_of_some_ranks_beside_a_bound_world_is_refused() -> None:
     """torch would split the communicator of all ranks for it, which waits for the third."""

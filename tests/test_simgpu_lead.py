@@ -8,6 +8,8 @@ import pytest
 import torch
 from simgpu import lead, server
 
+pytestmark = pytest.mark.full
+
 
 def both(function: Any, moment: str) -> tuple[float, float]:
     """Return what is reserved with the host in step with the device, and with the host ahead."""

@@ -10,6 +10,8 @@ from simgpu import plans, server
 import zeroshard
 from zeroshard.planning.segments import Segments
 
+pytestmark = pytest.mark.full
+
 MIB = 1 << 20
 
 

@@ -10,6 +10,8 @@ from test_trainer_contract import IMPORTS, STOCK, run
 
 from zeroshard.testing import RankError
 
+pytestmark = pytest.mark.full
+
 SCRIPT = "tensor_parallel.py"
 IMPORTS[SCRIPT] = STOCK
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from zeroshard import ZeroRedundancyOptimizer
 
+pytestmark = pytest.mark.full
+
 SHAPES = [(3, 4), (7,), (1,), (5, 5), (6,), (2, 3, 2), ()]
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}),

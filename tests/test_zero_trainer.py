@@ -239,6 +239,7 @@ def test_adapters_are_saved_whole(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix", "shared_buffers"])
 @pytest.mark.quick(2)
 def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: str) -> None:
@@ -287,6 +288,7 @@ def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- precision and configs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_sixteen_bits(tmp_path: Path, kind: str) -> None:
     """Parameters in 16 bits, fp32 masters; the stages agree, and a resumed training goes on with the same numbers."""
@@ -316,6 +318,7 @@ def test_sixteen_bits(tmp_path: Path, kind: str) -> None:
     assert_close(*seen, tolerance=1e-3)
 
 
+@pytest.mark.full
 def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
     """The rate stays, and the scale halves, until gradients are finite."""
     config = {
@@ -541,6 +544,7 @@ def test_evaluation_without_training(tmp_path: Path) -> None:
     assert after == pytest.approx(run(body, 2, "stock", False)[0][1], abs=1e-6)
 
 
+@pytest.mark.full
 def test_every_rank_evaluates_with_rank_0s_running_statistics(tmp_path: Path) -> None:
     """Rank 0's are those that are saved."""
 
@@ -625,6 +629,7 @@ def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dic
     return history(trainer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["class", pytest.param("object", marks=pytest.mark.full)])
 def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
     stock = run(stage_one, 2, tmp_path / "stock", "stock", SAVES)[0]
@@ -731,6 +736,7 @@ def test_trl(tmp_path: Path, kind: str, adapted: bool) -> None:
         assert_close(run(tune, 2, tmp_path, kind, adapted, zero)[0], stock)
 
 
+@pytest.mark.full
 def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
     """TRL calls `generate` itself: under sharded parameters ranks go on until the last is done, else each as it likes."""
 
@@ -782,6 +788,7 @@ def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
     assert max(short) < max(long), "the ranks' completions end at different lengths"
 
 
+@pytest.mark.full
 def test_a_config_that_names_no_accumulation_sums_in_fp32(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     args = arguments(tmp_path, 0, 1, 0, bf16=True, gradient_accumulation_steps=4)

@@ -79,6 +79,10 @@ class OptimizerStates:
         self._groups.refuse_changes()
         if SHARDS not in state_dict and not _fits(state_dict, self._groups.shards):
             state_dict = self._cut(state_dict)
+        else:  # torch keeps tensors whose dtype and device fit, which the caller may load or save again
+            states = state_dict["state"].items()
+            copied = {number: {name: _copied(value) for name, value in state.items()} for number, state in states}
+            state_dict = {**state_dict, "state": copied}
         # torch numbers parameters and would assign the states of other shards to the wrong parameters.
         own = self._names_of_shards()
         if state_dict.get(SHARDS, own) != own:
@@ -204,6 +208,10 @@ class StatesOfShards(defaultdict[Any, dict[str, Any]]):
                 "optimizer.state_dict(), or save a checkpoint."
             )
         return defaultdict, (dict,)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _part(view: ShardView, name: str, value: Any) -> Any:

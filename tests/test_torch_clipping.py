@@ -479,3 +479,18 @@ def test_norms_of_fp64_are_of_fp64(scale: float) -> None:
                 torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
 
     on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("clip", [by_value, by_norm])
+def test_a_gradient_that_was_set_after_a_backward_is_named(clip: Clip) -> None:
+    """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
+
+    def body(rank: int) -> None:
+        model = Sometimes()
+        zeroshard.shard(model, sgd(model.parameters()), 2)
+        model(torch.ones(2, 4), is_open=False).sum().backward()
+        model.side.weight.grad = torch.ones(4, 4)
+        with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):
+            clip(model)
+
+    on_ranks(body, 2)

@@ -204,7 +204,10 @@ class GradientOperations:
     def _finish(self) -> None:
         """Wait for the mean and apply factors, once for all parameters, although it is called for each."""
         if self._finished_at != self._schedule.gradients_taken:
-            for unit, index in self._schedule.gradients_of_users():  # a loop over gradients has the user's tensor, which is taken now
+            for (
+                unit,
+                index,
+            ) in self._schedule.gradients_of_users():  # a loop over gradients has the user's tensor, which is taken now
                 raise UsageError(
                     f"{unit.named[index].fqn}.grad was set after a backward, and an operation on the gradients of all parameters "
                     "would miss it. Set it before any backward, or call sharded.clip_grad_norm_(max_norm)."

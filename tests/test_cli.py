@@ -30,6 +30,7 @@ def nan():
 """
 
 
+@pytest.mark.full
 def test_estimate_gives_the_figures_of_the_paper() -> None:
     """In a process of its own, as a user runs it."""
     command = [str(BIN / "zeroshard"), "estimate", "--parameters", "7.5e9", "--ranks", "64"]
@@ -53,6 +54,7 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False)
 
 
+@pytest.mark.full
 def test_compare_trains_the_users_model_and_draws(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(FACTORY)
     plot, table = tmp_path / "plot.svg", tmp_path / "table.txt"

@@ -161,6 +161,7 @@ def test_a_rank_alone_over_gloo_is_named_at_the_timeout(
         assert "rank 0 waited for" in message and "rank 1 waited for" in message, message
 
 
+@pytest.mark.full
 def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
     told = tmp_path / "told"
 
@@ -198,6 +199,7 @@ def test_a_killed_rank_is_an_error_at_once() -> None:
         run_until_all_end(body, 2)
 
 
+@pytest.mark.full
 def test_a_hung_rank_fails_with_every_stack() -> None:
     def sleeper(rank: int) -> None:
         time.sleep(100)

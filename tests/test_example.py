@@ -75,6 +75,7 @@ def test_ctrl_c_shows_what_was_learnt(tmp_path: Path) -> None:
     assert [part for part in parts if part not in output] == []
 
 
+@pytest.mark.full
 def test_a_run_of_a_given_time_says_how_long_it_takes(tmp_path: Path) -> None:
     running = start([sys.executable], tmp_path, "--minutes", "0")
     output, errors = running.communicate(timeout=120)

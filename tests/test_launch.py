@@ -244,6 +244,7 @@ def test_a_rank_that_is_not_reached_has_advice(
     assert not caplog.records
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rank", "advice"), [(0, "all 2 ranks were started"), (1, "rank 0 runs there")], ids=["rank 0", "rank 1"]
 )

@@ -123,6 +123,7 @@ def test_fourteen_bytes_a_parameter(ranks: int) -> None:
     run_ranks(body, ranks)
 
 
+@pytest.mark.full
 def test_checkpoints_keep_their_bytes(tmp_path: Path) -> None:
     """The same files, which load under either policy, at another world size, and by torch's own checkpoints."""
 

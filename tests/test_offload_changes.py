@@ -270,6 +270,7 @@ def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
     on_ranks(body, 1)
 
 
+@pytest.mark.full
 def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> None:
     how = Offload(str(tmp_path), ratio=0.5, buffer_numel=4096, block_nbytes=4096)
     sharded, work = build(Policy.stage(2).offloaded(optimizer=DISK, offload=how), model="tied")

@@ -434,6 +434,7 @@ def test_arguments_of_earlier_releases_name_their_remedy() -> None:
         zeroshard.plan(gpt, {}, world_size=1, batch=tokens, bach=2)
 
 
+@pytest.mark.full
 def test_a_plan_prints_its_table() -> None:
     made = zeroshard.plan(gpt, config_of(3), world_size=2, batch=tokens, memory=1 << 40)
     lines = str(made).splitlines()

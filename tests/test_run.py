@@ -68,6 +68,7 @@ def told(folder: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
+@pytest.mark.full
 def test_a_script_finds_zeroshard_as_deepspeed_on_every_rank(script: Path, tmp_path: Path) -> None:
     """Even where a DeepSpeed is installed; what stands behind the script's name is the script's."""
     real = tmp_path / "site" / "deepspeed"

@@ -317,6 +317,7 @@ def compile_blocks(model: Any) -> None:
         block.compile(backend="eager")
 
 
+@pytest.mark.full
 def test_autocast_and_compiled_blocks_are_one_process() -> None:
     """Rotary positions are computed in fp32 under autocast, so queries and keys have another dtype than values."""
 

@@ -521,6 +521,7 @@ def _both_ways(rank: int, body: Callable[[int], dict[str, Tensor]], slow_ranks: 
 
 @pytest.mark.parametrize("count", [2, 3])
 @STAGES
+@pytest.mark.full
 def test_a_write_spares_memory_that_a_slow_rank_still_reads(stage: int, count: int, tmp_path: Path) -> None:
     def body(rank: int) -> dict[str, Tensor]:
         model, sharded = build(stage, make_model=Untied)

@@ -466,6 +466,7 @@ def gradients_of(sharded: Sharded) -> dict[str, Tensor]:
     return {name: sharded.states.get(name, "gradients") for name, _ in sharded.model.named_parameters()}
 
 
+@pytest.mark.full
 def test_torchs_clipping_and_gradients() -> None:
     model = made()
     for rank in range(2):
@@ -684,6 +685,7 @@ def uncut(model: nn.Module, mesh: DeviceMesh) -> None:
     """Leave ordinary parameters."""
 
 
+@pytest.mark.full
 def test_checkpoints_load_at_any_mesh(tmp_path: Path) -> None:
     """And without one; a run then goes on as it would have, to the bit where the mesh is the first."""
 

@@ -146,6 +146,7 @@ def divided_before(model: nn.Module) -> dict[str, Any]:
     return {"config": {key: value for key, value in settings(2, optimizer=ADAMW).items() if key != "tensor_parallel"}}
 
 
+@pytest.mark.full
 def test_each_way_to_name_parameters_is_one_process() -> None:
     def body(rank: int) -> list[dict[str, Any]]:
         runs = []

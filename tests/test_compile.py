@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import MODELS, tokens
 from oracles import same_on_all_ranks, train_reference
+from quiet import WITH_INDUCTOR
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -204,6 +205,7 @@ QUICK = "wrapped blocks, as graphs"
 """The graphs are inductor's, and torch runs their operations: a minute of C++ compilers is left to the rest."""
 
 
+@WITH_INDUCTOR
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from quiet import WITH_INDUCTOR
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -416,6 +417,7 @@ def test_trees() -> None:
     assert torch_private.tree_map_only(int, str, [1, (2.0,)]) == ["1", (2.0,)]
 
 
+@WITH_INDUCTOR
 def test_parts_of_modules() -> None:
     module = nn.Module()
     module.register_buffer("saved", None)

@@ -8,7 +8,7 @@ Norms are bit-identical under every policy: each shard's part of a parameter is 
 
 [Note: one call for each gradient]
 torch calls each operation once for each gradient. The first call does the work for all of them, and the others look its result up
-(`known_norm`, `multiplies`): 1 microsecond each, of which most is torch's way to `__torch_function__`.
+(`known_norm`, `multiplies`).
 """
 
 from __future__ import annotations
@@ -204,10 +204,8 @@ class GradientOperations:
     def _finish(self) -> None:
         """Wait for the mean and apply factors, once for all parameters, although it is called for each."""
         if self._finished_at != self._schedule.gradients_taken:
-            for (
-                unit,
-                index,
-            ) in self._schedule.gradients_of_users():  # a loop over gradients has the user's tensor, which is taken now
+            # torch lists all gradients before it changes one. What a user has set would be taken now, and the list keep the old tensor.
+            for unit, index in self._schedule.gradients_of_users():
                 raise UsageError(
                     f"{unit.named[index].fqn}.grad was set after a backward, and an operation on the gradients of all parameters "
                     "would miss it. Set it before any backward, or call sharded.clip_grad_norm_(max_norm)."

@@ -204,7 +204,7 @@ class GradientOperations:
     def _finish(self) -> None:
         """Wait for the mean and apply factors, once for all parameters, although it is called for each."""
         if self._finished_at != self._schedule.gradients_taken:
-            # torch lists all gradients before it changes one. What a user has set would be taken now, and the list keep the old tensor.
+            # torch lists all gradients before it changes one: its list would keep a tensor that is taken now.
             for unit, index in self._schedule.gradients_of_users():
                 raise UsageError(
                     f"{unit.named[index].fqn}.grad was set after a backward, and an operation on the gradients of all parameters "

@@ -9,6 +9,10 @@ MUTANTS ?=
 PARTS ?=
 # The oldest releases of trainers that pyproject.toml allows; the contract tests run on them too.
 OLDER = $(shell sed -n '/^torch=/d; /==/p' requirements/oldest.txt)
+# LLaMA-Factory, for the contract test, beside the libraries of .venv and without those that only its v0 and its web pages need.
+LLAMA_FACTORY = $(shell sed -n '/==/p' requirements/llama_factory.txt)
+# verl, for its contract test, in the same way. It imports Ray, which takes 240 MB.
+VERL = $(shell sed -n '/==/p' requirements/verl.txt)
 BIN = .venv/bin
 # Processes that test at the same time. Some tests wait, and each has ranks of its own: 2 cores are busy with 3 processes, and
 # take 10 % longer with 4, since ranks then wait for their turn to answer each other.
@@ -28,10 +32,10 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # The tests to run while editing: imports between packages, configs, errors, layout, every stage against plain training, a checkpoint.
-SMOKE = tests/test_architecture.py tests/test_config.py tests/test_errors.py tests/test_equality.py::test_models \
-	tests/test_memory_and_bytes.py::test_the_layout_pads_less_than_a_line_per_shard_and_parameter \
-	tests/test_checkpoints.py::test_an_engine_resumes_bit_for_bit
-# Variants of `make test-anywhere`; default: all. tests/anywhere.py lists them.
+SMOKE = tests/project/test_architecture.py tests/engine/test_config.py tests/core/test_errors.py tests/promises/test_equality.py::test_models \
+	tests/promises/test_memory_and_bytes.py::test_the_layout_pads_less_than_a_line_per_shard_and_parameter \
+	tests/checkpoint/test_checkpoints.py::test_an_engine_resumes_bit_for_bit
+# Variants of `make test-anywhere`; default: all. tests/support/anywhere.py lists them.
 VARIANTS ?=
 
 .PHONY: train smoke test test-rest test-all test-anywhere test-oldest test-newest coverage mutants bench accelerator accelerator-page wheels lint compare docs notebook package clean
@@ -50,11 +54,11 @@ test: .venv/ready .venv/simgpu
 
 # The rest: of each test every two values of two parameters together, of one marked `every` all combinations; and what is large or
 # long. Other combinations of three values or more run in neither.
-test-rest: .venv/ready .venv/simgpu
+test-rest: .venv/ready .venv/simgpu .venv/verl/ready
 	$(PYTEST) --rest
 
 # Both. The rest runs after a failure of the quick set, too: one failure hides no other.
-test-all: .venv/ready .venv/simgpu
+test-all: .venv/ready .venv/simgpu .venv/verl/ready
 	status=0; $(PYTEST) || status=1; $(PYTEST) --rest || status=1; exit $$status
 
 # The quick set on the oldest or the newest releases, which requirements/ names. Each takes 6 GB: these torches bring CUDA.
@@ -63,7 +67,7 @@ test-oldest test-newest: test-%: .venv/%/ready
 
 # The quick set as other machines and users would run it. Each variant prints one line; PARTS: some of the tests only.
 test-anywhere: .venv/ready .venv/simgpu
-	JOBS=$(JOBS) $(BIN)/python tests/anywhere.py $(VARIANTS) -- $(PARTS)
+	JOBS=$(JOBS) $(BIN)/python tests/support/anywhere.py $(VARIANTS) -- $(PARTS)
 
 # Measures which lines of zeroshard/ the quick set runs, in ranks, too. PARTS: some of the tests only.
 coverage: .venv/ready .venv/simgpu
@@ -74,7 +78,7 @@ coverage: .venv/ready .venv/simgpu
 
 # Plants single-line faults in a copy of the core and lists those that the quick set does not find. Takes hours.
 mutants: .venv/ready .venv/simgpu
-	$(BIN)/python tests/mutants.py $(MUTANTS)
+	$(BIN)/python tests/support/mutants.py $(MUTANTS)
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
@@ -104,16 +108,17 @@ compare: .venv/ready
 notebook: .venv/ready
 	$(BIN)/jupyter-execute --inplace examples/zero_stage_by_stage.ipynb
 
-# A wheel and an sdist in dist/; each is installed into a fresh environment and tried in an empty folder.
+# A wheel and an sdist in dist/ that indexes accept; each is installed into a fresh environment and tried in an empty folder.
 package: .venv/ready
 	rm -rf dist .venv/package
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv .venv/package
 	.venv/package/bin/pip install -qq --disable-pip-version-check $(TORCH)
 	set -e; for file in dist/*.whl dist/*.tar.gz; do \
 		.venv/package/bin/pip install -qq --disable-pip-version-check --force-reinstall --no-deps $$file; \
 		.venv/package/bin/pip install -qq --disable-pip-version-check $$file; \
-		(cd "$$(mktemp -d)" && $(CURDIR)/.venv/package/bin/python -I $(CURDIR)/tests/smoke.py $(CURDIR)); \
+		(cd "$$(mktemp -d)" && $(CURDIR)/.venv/package/bin/python -I $(CURDIR)/tests/support/smoke.py $(CURDIR)); \
 	done
 
 # The site, into runs/site; sets up only what builds it. Strict: a broken link, or a page that no menu names, is an error.
@@ -133,14 +138,19 @@ lint: .venv/ready
 	touch $@
 
 # What tests, checks and benchmarks need, too.
-.venv/ready: .venv/light requirements/oldest.txt
+.venv/ready: .venv/light requirements/oldest.txt requirements/llama_factory.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --editable ".[dev]"
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/older $(OLDER)
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/llama_factory $(LLAMA_FACTORY)
+	touch $@
+
+.venv/verl/ready: .venv/ready requirements/verl.txt
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --upgrade --target .venv/verl $(VERL)
 	touch $@
 
 # The simulated accelerator of the tests.
-.venv/simgpu: .venv/ready tests/simgpu/build.py $(wildcard tests/simgpu/csrc/*)
-	PYTHONPATH=tests $(BIN)/python -c "from simgpu import build; build.why_not() or build.build()"
+.venv/simgpu: .venv/ready tests/support/simgpu/build.py $(wildcard tests/support/simgpu/csrc/*)
+	PYTHONPATH=tests/support $(BIN)/python -c "from simgpu import build; build.why_not() or build.build()"
 	touch $@
 
 .venv/oldest/ready .venv/newest/ready: .venv/%/ready: pyproject.toml requirements/%.txt

@@ -68,7 +68,7 @@ def main() -> None:
 
 def _build_simulated() -> None:
     """Compile the simulated accelerator before the time of any part begins, since this may take minutes."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     from simgpu.build import build  # type: ignore[import-not-found, unused-ignore]
 
     build()
@@ -80,7 +80,7 @@ def run_part(part: str, out: Path, seconds: float, rows: Sequence[int] = (), *, 
     if part == "right":  # bits are compared; see accelerator_ranks.be_deterministic
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo looks up the host's name, which may not resolve here
-    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, str(HERE / "accelerator.py"), "--inside", part, "--out", str(out)]
     begin = time.monotonic()

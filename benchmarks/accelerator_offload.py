@@ -30,7 +30,7 @@ from accelerator_systems import BF16, adamw, batch_of  # noqa: E402
 
 import zeroshard  # noqa: E402
 from zeroshard import Offload, Place, Policy, Precision  # noqa: E402
-from zeroshard.recompute.checkpointer import Checkpointer  # noqa: E402
+from zeroshard.engine.recompute.checkpointer import Checkpointer  # noqa: E402
 
 HOST_RESERVE = 8 * GIB
 """Bytes of CPU memory that a row leaves to the host."""

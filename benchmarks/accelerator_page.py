@@ -62,7 +62,7 @@ PHRASES = {
     "nccl forced": "policies with forced NCCL collectives",
     ", in turns": ", timed in turns",
     "stage 0, twice": "stage 0, two runs",
-    "rests as masters": "`rests_as_masters`",
+    "rests as masters": "master weights at rest",
     "with masters": "with fp32 master weights",
     "collectives forced": "forced collectives",
     "reduces fp32": "fp32 reductions",

@@ -34,7 +34,6 @@ from accelerator_systems import (
     adamw,
     batch_of,
     llama,
-    policy_of,
     sharded,
     small_batch,
     small_model,
@@ -44,7 +43,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Policy
-from zeroshard.observe.memory import kept_count
+from zeroshard.model.memory import kept_count
 
 Tell = Callable[..., None]
 LIBRARIES = (
@@ -251,7 +250,6 @@ def memory(setting: Setting, tell: Tell) -> None:
     shape = setting.shape("1.3 B")
     batch, length = setting.tokens(4, 2048)
     rows: dict[str, dict[str, Any]] = {str(number): {"number": number} for number in range(4)}
-    rows["3, rests as masters"] = {"number": 3, "masters_only": True}
     rows |= {f"{number}, collectives forced": {"number": number, "forced": True} for number in range(4)}
     for name, options in rows.items():
         row: dict[str, Any] = {"stage": name, "parameters_b": shape.parameters / 1e9}
@@ -261,14 +259,11 @@ def memory(setting: Setting, tell: Tell) -> None:
         tell(**row, **attempted(partial(_trained, setting, batch=batch, length=length, **options)))
 
 
-def _trained(
-    setting: Setting, *, number: int, batch: int, length: int, masters_only: bool = False, forced: bool = False
-) -> dict[str, float]:
+def _trained(setting: Setting, *, number: int, batch: int, length: int, forced: bool = False) -> dict[str, float]:
     shape = setting.shape("1.3 B")
     torch.accelerator.reset_peak_memory_stats()
     model = llama(setting, shape)
-    policy = policy_of(number, masters_only=masters_only)
-    one = sharded(model, policy, BF16, forced=setting if forced else None)
+    one = sharded(model, Policy.stage(number), BF16, forced=setting if forced else None)
     data = batch_of(setting, shape, batch, length)
     for step in range(3):
         if step == 2:
@@ -295,7 +290,7 @@ def _trained(
     kept = kept_count(one._schedule.units)
     one.remove()
     if not forced:  # a plan of one rank has no collectives
-        found = _planned(shape, planned_config(number, batch, masters_only=masters_only), batch, length) | found
+        found = _planned(shape, planned_config(number, batch), batch, length) | found
     return {**{key: value / GIB for key, value in found.items()}, "kept": kept}
 
 
@@ -311,12 +306,12 @@ def _planned(shape: Shape, config: dict[str, Any], batch: int, length: int) -> d
     return {"plan_gib": made.figures.peak.nbytes, "plan_reserved_gib": made.reserved_nbytes}
 
 
-def planned_config(number: int, batch: int, *, masters_only: bool = False) -> dict[str, Any]:
+def planned_config(number: int, batch: int) -> dict[str, Any]:
     """Return a config that trains as `sharded` does, with gradients summed in fp32 instead of bf16."""
     return {
         "train_micro_batch_size_per_gpu": batch, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {
-            "stage": number, "stage3_rests_as_masters": masters_only,
+            "stage": number,
             "reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL,
         },
         "activation_checkpointing": {"checkpoint_units": "auto"},

@@ -20,7 +20,7 @@ from accelerator_setting import Setting  # noqa: E402
 from accelerator_systems import sharded, small_batch, small_model  # noqa: E402
 
 from zeroshard import Place, Policy  # noqa: E402
-from zeroshard.observe.memory import kept_count  # noqa: E402
+from zeroshard.model.memory import kept_count  # noqa: E402
 
 STEPS = 4
 

@@ -98,7 +98,7 @@ class Setting:
 
 def simulate() -> None:
     """Register the simulated accelerator of the tests with torch, in this process."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
     from simgpu import device, simccl  # type: ignore[import-not-found, unused-ignore]
 
     device.load()

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from accelerator_setting import Setting
 from torch import Tensor, nn
 
 from zeroshard import Policy, Precision, Sharded
-from zeroshard.collectives.members import Members
-from zeroshard.collectives.native import Native
-from zeroshard.collectives.watch import Watch
-from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding.shard import BACKEND, Backend, shard_on
+from zeroshard.core.transport.members import Members
+from zeroshard.core.transport.native import Native
+from zeroshard.core.transport.watch import Watch
+from zeroshard.engine.recompute.checkpointer import Checkpointer
+from zeroshard.model.shard import BACKEND, Backend, shard_on
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 LEARNING_RATE = 1e-4
@@ -178,18 +177,12 @@ def _native_at_one_rank(_group: Any, device: torch.device, **_: Any) -> Native:
     return Native(members, device, watch)
 
 
-def policy_of(number: int, *, masters_only: bool) -> Policy:
-    """Return the policy of a stage, optionally with only master weights at rest."""
-    return replace(Policy.stage(number), rests_as_masters=masters_only)
-
-
-def stage(number: int, *, forced: bool = False, masters_only: bool = False) -> Callable[[Setting, Shape], Step]:
+def stage(number: int, *, forced: bool = False) -> Callable[[Setting, Shape], Step]:
     """Return zeroshard at a stage on one rank. `forced` uses the backend's collectives (see `sharded`)."""
 
     def make(setting: Setting, shape: Shape) -> Step:
         model = llama(setting, shape)
-        policy = policy_of(number, masters_only=masters_only)
-        return loop(model, sharded(model, policy, BF16, forced=setting if forced else None).optimizer)
+        return loop(model, sharded(model, Policy.stage(number), BF16, forced=setting if forced else None).optimizer)
 
     return make
 
@@ -208,6 +201,5 @@ def systems() -> dict[str, Callable[[Setting, Shape], Step]]:
     if importlib.util.find_spec("deepspeed") is not None and importlib.util.find_spec("deepspeed.runtime.engine"):
         found["DeepSpeed, stage 2"] = deepspeed
     found |= {f"zeroshard, stage {number}": stage(number) for number in (0, 2, 3)}
-    found["zeroshard, stage 3, rests as masters"] = stage(3, masters_only=True)
     found["zeroshard, stage 3, collectives forced"] = stage(3, forced=True)
     return found

@@ -1,6 +1,6 @@
 """Owns the benchmark of checkpoint copies in another host's memory: their cost per step, and the time to restore a lost host.
 
-Two hosts (tests/hosts/two_hosts.py) train a GPT at stage 3 and save asynchronously every few steps. A run saves
+Two hosts (tests/support/hosts/two_hosts.py) train a GPT at stage 3 and save asynchronously every few steps. A run saves
 nothing, a checkpoint in a folder that both hosts see, or one in each host's own /dev/shm with copies on the other
 host (`node_local=True`). The time of a step is the time of all steps divided by their number, including the time
 for which saves block training. Then new processes load the checkpoint; for the copies, the second host's folder
@@ -30,7 +30,7 @@ import zeroshard
 from zeroshard.launch import init_distributed
 from zeroshard.testing.gpt import GPT, GPTConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support" / "hosts"))
 
 CONFIGS = {"10M": GPTConfig(context=128), "50M": GPTConfig(layers=16, width=512, heads=8, context=128)}
 NOTHING, FILES, COPIES = "no checkpoints", "files that all see", "copies in memory"

@@ -41,11 +41,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
-from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.members import Members
-from zeroshard.collectives.native import Native
-from zeroshard.collectives.watch import Watch
-from zeroshard.sharding.shard import Backend, shard_on
+from zeroshard.core.transport.base import Collectives
+from zeroshard.core.transport.members import Members
+from zeroshard.core.transport.native import Native
+from zeroshard.core.transport.rounds import Merge
+from zeroshard.core.transport.watch import Watch
+from zeroshard.model.shard import Backend, shard_on
 
 PACKAGE = Path(zeroshard.__file__).parent
 RANKS, WIDTH, LAYERS = 8, 16, 32
@@ -107,6 +108,10 @@ class Free(Native):
     def exchange(self, data: bytes, label: str) -> list[bytes]:
         """Return this rank's message for every rank."""
         return [data] * self.world_size
+
+    def combine(self, own: bytes, merge: Merge, label: str) -> bytes:
+        """Return this rank's message, as if the others' added nothing to it."""
+        return own
 
 
 def free_collectives(_group: dist.ProcessGroup | None, device: torch.device, **_: Any) -> Collectives:

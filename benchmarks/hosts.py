@@ -1,6 +1,6 @@
 """Owns the benchmark of several hosts: a training step of a GPT on two hosts with a slow link, under several systems.
 
-The hosts are namespaces of this machine (tests/hosts/two_hosts.py), each with its own torchrun. A link of the given
+The hosts are namespaces of this machine (tests/support/hosts/two_hosts.py), each with its own torchrun. A link of the given
 bandwidth and delay joins them; by default 1 Gbit/s and 1 ms. Each round runs every system once, in new processes. The
 time of a step is the slowest rank's. "x DDP" divides a system's median step by DDP's median step of the same round,
 and is the median over rounds. Bytes across are the bytes that one host sent in a step, with all headers, as its
@@ -33,7 +33,7 @@ from torch import nn
 import zeroshard
 from zeroshard.testing.gpt import GPT, GPTConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support" / "hosts"))
 
 HOSTS = 2
 CONFIGS = {"10M": GPTConfig(context=128), "50M": GPTConfig(layers=16, width=512, heads=8, context=128)}

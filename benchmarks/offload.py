@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroshard
-from zeroshard.storage.storages import Storages
-from zeroshard.storage.transfers import CPU, aligned_bytes
+from zeroshard.core.storage.storages import Storages
+from zeroshard.core.storage.transfers import CPU, aligned_bytes
 from zeroshard.testing.gpt import GPT
 from zeroshard.testing.ranks import run_ranks
 

@@ -1,8 +1,7 @@
 """Owns the cases that plans are compared with: the same training on real ranks over gloo.
 
-torch's allocator provides every byte, as an accelerator's allocator does. On a CPU, zeroshard would move pages
-between units and share memory between ranks, which an accelerator cannot. So this module turns off both, as on a kernel
-that does not support them.
+torch's allocator provides every byte, as an accelerator's allocator does. On a CPU, zeroshard would share memory
+between ranks, which an accelerator cannot. So this module turns it off.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.planning import dry_run, ledger
-from zeroshard.planning.machine import Machine, machine_of
-from zeroshard.planning.table import Row
-from zeroshard.storage import base, storages
+from zeroshard.core.storage import storages
 from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.tools.planning import dry_run, ledger
+from zeroshard.tools.planning.machine import Machine, machine_of
+from zeroshard.tools.planning.table import Row
 
 STEPS = 6
 
@@ -114,7 +113,6 @@ def _loss(engine: zeroshard.Engine, arguments: Any) -> Tensor:
 
 
 def _train(rank: int, case: Case) -> dict[str, Any]:
-    base.kernel_memory = lambda: None  # type: ignore[attr-defined]
     if case.apart:
         storages.is_cpu_memory = lambda device: device.type == "none"
     torch.manual_seed(rank)

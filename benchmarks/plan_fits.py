@@ -29,10 +29,9 @@ from host_memory import ControlGroup, join
 from plan_cases import config_of, row_of
 
 import zeroshard
-from zeroshard.planning.machine import Machine, machine_of
-from zeroshard.planning.table import Row
-from zeroshard.storage import base
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.tools.planning.machine import Machine, machine_of
+from zeroshard.tools.planning.table import Row
 
 AS_IT_IS = "--as-it-is"
 STEPS = 2
@@ -95,7 +94,6 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
             **({} if AS_IT_IS in sys.argv else {"ZEROSHARD_SHARED_MEMORY": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}),
         }  # fmt: skip
         command = [sys.executable, __file__, "--rank-of", str(group.path), json.dumps(asdict(training))]
-        command += [AS_IT_IS] * (AS_IT_IS in sys.argv)
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     while any(process.poll() is None for process in ranks):
         if any(process.poll() for process in ranks):  # as torchrun does, since the others wait for the failed rank
@@ -111,8 +109,6 @@ def trained(training: Training, limit: int | None) -> tuple[bool, int]:
 def _train(group: str, training: Training) -> None:
     torch.set_num_threads(1)
     join(Path(group))
-    if AS_IT_IS not in sys.argv:
-        base.kernel_memory = lambda: None  # type: ignore[attr-defined]
     engine, *_ = zeroshard.initialize(model=training.model(), config=training.config)
     for _ in range(STEPS * engine.gradient_accumulation_steps()):
         inputs, targets = training.batch(engine.train_micro_batch_size_per_gpu())

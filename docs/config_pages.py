@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from zeroshard.config.auto import RULES, rule_of
-from zeroshard.config.fields import Kind
-from zeroshard.config.schema import Schema, block_of, effect_of
+from zeroshard.engine.config.auto import RULES, rule_of
+from zeroshard.engine.config.fields import Kind
+from zeroshard.engine.config.schema import MONITORS, Schema, block_of, effect_of
 
 FOLDER = Path(__file__).parent / "config"
 _INDEX = "README.md"
@@ -29,7 +29,7 @@ _SHARED = {
         "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.leaf_module"),
     "optimizer_and_scheduler.md": ("optimizer", "scheduler"),
     "precision.md": ("bf16", "fp16", "torch_autocast", "data_types"),
-    "monitors.md": ("json_monitor", "csv_monitor", "tensorboard", "wandb", "comet", "comms_logger"),
+    "monitors.md": (*MONITORS, "comms_logger"),
 }  # fmt: skip
 """Pages with several blocks. Each other block has a page of its own."""
 

@@ -37,8 +37,8 @@ LAYERS = [
     [("hooks", "turn torch's events into calls")],
     [("schedule", "the order of gathers and reductions; legal calls")],
     [("unit", "a flat buffer, its views, one table of states")],
-    [("parameters", "shards to rows"), ("gradients", "buffers to means")],
-    [("collectives", "five operations between ranks")],
+    [("parameter buckets", "shards to rows"), ("gradient buckets", "gradients to means")],
+    [("transport", "five operations between ranks")],
     [("storage", "accelerator, CPU memory, disk")],
     [("layout", "the rank that holds each element")],
 ]

@@ -1,5 +1,7 @@
 """Owns the pages of the site that are made of files outside of docs/, and the links to them. mkdocs calls it.
 
+Beside each page lies its text, `page.md`, for assistants, which llms.txt leads to.
+
 Links in the sources are those that work on the repository's own pages. Here they are turned into links between pages of the site.
 """
 
@@ -30,6 +32,8 @@ NOTEBOOKS = ["examples/*.ipynb"]
 """Notebooks that have a page each, with the text, code and pictures that they hold."""
 COPIES = ["examples/*.json", "examples/*.sbatch", "benchmarks/results/*", "LICENSE"]
 """Files that are on the site as they are."""
+_texts: dict[str, str] = {}
+"""The text of each page of the site, by its place in the sources."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -75,7 +79,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         there = posixpath.relpath(_site_path(target), posixpath.dirname(own) or ".")
         return f"{match.group(1)}{there}{mark}{anchor}{match.group(3)}"
 
-    return LINK.sub(turned, markdown)
+    _texts[own] = LINK.sub(turned, markdown)
+    return _texts[own]
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write the text of each page beside it."""
+    for page, text in _texts.items():
+        path = Path(config["site_dir"]) / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def _site_path(path: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from zeroshard.observe.memory import formula
+from zeroshard.model.memory import formula
 from zeroshard.policy import Policy, Precision
 
 PAGES = [Path(__file__).parent / folder / "which_stage.md" for folder in (".", "zh-CN")]

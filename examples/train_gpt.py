@@ -45,9 +45,9 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard.launch import init_distributed, local_device
-from zeroshard.observe.curves import draw, read_run
-from zeroshard.observe.emulation import is_emulated
+from zeroshard.model.emulation import is_emulated
 from zeroshard.testing.gpt import GPT, GPTConfig
+from zeroshard.tools.curves import draw, read_run
 
 LENGTH = 128  # tokens in one training sequence
 MICROBATCH = 4  # sequences in one forward, at most
@@ -255,7 +255,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-LOGS = ("json_monitor", "csv_monitor", "tensorboard", "wandb", "comet", "steps_per_print")
+LOGS = ("json_monitor", "csv_monitor", "tensorboard", "wandb", "comet", "trackio", "mlflow", "steps_per_print")
 
 
 def seconds_per_step(model: GPTConfig, config: dict[str, Any], auto: dict[str, Any], data: Windows) -> float:
@@ -266,7 +266,8 @@ def seconds_per_step(model: GPTConfig, config: dict[str, Any], auto: dict[str, A
     for _ in range(6):
         start = time.perf_counter()
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(*data.batch(engine.global_samples, engine)))
+            first = engine.global_samples + dist.get_rank() * engine.train_micro_batch_size_per_gpu()
+            engine.backward(engine(*data.batch(first, engine)))
             engine.step()
         if engine.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+from folders import IMPORTED
+
+sys.path[:0] = map(str, IMPORTED)
 OF_THE_CALLER = re.compile(
     r"ZEROSHARD_(?!EMULATED_DTYPES)|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_|SLURM_|OMPI_|PMI_|TORCHELASTIC_|ACCELERATE_"
     r"|FORCE_COLOR|NO_COLOR|PY_COLORS|GITHUB_ACTIONS|COLUMNS|LINES"
@@ -34,7 +37,7 @@ from simgpu.device import MODES  # noqa: E402
 
 SERVED = (
     ("test_accelerate_contract", "test_trainer_contract", "test_sequence_contract", "test_tensor_parallel_contract",
-     "test_preference_contract"),
+     "test_experts_contract", "test_preference_contract"),
     ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_lead", "test_simgpu_plans",
      "test_accelerator_collectives", "test_accelerator_storage"),
 )  # fmt: skip

@@ -1,5 +1,5 @@
 """Owns `python -m zeroshard`: the command-line program."""
 
-from zeroshard.cli.main import main
+from zeroshard.tools.main import main
 
 main()

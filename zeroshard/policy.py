@@ -138,9 +138,6 @@ class Policy:
         within: the number of consecutive ranks that form a host, or "host" for the ranks that share a machine.
             Gradients are then summed inside each host first, and then over hosts. Rounding differs from runs without
             `within`. With one microbatch per step, results are bit-identical for all policies with the same `within`.
-        rests_as_masters: for sharded parameters with master weights of a different dtype, both on the accelerator:
-            whether to store only the master weights and round them in each all-gather. 16-bit parameters then take two
-            bytes less each, and results are bit-identical. It has no effect with `per_host` parameters.
 
     Raises:
         PolicyError: a value is invalid, a disk does not have a folder, or values exclude each other.
@@ -156,12 +153,13 @@ class Policy:
     offload_parameters: Offload = Offload()
     offload_optimizer: Offload = Offload()
     within: int | Literal["host"] | None = None
-    rests_as_masters: bool = False
+    rests_as_masters: InitVar[object] = None
     wire: InitVar[object] = None
 
-    def __post_init__(self, wire: object) -> None:
-        if wire is not None:
-            refuse_removed("Wire")
+    def __post_init__(self, rests_as_masters: object, wire: object) -> None:
+        for name, value in (("rests_as_masters", rests_as_masters), ("Wire", wire)):
+            if value is not None:
+                refuse_removed(name)
         self._refuse_hosts()
         if self.parameters.sharded and not self.gradients.sharded:
             raise PolicyError(
@@ -192,15 +190,16 @@ class Policy:
         if self.parameters.place is Place.DISK and not self.parameters.sharded:
             raise PolicyError(
                 "parameters are to be stored on disk, and they are not sharded: every rank would write all of them. "
-                "Shard them (Policy.stage(3)), or store them in CPU memory between steps."
+                "Shard them (Policy.stage(3)), or store them in CPU memory."
             )
         for state, offload, key in (
             ("parameters", "offload_parameters", "offload_param"), ("optimizer", "offload_optimizer", "offload_optimizer"),
             ("gradients", "offload_optimizer", "offload_optimizer"),
         ):  # fmt: skip
             if getattr(self, state).place is Place.DISK and getattr(self, offload).path is None:
+                states = "optimizer states" if state == "optimizer" else state
                 raise PolicyError(
-                    f"{state} are to be stored on disk, and no folder is named. Pass {offload}=Offload(path=...) (in a "
+                    f"{states} are to be stored on disk, and no folder is named. Pass {offload}=Offload(path=...) (in a "
                     f"config, {key}.nvme_path)."
                 )
 
@@ -224,10 +223,13 @@ class Policy:
 
     @property
     def keeps_masters_only(self) -> bool:
-        """Whether only the master weights of trained parameters are stored; see `rests_as_masters`."""
-        places = (self.parameters.place, self.optimizer.place)
+        """Whether 16-bit parameters rest as their fp32 master weights only, which each all-gather rounds.
+
+        They do so at stage 3 if both are on the accelerator. From CPU memory or disk, a gather would move twice the bytes; and
+        hosts that each hold all parameters (`per_host`) do not hold all master weights.
+        """
         is_possible = self.parameters.sharded and not self.parameters.per_host
-        return self.rests_as_masters and is_possible and places == (Place.ACCELERATOR, Place.ACCELERATOR)
+        return is_possible and self.parameters.place is self.optimizer.place is Place.ACCELERATOR
 
     @property
     def uses_disk(self) -> bool:
@@ -267,8 +269,7 @@ class Policy:
         Args:
             optimizer: the place of optimizer states and master weights, and of gradients if they are sharded: a `Place`
                 or its name.
-            parameters: the place of parameters' shards (stage 3), or of whole parameters between steps (stages 1
-                and 2).
+            parameters: the place of parameters' shards (stage 3), or of whole parameters (stages 1 and 2).
             offload: the settings for the transfers of these states; default: `Offload()`.
             path: the folder for states on disk. It replaces `offload.path`.
 
@@ -340,6 +341,17 @@ class Precision:
         predivide_factor: the number by which gradients are divided before they are sent. The sum over ranks is then
             divided by world_size / predivide_factor, so that a backend that sums in 16 bits is less likely to overflow.
             Neither backend usually needs it: over gloo, sums use at least fp32, and NCCL divides during the sum.
+        keep_in_fp32: parts of names, such as "router.*weight", of parameters that stay in fp32 if `param_dtype` has 16
+            bits. Those that a transformers model declares itself (`_keep_in_fp32_modules_strict`) always do.
+        state_dtype: the dtype in which the optimizer's states of a parameter's size, such as Adam's moments, rest between steps:
+            torch.bfloat16, or torch.uint8 for codes of 8 bits and a scale for each 256 elements of a parameter of at least 4096.
+            A step computes with them in the master weights' dtype. None keeps the optimizer's own dtype.
+        state_rounding: how a step rounds these states: "stochastic", with random bits that are the same over any number of
+            ranks, at every stage, or "nearest".
+
+    Raises:
+        UsageError: `state_dtype` is another dtype, `state_rounding` another word, or 8 bits are to hold states of 16-bit master
+            weights.
     """
 
     param_dtype: torch.dtype | None = None
@@ -348,6 +360,23 @@ class Precision:
     master_dtype: torch.dtype = field(default_factory=lambda: _torch().float32)
     buffer_dtype: torch.dtype | None = None
     predivide_factor: float = 1.0
+    keep_in_fp32: tuple[str, ...] = ()
+    state_dtype: torch.dtype | None = None
+    state_rounding: Literal["stochastic", "nearest"] = "stochastic"
+
+    def __post_init__(self) -> None:
+        if self.state_dtype is not None and self.state_dtype not in (_torch().bfloat16, _torch().uint8):
+            raise UsageError(
+                f"state_dtype is {self.state_dtype}: optimizer states rest in bfloat16, whose range is that of fp32, in codes of 8 "
+                "bits, or in the optimizer's own dtype. Pass torch.bfloat16, torch.uint8 or None."
+            )
+        if self.state_rounding not in ("stochastic", "nearest"):
+            raise UsageError(f'state_rounding is {self.state_rounding!r}. Pass "stochastic" or "nearest".')
+        if self.state_dtype is _torch().uint8 and self.master_dtype.itemsize < 4:
+            raise UsageError(
+                f"state_dtype is {self.state_dtype}, and master_dtype is {self.master_dtype}, which cannot represent what these "
+                "codes stand for. Leave master_dtype in fp32."
+            )
 
     def over_microbatches(self, count: int) -> Precision:
         """Return the dtypes for steps of `count` microbatches.
@@ -360,20 +389,28 @@ class Precision:
         return replace(self, accumulate_dtype=self.reduce_dtype or self.param_dtype)
 
     def resolve(
-        self, own_dtype: torch.dtype, sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
-    ) -> DTypes:
+        self, own_dtype: torch.dtype, sum_dtype: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype, *,
+        in_fp32: bool = False,
+    ) -> DTypes:  # fmt: skip
         """Return the concrete dtypes for a parameter whose own dtype is `own_dtype`.
 
         Args:
             sum_dtype: a function that returns the dtype in which a transport sends gradients; see `reduce_dtype`.
+            in_fp32: whether the parameter stays in fp32 in 16-bit training; see `keep_in_fp32`.
         """
         # Integers and 8-bit floats keep their dtype: zeroshard never computes in 8 bits.
         if not own_dtype.is_floating_point or own_dtype.itemsize == 1:
-            return DTypes(own_dtype, own_dtype, own_dtype, own_dtype)
+            return DTypes(own_dtype, own_dtype, own_dtype, own_dtype, own_dtype)
         param = self.param_dtype or own_dtype
+        accumulate = self.accumulate_dtype
+        if in_fp32 and self.param_dtype is not None and self.param_dtype.itemsize == 2:
+            param = _torch().promote_types(own_dtype, _torch().float32)
+            accumulate = None if accumulate is None else _torch().promote_types(accumulate, param)
         # A master weight is never narrower than the parameter that the forward uses: double precision stays.
         master = _torch().promote_types(self.master_dtype, param)
-        return DTypes(param, self.reduce_dtype or sum_dtype(param), self.accumulate_dtype or master, master)
+        return DTypes(
+            param, self.reduce_dtype or sum_dtype(param), accumulate or master, master, self.state_dtype or master
+        )
 
 
 def _torch() -> Any:
@@ -390,3 +427,13 @@ class DTypes:
     reduce: torch.dtype
     accumulate: torch.dtype
     master: torch.dtype
+    state: torch.dtype
+
+
+def refuse_uneven(size: int, world: int) -> None:
+    """Raise `UsageError` if the number of tensor-parallel ranks does not divide the number of ranks of the job."""
+    if world % size:
+        raise UsageError(
+            f"{size} tensor-parallel ranks do not divide the {world} ranks of the job: each model needs {size} of them. "
+            "Choose a divisor."
+        )

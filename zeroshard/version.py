@@ -1,3 +1,3 @@
 """Owns zeroshard's version, which checkpoints record."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import sys
@@ -15,23 +16,25 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import manifest as files
-from zeroshard.checkpoint.agreement import together
+from zeroshard.checkpoint.agreement import first_two, of_first, problem_of, together
+from zeroshard.checkpoint.display import Display
 from zeroshard.checkpoint.live_model import LiveModel
-from zeroshard.checkpoint.loading import Loader, Reader
+from zeroshard.checkpoint.loading import CheckpointLoader, Reader, files_for
 from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.node_local import Holdings, Hosts
 from zeroshard.checkpoint.saving import Destination, Part, take_snapshot, write_checkpoint
 from zeroshard.checkpoint.values import set_random_state
-from zeroshard.collectives.base import Collectives
-from zeroshard.collectives.watch import make_current
+from zeroshard.core.named_parameter import name_of
+from zeroshard.core.transport.base import Collectives
+from zeroshard.core.transport.tree import spread
+from zeroshard.core.transport.watch import make_current
 from zeroshard.errors import CheckpointError, CollectiveError, UsageError, ZeroshardError
-from zeroshard.observe.display import Display
 
 _ATTEMPTS = 50
 """The maximum number of attempts to read a checkpoint that a writer keeps replacing."""
@@ -125,12 +128,11 @@ class Checkpoints:
 
     def _hosts_of(self, node_local: bool) -> Hosts:
         """Find the ranks that share a folder: the ranks of each host, or all ranks. Every rank must call it."""
-        answers = self.control.exchange_json(node_local, "whether the folder is local to each host")
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise UsageError(
-                    f"node_local is {answers[0]} on rank 0 and {answer} on rank {rank}: pass the same on every rank."
-                )
+        (_, first), *others = first_two(self.control, node_local, "whether the folder is local to each host")
+        for rank, answer in others:
+            raise UsageError(
+                f"node_local is {first} on rank 0 and {answer} on rank {rank}: pass the same on every rank."
+            )
         if not node_local:
             return Hosts([list(range(self.control.world_size))])
         if self.live.mesh is not None:
@@ -185,7 +187,7 @@ class Checkpoints:
             raise UsageError(f"save(values=...) takes a dict, not a {type(values).__name__}: name each value.")
         if self.live.schedule.awaits_step and not within_step:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
-        steps = self.live.step.steps_begun
+        begun = self.live.step.begun
         self.live.step.refuse_inside()
         self.live.schedule.refuse_undecided("a save")
         self.live.schedule.refuse_unseen_changes()
@@ -202,7 +204,7 @@ class Checkpoints:
                 outline, part = take_snapshot(self.live, values or {}, exclude_frozen=exclude_frozen)
                 if asynchronous:
                     part = part.staged(self._staging, self._device)
-                    self._refuse_later_steps(steps)
+                    self._refuse_later_steps(begun)
             to = Destination(path, tag, self._hosts_of(node_local), save_latest, keep_last)
             if asynchronous:
                 self._is_unreported = True
@@ -212,11 +214,11 @@ class Checkpoints:
             else:
                 part.arrived()
                 with self.display.task(f'saving "{tag}"', part.nbytes) as row:
-                    refuse = partial(self._refuse_later_steps, steps)
+                    refuse = partial(self._refuse_later_steps, begun)
                     write_checkpoint(outline, part, to, self.control, row.advance, refuse)
 
-    def _refuse_later_steps(self, steps: int) -> None:
-        if self.live.step.steps_begun != steps:
+    def _refuse_later_steps(self, begun: object) -> None:
+        if self.live.step.begun is not begun:
             raise CheckpointError(
                 "a step began while the save copied its values, so they would be from two steps. Save on the thread "
                 "that trains, after the step; asynchronous=True writes the files while training continues."
@@ -249,17 +251,28 @@ class Checkpoints:
         """
         self._is_unreported = False
         collectives = self.live.collectives
-        with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
+        problem = None
+        try:
             self.wait()
-        own = [tag if tag is None else repr(tag), "control" in vars(self)]
-        everyone = collectives.exchange_json(own, "the tag of a checkpoint")
-        if not all(is_connected for _, is_connected in everyone):
+        except Exception as error:  # the other ranks are waiting for this rank's answer
+            problem = problem_of(error)
+        is_connected = "control" in vars(self)
+        digest = b"" if tag is None else hashlib.sha256(repr(tag).encode()).digest()[:8]
+        own = bytes([problem is not None, is_connected]) + digest.ljust(8, b"\0")
+        everyone = collectives.exchange_if_different(own, "the tag of a checkpoint")
+        if not all(one[1] for one in everyone):
             self._disconnect()
-        for rank, (other, _) in enumerate(everyone):
-            if None not in (tag, other) and other != repr(tag):
-                raise UsageError(
-                    f"the tag is {tag!r} on this rank and {other} on rank {rank}: pass the same on every rank."
-                )
+        if any(one[0] for one in everyone):
+            with together(collectives, "the previous asynchronous save", "the previous asynchronous save failed: "):
+                if problem is not None:
+                    raise CheckpointError(problem)
+        if len({one[2:] for one in everyone} - {bytes(8)}) > 1:
+            tags = collectives.exchange_json(tag if tag is None else repr(tag), "the tags of a checkpoint")
+            for rank, other in enumerate(tags):
+                if None not in (tag, other) and other != repr(tag):
+                    raise UsageError(
+                        f"the tag is {tag!r} on this rank and {other} on rank {rank}: pass the same on every rank."
+                    )
 
     def raise_if_failed(self) -> None:
         """Raise the error of an asynchronous save that has failed, once the save has ended on every rank.
@@ -270,8 +283,7 @@ class Checkpoints:
             return
         has_ended = self._pending is None or self._pending.done()
         # The ranks' threads end at different times. If a rank raised when its own ended, ranks would raise in different steps.
-        everyone = self.live.collectives.exchange(bytes([has_ended]), "the end of an asynchronous save")
-        if all(one[0] for one in everyone):
+        if self.live.collectives.agree(bytes([has_ended]), "the end of an asynchronous save").every[0]:
             self.wait_together()
 
     def close(self) -> None:
@@ -282,10 +294,25 @@ class Checkpoints:
             self._staging.clear()
             self._disconnect()
 
+    @overload
     def load(
         self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
         random: bool = True, fall_back: bool = False, node_local: bool = False,
-    ) -> Loaded:  # fmt: skip
+        rename: Mapping[str, str | None] | None = None, missing_ok: Literal[False] = False,
+    ) -> Loaded: ...  # fmt: skip
+
+    @overload
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
+        random: bool = True, fall_back: bool = False, node_local: bool = False,
+        rename: Mapping[str, str | None] | None = None, missing_ok: bool,
+    ) -> Loaded | None: ...  # fmt: skip
+
+    def load(
+        self, folder: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True, optimizer_states: bool = True,
+        random: bool = True, fall_back: bool = False, node_local: bool = False,
+        rename: Mapping[str, str | None] | None = None, missing_ok: bool = False,
+    ) -> Loaded | None:  # fmt: skip
         """Load a checkpoint that was saved at any world size and under any policy. Every rank must call it.
 
         Each rank reads only its own part.
@@ -297,11 +324,16 @@ class Checkpoints:
             optimizer_states: whether to load the optimizer's states and hyperparameters too.
             random: whether to restore every rank's random state, if the world size is the same.
             fall_back: whether to load the newest intact checkpoint if the chosen one cannot be loaded. The reason is logged.
-            node_local: whether the folder is local to each host; see `save`. Each host first receives the files that it
-                lacks.
+            node_local: whether the folder is local to each host; see `save`. Each host first receives the files that its
+                ranks need and that it lacks.
+            rename: this model's names for saved parameters and buffers whose names are others, by the saved name; None for one
+                that is not loaded.
+            missing_ok: whether to return None, as in a job's first run, if no rank finds the tag, or without a tag the file
+                `latest`. `fall_back` looks for no other checkpoint then.
 
         Returns:
-            A `Loaded`: the checkpoint's path, tag, values and world size, and the number of bytes that this rank read.
+            A `Loaded`: the checkpoint's path, tag, values and world size, and the number of bytes that this rank read. None if
+            there is no checkpoint and `missing_ok` is set.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint is of a different model. Every rank raises
@@ -320,18 +352,27 @@ class Checkpoints:
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
         with self.operation(operation):
             self.wait_together(tag)
+            if missing_ok:
+                # A folder of one checkpoint counts too, so that the load's error names the right folder.
+                found = (Path(folder) / (tag or files.LATEST)).exists() or files.is_checkpoint(Path(folder))
+                if not any(
+                    one[0] for one in self.live.collectives.exchange(bytes([found]), "whether there is a checkpoint")
+                ):
+                    return None
             if self.live.schedule.awaits_step:
                 raise UsageError("a checkpoint cannot be loaded between backward and step: call zero_grad() first.")
             self.live.schedule.refuse_parked("a load")
             self.live.step.abandon_own_step()
             self.live.step.sub_groups.abandon()
-            wanted = {"strict": strict, "optimizer_states": optimizer_states, "random": random}
+            wanted = {
+                "strict": strict, "optimizer_states": optimizer_states, "random": random, "rename": rename or {},
+            }  # fmt: skip
             loaded = self._load_any(Path(folder), tag, fall_back, node_local, wanted)
             self.live.schedule.is_stepping = False  # all states are of one step again
             return loaded
 
     def _load_any(
-        self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, bool]
+        self, folder: Path, tag: str | None, fall_back: bool, node_local: bool, wanted: dict[str, Any]
     ) -> Loaded:
         """Load the first candidate that is intact. If there is none, raise the errors of all candidates."""
         hosts = self._hosts_of(node_local)
@@ -346,7 +387,7 @@ class Checkpoints:
             may_be_whole = True
             while may_be_whole:
                 if holdings is not None:
-                    holdings.bring(candidate)
+                    holdings.bring(candidate, partial(files_for, live=self.live))
                 try:
                     return self._load_one(folder / candidate, candidate, **wanted)
                 except CheckpointError as error:
@@ -371,25 +412,25 @@ class Checkpoints:
                 with suppress(OSError):
                     tags += [one for one in files.tags(folder) if one not in tags]
                     problem = None
-        tags, problem = self.control.exchange_json((tags, problem), "the tags of checkpoints")[0]
+        tags, problem = of_first(self.control, (tags, problem))
         if problem is not None:
             raise CheckpointError(problem)
         return tags
 
-    def _load_one(self, path: Path, tag: str, **wanted: bool) -> Loaded:
+    def _load_one(self, path: Path, tag: str, *, rename: Mapping[str, str | None], **wanted: Any) -> Loaded:
         """Load one checkpoint. If it is replaced while it is read, read it again."""
         failed: tuple[list[str], CheckpointError] | None = None  # files that could not be read, and why
         for _ in range(_ATTEMPTS):
+            data = b""
             with self.together("the manifest that is read"):
-                manifest = files.read_manifest(path)
+                if self.control.rank == 0:
+                    data = files.manifest_bytes(path)
+            manifest = files.parse_manifest(path, spread(self.control, data))
             names = [record.name for record in manifest.files]
-            everyone = self.control.exchange_json(names, "the files that are read")
-            if any(one != everyone[0] for one in everyone):
-                continue
             if failed is not None and failed[0] == names:  # nobody replaced the files: they are damaged
                 raise failed[1]
             try:
-                return self._read(path, tag, manifest, **wanted)
+                return self._read(path, tag, manifest.renamed(rename), **wanted)
             except CheckpointError as error:
                 failed = (names, error)
         raise CheckpointError(f"another program kept replacing {path} while it was read. Load another tag.")
@@ -400,7 +441,7 @@ class Checkpoints:
         reader = Reader(path, manifest)
         optimizer_states = optimizer_states and self.live.inner is not None
         with self.together("the ranges to read"):
-            loader = Loader(reader, self.live, strict=strict, optimizer_states=optimizer_states)
+            loader = CheckpointLoader(reader, self.live, strict=strict, optimizer_states=optimizer_states)
         state = None
         with self.together("the values that were read"):
             try:
@@ -408,13 +449,14 @@ class Checkpoints:
                     reader.advance = row.advance
                     loader.read()
                 values = reader.values(manifest.values["shared"])
-                of_ranks = manifest.values["ranks"]
-                own: dict[str, Any] = next(iter(of_ranks), {})
-                if manifest.world_size == self.live.collectives.world_size:
-                    own = of_ranks[self.live.rank]
-                    if random:
-                        state = reader.values(own.get("random"))
-                extra_states = reader.values(own.get("extra_states", {}))
+                extra_states: dict[str, Any] = {}
+                is_same_size = manifest.world_size == self.live.collectives.world_size
+                source = self.live.rank if is_same_size else 0
+                if is_same_size and random:
+                    state = reader.values(reader.own(source).get("random"), source)
+                if self.live.modules_with_extra_states and len(manifest.files) > source:
+                    packed = reader.own(source).get("extra_states", {})
+                    extra_states = reader.values({name_of(name): state for name, state in packed.items()}, source)
             except ZeroshardError:
                 raise
             except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +20,33 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.conversions import (
+    REMEDY,
+    ConvertedRow,
+    NotOnlyMoved,
+    rows_of,
+    targets_in_files,
+    transformers_model,
+)
 from zeroshard.checkpoint.manifest import ANOTHER, is_folder_name
-from zeroshard.collectives.base import Collectives
+from zeroshard.core.blocks import Target
+from zeroshard.core.context import Context
+from zeroshard.core.model_states import Held, ModelStates
+from zeroshard.core.named_parameter import NamedParameter, name_of
+from zeroshard.core.quantised import scales_of
+from zeroshard.core.schedule import Schedule
+from zeroshard.core.sharded_step import ShardedStep
+from zeroshard.core.transport.base import Collectives
+from zeroshard.core.unit import Unit
+from zeroshard.core.users_optimizer import NoOptimizer
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.named_parameter import NamedParameter, name_of
-from zeroshard.parameters.context import Context
-from zeroshard.schedule.schedule import Schedule
-from zeroshard.schedule.unit import Unit
-from zeroshard.step.model_states import Held, ModelStates
-from zeroshard.step.sharded_step import ShardedStep
-from zeroshard.step.users_optimizer import NoOptimizer
 from zeroshard.torch_private import is_saved, own_buffers
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+STATE_DTYPE = "state_dtype"
+"""The key, in a manifest's policy, of the dtype in which optimizer states rested that are wider in a step; None if they did not."""
 _PEFT_PREFIX = "base_model.model."
 """PEFT's prefix, in adapter files, for names in the wrapped model."""
 
@@ -48,6 +61,8 @@ class LiveModel:
     context: Context
     adapter_names: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The names in adapters' files that PEFT chose; see `_adapter_names`."""
+    file_targets: dict[tuple[Any, ...], list[Target] | None] = field(default_factory=dict)
+    """What `save_pretrained` writes; see `targets`."""
 
     @property
     def collectives(self) -> Collectives:
@@ -62,6 +77,9 @@ class LiveModel:
     def mesh(self) -> dict[str, int] | None:
         """The number of ranks that shard the model, and the number that divide its tensors; None if no tensors are divided."""
         context = self.context
+        if context.experts is not None:
+            experts = context.experts.others.world_size
+            return {"data_parallel": context.collectives.world_size, "expert_parallel": experts}
         if context.others.world_size == 1:
             return None
         return {"data_parallel": context.collectives.world_size, "tensor_parallel": context.others.world_size}
@@ -79,10 +97,25 @@ class LiveModel:
             family.sort(key=lambda pair: number[id(pair[1].parameter)])
         return [pair for family in families.values() for pair in family]
 
+    def targets(self) -> list[Target] | None:
+        """List the tensors that transformers' `save_pretrained` would write; None if the model is not of transformers 5.
+
+        Raises:
+            NotOnlyMoved: transformers' conversion cannot be followed.
+        """
+        shapes = {entry.fqn: tuple(entry.placement.shape) for _, entry in self.entries()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+        conversions = getattr(transformers_model(self.model), "_weight_conversions", None)
+        key = (id(conversions), *shapes.items())
+        if key not in self.file_targets:
+            self.file_targets.clear()
+            self.file_targets[key] = targets_in_files(self.model, shapes)
+        return self.file_targets[key]
+
     def writes(self, held: Held) -> bool:
         """Return whether this rank writes a span to files. If several ranks hold the span, only one writes it."""
         is_first = self.context.others.rank == 0 or not held.named.placement.is_whole
-        return is_first and held.owner == self.context.collectives.rank
+        return is_first and held.is_own
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -115,8 +148,15 @@ class LiveModel:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a state dict holds, by name. Buffers of a shared module occur once."""
-        return {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}
+        """The buffers that a state dict holds, by name, and scales of quantised parameters. Those of a shared module occur once."""
+        found = {name_of(fqn): buffer.detach() for fqn, buffer in persistent_buffers(self.model)}
+        return found | dict(scales_of(self.model))
+
+
+def name_of_state_dtype(live: LiveModel) -> str | None:
+    """Return `Precision.state_dtype` as manifests name it, such as "bfloat16"."""
+    dtype = live.context.precision.state_dtype
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def persistent_buffers(model: nn.Module, *, all_names: bool = False) -> list[tuple[str, Tensor]]:
@@ -159,13 +199,25 @@ class Description(BaseModel):
         files: the contents of JSON files beside the weights, by name.
         adapters: for a PEFT model, a dict from each adapter's folder ("" or one that ends in "/") to a dict from the
             names in its file to fqns; otherwise None.
+        weights: what an export of a transformers model writes, in its order; None: the tensors as they are in the model.
+        total_parameters: the number of a transformers model's parameters, for the index; otherwise None.
         problem: the reason why the model cannot be exported, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     files: dict[Annotated[str, AfterValidator(_file_of_an_export)], Any] = {}
     adapters: dict[Annotated[str, AfterValidator(_folder_of_an_export)], dict[str, str]] | None = None
+    weights: list[ConvertedRow] | None = None
+    total_parameters: int | None = None
     problem: str | None = None
+
+    def content(self) -> dict[str, Any]:
+        """Return the description for a manifest. Only a transformers model has the keys `weights` and `total_parameters`."""
+        content = self.model_dump(exclude={"weights", "total_parameters"})
+        if self.weights is not None:
+            content["weights"] = [row.model_dump(exclude_defaults=True) for row in self.weights]
+            content["total_parameters"] = self.total_parameters
+        return content
 
     @classmethod
     def of(cls, found: Any) -> Description:
@@ -193,7 +245,13 @@ def describe(live: LiveModel) -> Description:
     try:
         if isinstance(adapters, Mapping) and adapters:
             return _describe_adapters(live, adapters)
-        return Description(files=_configs(live.model))
+        targets = live.targets()
+        if targets is None:
+            return Description(files=_configs(live.model))
+        total = sum(math.prod(entry.placement.shape) for _, entry in live.entries())
+        return Description(files=_configs(live.model), weights=rows_of(targets), total_parameters=total)
+    except NotOnlyMoved as error:
+        return Description(problem=f"transformers converts its weights for files, and {error}. {REMEDY}")
     except Exception as error:  # a library's error about the user's config
         return Description(problem=f"the model's config cannot be written: {type(error).__name__}: {error}")
 

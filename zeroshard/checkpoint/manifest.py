@@ -20,7 +20,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from math import prod
@@ -28,22 +28,32 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
+from zeroshard.core.named_parameter import name_of
+from zeroshard.core.placement import Placement, Runs
 from zeroshard.errors import CheckpointError
-from zeroshard.layout.placement import Runs
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
-VERSION = 1
-MESH_VERSION = 2
-"""The version for models that tensor-parallel ranks divided. It adds `mesh`, and ranges of several runs."""
+VERSION = 3
+READABLE = (1, 2, VERSION)
+"""Versions 1 and 2 list every range of every rank, all checksums, and every rank's own values. Version 2 adds `mesh`."""
 _LONGEST_NAME = 255
 """The maximum length of a name in a file system, in bytes."""
 _OURS = re.compile(r"(rank_\d+\.[0-9a-f]+\.safetensors|manifest\.json(\.[0-9a-f]+\.tmp)?)")
 
 # Remedies, for the ends of messages.
-ANOTHER = "Load another tag, or pass fall_back=True to load()."
+ANOTHER = "Load another tag (under a trainer, resume from another checkpoint), or pass fall_back=True to load()."
 CHECK_DISK = "Check the disk and the file's permissions, or load another tag."
 
 
@@ -58,32 +68,43 @@ def cannot_be_written(path: object, error: OSError) -> str:
 Count = Annotated[int, Field(ge=0)]
 """A number of bytes or elements, or a position among them."""
 
+Name = Annotated[str, AfterValidator(name_of)]
+"""The name of a parameter. Earlier releases wrote the parts that torch's `checkpoint_wrapper` inserts."""
+
+
+def _named_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "names": [*map(name_of, group["names"])]} for group in groups]
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileRecord(_Record):
-    """A file beside the manifest."""
+class _Sparse(_Record):
+    """A record whose JSON omits fields that only some versions have, if they are empty."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if key not in _OMITTED or value not in (None, [])}
+
+
+_OMITTED = {"numel", "stride", "mesh", "checksum", "checksums", "ranges", "dim", "layouts", "shards"}
+
+
+class FileRecord(_Sparse):
+    """A file beside the manifest. It ends with a table: the CRC-32 of each chunk of `chunk_nbytes` before the table."""
 
     name: str = Field(pattern=r"^rank_\d+\.[0-9a-f]+\.safetensors$")
     nbytes: Count
-    checksums: list[int]
-    """The CRC-32 of each chunk of `chunk_nbytes`; the last chunk may be shorter."""
+    checksum: int | None = None
+    """The CRC-32 of the file's header, followed by the table; None in versions 1 and 2."""
+    checksums: list[int] | None = None
+    """The table itself, in versions 1 and 2. It covers the whole file."""
 
     def has_its_size(self, folder: Path) -> bool:
         """Return whether the file exists in a folder, with the right size."""
         path = folder / self.name
         return path.is_file() and path.stat().st_size == self.nbytes
-
-
-class _Sparse(_Record):
-    """A record whose JSON omits fields that version 1 lacks, if they are None."""
-
-    @model_serializer(mode="wrap")
-    def _without_none(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        new = {"numel", "stride", "mesh"}
-        return {key: value for key, value in serialize(self).items() if value is not None or key not in new}
 
 
 class RangeRecord(_Sparse):
@@ -107,18 +128,46 @@ class RangeRecord(_Sparse):
         return Runs(self.start, self.numel, self.stride, (self.stop - self.start - self.numel) // self.stride + 1)
 
 
-class StateRecord(_Record):
-    """The record of one model state of one parameter. Its ranges are disjoint and ordered by `start`, and cover all elements."""
+class StateRecord(_Sparse):
+    """The record of one model state of one parameter.
+
+    `ranges` are those in files of ranks that follow no layout. Together with those of the layouts (see places.py), they are
+    disjoint and cover all elements.
+    """
 
     dtype: str
-    ranges: list[RangeRecord]
+    ranges: list[RangeRecord] = []
+
+    def over(self, runs: Runs) -> list[RangeRecord]:
+        """Return the listed ranges that may have some of these elements."""
+        return [one for one in self.ranges if one.start < runs.stop and runs.start < one.stop]
 
 
-class ParameterRecord(_Record):
+class BucketRecord(_Record):
+    """A bucket of one shard for each rank. A piece is (parameter, its first element, the place in the bucket, elements)."""
+
+    shard_numel: Annotated[int, Field(ge=1)]
+    pieces: list[tuple[str, Count, Count, Count]]
+
+
+class ShardsRecord(_Record):
+    """The ranks that follow one layout, for one part of the divided parameters.
+
+    Elements count along this part, flattened. Whole parameters are in part 0 only.
+    """
+
+    layout: Count
+    part: Count = 0
+    """The place of these ranks in the mesh's dimension that divides parameters."""
+    files: list[Count | None]
+    """The number of the file with each shard; None if its rank lists its ranges instead."""
+
+
+class ParameterRecord(_Sparse):
     """The record of one parameter."""
 
     shape: list[Count]
-    names: list[str] = Field(min_length=1)
+    names: list[Name] = Field(min_length=1)
     """All its names; more than one if it is tied."""
     trained: bool
     """Whether the saved run updated it; False if it was frozen."""
@@ -126,6 +175,14 @@ class ParameterRecord(_Record):
     """"parameters" (the master weights), and the optimizer's states of the same shape."""
     values: dict[str, Any] = {}
     """The optimizer's other values, packed, such as step counts."""
+    dim: Count | None = None
+    """The dimension that tensor- or expert-parallel ranks divided; None if the parameter was whole."""
+
+    def placement(self, part: int, parts: int) -> Placement | None:
+        """Return the place of one of the mesh's parts in the parameter, or None if that part has nothing of it."""
+        if self.dim is None:
+            return Placement.whole(self.shape) if part == 0 else None
+        return Placement.chunk(self.shape, self.dim, part, parts)
 
 
 class TensorRecord(_Record):
@@ -148,25 +205,78 @@ class Manifest(_Sparse):
     written_by: dict[str, str]
     world_size: int = Field(ge=1)
     mesh: dict[str, int] | None = None
-    """The numbers of data-parallel and of tensor-parallel ranks; None if no tensors were divided."""
+    """The numbers of data-parallel, and of tensor- or expert-parallel ranks; None if no tensors were divided."""
     policy: dict[str, Any]
     optimizer: str | None
     chunk_nbytes: int = Field(ge=1)
     files: list[FileRecord]
-    parameters: dict[str, ParameterRecord]
-    excluded: list[str] = []
+    """The ranks' files, by rank."""
+    layouts: list[list[BucketRecord]] = []
+    shards: list[ShardsRecord] = []
+    parameters: dict[Name, ParameterRecord]
+    excluded: list[Name] = []
     """The frozen parameters that were left out, if `exclude_frozen` was set."""
-    param_groups: list[dict[str, Any]] = Field(default_factory=list)
+    param_groups: Annotated[list[dict[str, Any]], AfterValidator(_named_groups)] = Field(default_factory=list)
     """Packed hyperparameters of each param group, and the names of its parameters."""
     values: dict[str, Any] = {}
     """All other values, packed; see values.py."""
     tensors: dict[str, TensorRecord] = {}
+    _new_names: dict[str, str | None] = PrivateAttr(default_factory=dict)
+    """The names that `renamed` gives, by the saved name."""
 
-    def buffers(self, rank: int = 0) -> dict[str, Any]:
-        """Return the packed buffers that a rank saved, by name. Ranks above 0 save only buffers that differ from rank 0's."""
-        ranks = self.values.get("ranks", [])
-        packed: dict[str, Any] = ranks[rank].get("buffers", {}) if rank < len(ranks) else {}
-        return packed
+    @property
+    def parts(self) -> int:
+        """The number of parts of each divided parameter."""
+        mesh = self.mesh or {}
+        return max(mesh.get("tensor_parallel", 1), mesh.get("expert_parallel", 1), 1)
+
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        """Every rank's own packed values, in versions 1 and 2. Later, they are in the ranks' files."""
+        found: list[dict[str, Any]] = self.values.get("ranks", [])
+        return found
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Rank 0's packed buffers, by name. Other ranks save only buffers that differ from these."""
+        found: dict[str, Any] = self.values.get("buffers", {})
+        return self.by_new_name(next((one.get("buffers", {}) for one in self.ranks), found))
+
+    @property
+    def ranks_with_buffers(self) -> list[int]:
+        """The ranks above 0 that saved buffers."""
+        found: list[int] = self.values.get("ranks_with_buffers", [])
+        return found + [rank for rank, one in enumerate(self.ranks) if rank and one.get("buffers")]
+
+    def by_new_name(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+        """Return saved buffers by the names that `renamed` gives them."""
+        new = {name: self._new_names.get(name_of(name), name_of(name)) for name in buffers}
+        return {name: buffers[old] for old, name in new.items() if name is not None}
+
+    def renamed(self, names: Mapping[str, str | None]) -> Manifest:
+        """Return a copy with other names of parameters and buffers, by the present names; None leaves one out.
+
+        Layouts and files keep the saved names, which stay the keys of `parameters`.
+        """
+        if not names:
+            return self
+
+        def new(old: Iterable[str]) -> list[str]:
+            return [name for one in old if (name := names.get(one, one)) is not None]
+
+        parameters = {
+            fqn: record.model_copy(update={"names": own})
+            for fqn, record in self.parameters.items()
+            if (own := new(record.names))
+        }
+        changed = {
+            "parameters": parameters,
+            "excluded": new(self.excluded),
+            "param_groups": [{**group, "names": new(group["names"])} for group in self.param_groups],
+        }
+        copy = self.model_copy(update=changed)
+        copy._new_names = dict(names)
+        return copy
 
 
 def write_manifest(folder: Path, manifest: Manifest, save: str) -> None:
@@ -182,24 +292,37 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: the manifest is missing, unreadable, damaged or of an unknown version. The message has path and reason.
     """
+    return parse_manifest(folder, manifest_bytes(folder))
+
+
+def manifest_bytes(folder: Path) -> bytes:
+    """Read the manifest's file, without verification. Raise a `CheckpointError` if it is missing or unreadable."""
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
-        if body.pop("checksum") != _digest(body):
-            raise ValueError("its checksum is wrong")
-        if body.get("version") not in (VERSION, MESH_VERSION):
-            raise CheckpointError(
-                f"{path} has version {body.get('version')}; this zeroshard reads versions {VERSION} and "
-                f"{MESH_VERSION}. Install the release that wrote it, or a newer one."
-            )
-        manifest = Manifest.model_validate(body)
-        _refuse_ranges_outside(manifest)
-        _refuse_wrong_values(manifest)
-        return manifest
+        return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(_why_without(MANIFEST, folder)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. {CHECK_DISK}") from error
+
+
+def parse_manifest(folder: Path, data: bytes) -> Manifest:
+    """Verify the bytes of a folder's manifest. Raise as `read_manifest` does."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(data)
+        if body.pop("checksum") != _digest(body):
+            raise ValueError("its checksum is wrong")
+        if body.get("version") not in READABLE:
+            raise CheckpointError(
+                f"{path} has version {body.get('version')}; this zeroshard reads versions {READABLE[0]} to {VERSION}. "
+                "Install the release that wrote it, or a newer one."
+            )
+        manifest = Manifest.model_validate(body)
+        _refuse_ranges_outside(manifest)
+        _refuse_layouts_outside(manifest)
+        _refuse_wrong_values(manifest)
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -216,7 +339,9 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
     """Raise a `ValueError` if checksums do not cover a file, or a range does not fit its file or its parameter."""
     for file in manifest.files:
         chunks = -(-file.nbytes // manifest.chunk_nbytes)
-        if len(file.checksums) != chunks:
+        if file.checksums is None and file.checksum is None:
+            raise ValueError(f"{file.name} has no checksum")
+        if file.checksums is not None and len(file.checksums) != chunks:
             raise ValueError(f"{file.name} has {len(file.checksums)} checksums for {chunks} chunks")
     nbytes = [file.nbytes for file in manifest.files]
 
@@ -238,24 +363,55 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
         refuse_outside(name, tensor.dtype, tensor.file, tensor.offset, prod(tensor.shape))
 
 
+def _refuse_layouts_outside(manifest: Manifest) -> None:
+    """Raise a `ValueError` if a layout has elements beyond a parameter or a bucket, or shards in no file."""
+    for name, parameter in manifest.parameters.items():
+        if parameter.dim is not None and parameter.dim >= len(parameter.shape):
+            raise ValueError(f"{name} was divided along a dimension that it lacks")
+    for shards in manifest.shards:
+        if shards.layout >= len(manifest.layouts) or shards.part >= manifest.parts:
+            raise ValueError("ranks follow a layout that it lacks")
+        if any(file is not None and file >= len(manifest.files) for file in shards.files):
+            raise ValueError("a shard is in none of its files")
+        for bucket in manifest.layouts[shards.layout]:
+            for name, first, start, numel in bucket.pieces:
+                placement = manifest.parameters[name].placement(shards.part, manifest.parts)
+                if placement is None:  # a whole parameter, which part 0 has
+                    continue
+                if first + numel > prod(placement.local_shape) or start + numel > bucket.shard_numel * len(
+                    shards.files
+                ):
+                    raise ValueError(f"a layout has elements of {name} beyond its shape, or beyond a bucket")
+
+
 def _refuse_wrong_values(manifest: Manifest) -> None:
     """Raise a `ValueError` if the shared values or a rank's buffers have wrong types. Every reader needs these."""
     ranks = manifest.values.get("ranks", [])
+    numbers = manifest.values.get("ranks_with_buffers", [])
     if not isinstance(manifest.values.get("shared", {}), dict) or not isinstance(ranks, list):
         raise ValueError("its values have wrong types")
-    for one in ranks:
-        if not isinstance(one, dict) or not isinstance(one.get("buffers", {}), dict):
+    if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < len(manifest.files) for one in numbers):
+        raise ValueError("its list of ranks with buffers is wrong")
+    for one in [*ranks, {"buffers": manifest.values.get("buffers", {})}]:
+        if not isinstance(one, dict):
             raise ValueError("the values of a rank have wrong types")
-        for name, packed in one.get("buffers", {}).items():
-            if not _is_tensor(packed, manifest):
-                raise ValueError(f"the buffer {name} is not one of its tensors")
+        refuse_wrong_buffers(one, manifest.tensors)
 
 
-def _is_tensor(packed: Any, manifest: Manifest) -> bool:
-    """Return whether a packed value (see values.py) is a scalar, or a tensor of a manifest."""
+def refuse_wrong_buffers(values: dict[str, Any], tensors: Container[str]) -> None:
+    """Raise a `ValueError` if a rank's packed values have buffers that are no tensors (see values.py)."""
+    if not isinstance(values.get("buffers", {}), dict):
+        raise ValueError("the values of a rank have wrong types")
+    for name, packed in values.get("buffers", {}).items():
+        if not _is_tensor(packed, tensors):
+            raise ValueError(f"the buffer {name} is not one of its tensors")
+
+
+def _is_tensor(packed: Any, tensors: Container[str]) -> bool:
+    """Return whether a packed value (see values.py) is a scalar, or one of these tensors."""
     match packed:
         case {"$tensor": str(name)}:
-            return name in manifest.tensors
+            return name in tensors
         case {"$scalar": [str(dtype), bool() | int() | float()]}:
             return isinstance(getattr(torch, dtype, None), torch.dtype)
     return False
@@ -360,11 +516,11 @@ def _why_without(file: str, folder: Path) -> str:
     if file == MANIFEST:
         if not folder.is_dir():
             return f"{folder} is not a checkpoint: there is no such folder. Look for the tag in {folder.parent}."
-        return f"{folder} is not a checkpoint: it has no {MANIFEST}."
+        return f"{folder} is not a checkpoint: it has no {MANIFEST}, which a save writes last. {ANOTHER}"
     if (folder / MANIFEST).is_file():
         return f"{folder} is one checkpoint, not the folder of checkpoints: name {folder.parent} and the tag {folder.name!r}."
     if not folder.is_dir():
-        return f"{folder} has no file {LATEST!r}: there is no such folder."
+        return f"{folder} has no file {LATEST!r}: there is no such folder. Check the path."
     return f"{folder} has no file {LATEST!r}: name a tag, or check that this is the folder of checkpoints."
 
 

@@ -17,20 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from zeroshard.config.load import Config
+from zeroshard.core.parking import STATES
+from zeroshard.engine.config.load import Config
 from zeroshard.engine.engine_optimizer import EngineOptimizer
+from zeroshard.engine.from_config import create_loss_scaler
 from zeroshard.engine.loader import StatefulLoader
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress, StepReport
+from zeroshard.engine.recompute.checkpointer import Checkpointer
 from zeroshard.engine.saving import Saving
 from zeroshard.errors import UsageError
+from zeroshard.errors.hints import add_hint
 from zeroshard.launch import local_rank
-from zeroshard.optim.from_config import create_loss_scaler
+from zeroshard.model.sharded import Sharded
 from zeroshard.optim.lr_schedules import Floor, LRSchedule, refuse_without_metrics
 from zeroshard.policy import Offload, Place
-from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding.sharded import Sharded
-from zeroshard.step.parking import STATES
 from zeroshard.torch_private import compiled_call_of, tree_map
 
 _PARKED = {
@@ -140,7 +141,11 @@ class Engine(Saving, nn.Module):
         self._microbatches.expect_backward(self.is_gradient_accumulation_boundary())
         with self._progress.measure("backward"), self._microbatches.own_backward():
             if scaled.requires_grad:
-                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                try:
+                    scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+                except Exception as error:
+                    add_hint(error)
+                    raise
             elif torch.is_grad_enabled() and self._sharded.sharded_step.views:
                 raise UsageError(
                     "the loss does not require a gradient: it was computed under torch.no_grad(), or detached. "
@@ -332,8 +337,8 @@ class Engine(Saving, nn.Module):
     def _refuse_untrained(self, what: str) -> None:
         if not self._sharded.trains:
             raise UsageError(
-                f"engine.{what} was called on an engine for evaluation only. Pass initialize an optimizer, or add an "
-                "`optimizer` block to the config."
+                f"engine.{what} was called on an engine for evaluation only. Pass initialize an optimizer (with "
+                "accelerate: prepare the model and its optimizer in one call), or add an `optimizer` block to the config."
             )
 
     # ------------------------------------------------------------------ inspection and changes between steps

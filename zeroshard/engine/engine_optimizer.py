@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler
-from zeroshard.step.sharded_step import ShardedStep
 
 
 class EngineOptimizer(torch.optim.Optimizer):

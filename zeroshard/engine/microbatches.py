@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zeroshard.config.load import Config
+from zeroshard.engine.config.load import Config
 from zeroshard.errors import UsageError
-from zeroshard.sharding.sharded import Sharded
+from zeroshard.model.sharded import Sharded
 
 
 class Microbatches:

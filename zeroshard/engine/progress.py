@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,18 +18,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch import __version__ as torch_version
 
-from zeroshard.config.load import Config
+from zeroshard.engine.config.load import Config
+from zeroshard.engine.config.schema import MONITORS, Schema
+from zeroshard.engine.monitors import (
+    TAG,
+    JsonLinesMonitor,
+    Monitor,
+    Sent,
+    StepFigures,
+    create_monitors,
+    events_of,
+    names_monitors,
+)
 from zeroshard.errors import ConfigError, ZeroshardError
-from zeroshard.observe.memory import peak_nbytes, reserved_nbytes
-from zeroshard.observe.monitors import JsonLinesMonitor, Monitor, Sent, StepFigures, create_monitors
-from zeroshard.sharding.sharded import Sharded
+from zeroshard.model.memory import peak_nbytes, reserved_nbytes
+from zeroshard.model.sharded import Sharded
 from zeroshard.version import __version__
 
 _MIB = 2**20
 _SETTINGS = ("ZEROSHARD_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "PYTORCH_")
 """Prefixes of the environment variables that a log records."""
-_PRIVATE = ("wandb", "comet")
-"""Blocks of a config that a log leaves out: they may contain API keys."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,29 @@ def about(sharded: Sharded) -> dict[str, Any]:
     }
 
 
+def monitors_of(schema: Schema, sharded: Sharded, config: Mapping[str, Any]) -> list[Monitor]:
+    """Make the monitors that a config enables, on rank 0. Every rank must call it; the result is empty on all other ranks.
+
+    Raises:
+        ConfigError: on every rank, if rank 0 could not make them.
+    """
+    made: list[Monitor] = []
+    if not names_monitors(schema):
+        return made
+    problem = None
+    if not (dist.is_initialized() and dist.get_rank()):
+        try:
+            made = create_monitors(schema, lambda: {**about(sharded), **config})
+        except ZeroshardError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
+    problems = sharded.exchange_json(problem, "the config's monitors")  # so that every rank raises
+    if any(problems):
+        raise ConfigError(next(filter(None, problems)))
+    return made
+
+
 def device_name(device: torch.device) -> str:
     """Return a device's product name, or its type if torch has no name."""
     module = torch.get_device_module(device)
@@ -99,30 +130,17 @@ class Progress:
         self._sharded = sharded
         self._schema = schema = config.schema
         self._data_ranks = config.batch.world_size
-        kept = {key: value for key, value in config.document.items() if key not in _PRIVATE}
+        # Without the monitors' blocks: they may contain API keys.
+        kept = {key: value for key, value in config.document.items() if key not in MONITORS}
         self._config = {"config": json.loads(json.dumps(kept, default=str))}  # it may hold a torch.dtype
         self._device = device
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._every = schema.steps_per_print
         if self._every is None and (schema.wall_clock_breakdown or schema.memory_breakdown):
             self._every = 1.0  # with a breakdown and no interval, each step prints a line
-        blocks = (schema.json_monitor, schema.csv_monitor, schema.tensorboard, schema.wandb, schema.comet)
-        is_monitored = any(block.enabled for block in blocks)
-        self._logs = int(is_monitored)
+        self._logs = int(names_monitors(schema))
         """The number of logs of all steps: the config's monitors, as one, and the open `heard_by` blocks that write a file."""
-        self._monitors: list[Monitor] = []
-        if is_monitored:
-            problem = None
-            if self._rank == 0:
-                try:
-                    self._monitors = create_monitors(schema, lambda: about(sharded) | self._config)
-                except ZeroshardError as error:
-                    problem = str(error)
-                except Exception as error:
-                    problem = f"rank 0 cannot make the monitors of the config ({error!r}). Check their blocks."
-            problems = sharded.exchange_json(problem, "the config's monitors")  # so that every rank raises
-            if any(problems):
-                raise ConfigError(next(filter(None, problems)))
+        self._monitors = monitors_of(schema, sharded, self._config)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         if schema.wall_clock_breakdown:
             sharded.measure_waits(self.measure)
@@ -164,17 +182,19 @@ class Progress:
     # ------------------------------------------------------------------ reports of steps
 
     @contextmanager
-    def heard_by(self, watcher: Watcher, tokens: int | None, folder: Path | None) -> Iterator[None]:
-        """Call `watcher` for each step in the block and write the step to `folder/steps.jsonl` too.
+    def heard_by(self, watcher: Watcher, tokens: int | None, folder: Path | None, monitors: Schema) -> Iterator[None]:
+        """Call `watcher` for each step in the block, and write the step to `folder/steps.jsonl` and to `monitors` too.
 
-        With a folder, every rank must call it, to contribute its loss. `tokens` is the number of tokens per sample, if given.
+        With a folder or monitors, every rank must call it, to contribute its loss. `tokens` is the number of tokens per sample,
+        if given.
         """
-        monitor: JsonLinesMonitor | None = None
+        logs = folder is not None or names_monitors(monitors)
+        added = monitors_of(monitors, self._sharded, self._config)
         if folder is not None and self._rank == 0:
-            monitor = JsonLinesMonitor(folder, about(self._sharded) | self._config)
-            self._monitors.append(monitor)
+            added.append(JsonLinesMonitor(folder, about(self._sharded) | self._config))
+        self._monitors += added
         tokens_before = self._tokens
-        self._logs += folder is not None
+        self._logs += logs
         self._watchers.append(watcher)
         if tokens is not None:
             self._tokens = tokens
@@ -183,10 +203,10 @@ class Progress:
         finally:
             self._watchers.remove(watcher)
             self._tokens = tokens_before
-            self._logs -= folder is not None
-            if monitor is not None:
-                monitor.close()
-                if monitor in self._monitors:
+            self._logs -= logs
+            for monitor in added:
+                if monitor in self._monitors:  # the engine's `destroy` closes those that it has
+                    monitor.close()
                     self._monitors.remove(monitor)
 
     def log(self, report: StepReport, step: int, samples: int, lr: float) -> None:
@@ -233,15 +253,12 @@ class Progress:
 
     def _events(self, figures: StepFigures) -> dict[str, float]:
         """Return the figures for the monitors, under DeepSpeed's tags, or tags in the same style for those that DeepSpeed lacks."""
-        events = {"lr": figures.lr, "loss_scale": figures.loss_scale, "grad_norm": figures.grad_norm}
-        if figures.loss is not None:
-            events = {"train_loss": figures.loss, **events}
-        events |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in figures.seconds.items()}
+        events = {f"elapsed_time_ms_{part}": 1e3 * value for part, value in figures.seconds.items()}
         if self._schema.memory_breakdown:
             events |= {f"memory_bytes_{kind}": value for kind, value in figures.memory.items()}
         if self._schema.comms_logger.enabled:
             events |= {f"sent_bytes_{kind}": value for kind, value in figures.sent.items()}
-        return {f"Train/Samples/{name}": value for name, value in events.items()}
+        return events_of(figures) | {f"{TAG}{name}": value for name, value in events.items()}
 
     def _line(self, figures: StepFigures) -> str:
         loss = "loss unknown" if figures.loss is None else f"loss {figures.loss:.4f}"

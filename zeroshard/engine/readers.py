@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeroshard.config.load import Config
-from zeroshard.config.schema import Schema
-from zeroshard.config.zero_block import ZeroBlock
+from zeroshard.engine.config.load import Config
+from zeroshard.engine.config.schema import Schema
+from zeroshard.engine.config.zero_block import ZeroBlock
 from zeroshard.engine.engine_optimizer import EngineOptimizer
 from zeroshard.engine.progress import StepReport
+from zeroshard.model.sharded import Sharded
 from zeroshard.optim.loss_scaler import LossScaler
 from zeroshard.optim.lr_schedules import rates
 from zeroshard.policy import Place
-from zeroshard.sharding.sharded import Sharded
 
 T = TypeVar("T")
 

@@ -7,21 +7,22 @@ import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.access.unsharded import unsharded
+from zeroshard.checkpoint.consolidated import written
 from zeroshard.checkpoint.live_model import adapter_parameters, describe
-from zeroshard.checkpoint.manifest import LATEST, is_checkpoint
+from zeroshard.checkpoint.manifest import LATEST
+from zeroshard.core.named_parameter import name_of, named_parameters
 from zeroshard.engine.loader import StatefulLoader
 from zeroshard.engine.microbatches import Microbatches
 from zeroshard.engine.progress import Progress
 from zeroshard.engine.readers import Readers
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.formats.consolidated import written
-from zeroshard.layout.named_parameter import name_of
+from zeroshard.model.unsharded import unsharded
+from zeroshard.model.weight_shards import WeightShard, WeightsVersion
 from zeroshard.optim.loss_scaler import DynamicLossScaler
 from zeroshard.optim.lr_schedules import load_schedule
 from zeroshard.torch_private import is_distributed
@@ -66,6 +67,16 @@ class Saving(Readers):
         self._whole_adapters.close()
         if tag is None:
             tag = f"global_step{self.global_steps}"
+        with self._sharded.checkpoints.operation(f'save_checkpoint "{tag}"'):
+            self._save_checkpoint(
+                save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters,
+                asynchronous=asynchronous, keep_last=keep_last,
+            )  # fmt: skip
+        return True
+
+    def _save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str, client_state: Mapping[str, Any] | None, **options: Any
+    ) -> None:
         tags = self._sharded.exchange_json(str(tag), "the tag of a checkpoint")
         other = next((rank for rank, one in enumerate(tags) if one != tags[0]), None)
         validation = self._schema.checkpoint.tag_validation
@@ -93,11 +104,8 @@ class Saving(Readers):
         elif hasattr(self.training_dataloader, "state_dict"):
             values["data"] = self.training_dataloader.state_dict()
         self._sharded.save(
-            save_dir, tags[0], values, save_latest=save_latest, within_step=True,
-            exclude_frozen=exclude_frozen_parameters, asynchronous=asynchronous, keep_last=keep_last,
-            node_local=self._schema.checkpoint.use_node_local_storage,
+            save_dir, tags[0], values, within_step=True, node_local=self._schema.checkpoint.use_node_local_storage, **options
         )  # fmt: skip
-        return True
 
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
@@ -118,18 +126,16 @@ class Saving(Readers):
             first run: (None, None), with a warning, even with `fall_back`.
         """
         self._whole_adapters.close()
-        if tag is None:
-            folder = Path(load_dir)
-            # A folder of one checkpoint counts too, so that the load's error names the right folder.
-            found = (folder / LATEST).exists() or is_checkpoint(folder)
-            if not any(self._sharded.exchange_json(found, "whether there is a checkpoint")):
-                warnings.warn(f"no checkpoint was loaded: {folder.absolute()} has no file `{LATEST}`.", stacklevel=2)
-                return None, None
         states = load_optimizer_states and not load_module_only
         loaded = self._sharded.load(
             load_dir, None if tag is None else str(tag), strict=load_module_strict, optimizer_states=states,
             random=not load_module_only, fall_back=fall_back, node_local=self._schema.checkpoint.use_node_local_storage,
+            missing_ok=tag is None,
         )  # fmt: skip
+        if loaded is None:
+            folder = Path(load_dir).absolute()
+            warnings.warn(f"no checkpoint was loaded: {folder} has no file `{LATEST}`.", stacklevel=2)
+            return None, None
         self._microbatches.start_step()
         values = loaded.values
         client_state = values.get("client_state", {})
@@ -163,9 +169,37 @@ class Saving(Readers):
         """
         self._sharded.export(out, dtype)
 
-    def named_weights(self, to: int | None = None, *, merge_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+    @overload
+    def named_weights(
+        self, to: int | None = None, *, merge_adapters: bool = False, names: str = "checkpoint",
+        shards: Literal[False] = False,
+    ) -> Iterator[tuple[str, Tensor]]: ...  # fmt: skip
+
+    @overload
+    def named_weights(
+        self,
+        to: None = None,
+        *,
+        merge_adapters: Literal[False] = False,
+        names: str = "checkpoint",
+        shards: Literal[True],
+    ) -> Iterator[tuple[str, WeightShard]]: ...
+
+    def named_weights(
+        self, to: int | None = None, *, merge_adapters: bool = False, names: str = "checkpoint", shards: bool = False
+    ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, WeightShard]]:
         """Yield the weights of an export without files, one unit at a time; see `Sharded.named_weights`."""
-        return self._sharded.named_weights(to, merge_adapters=merge_adapters)
+        sharded: Any = self._sharded
+        found: Iterator[Any] = sharded.named_weights(to, merge_adapters=merge_adapters, names=names, shards=shards)
+        return found
+
+    def weights_version(self, names: str = "checkpoint") -> WeightsVersion:
+        """Keep a copy of the weights that this rank holds; see `Sharded.weights_version`."""
+        return self._sharded.weights_version(names)
+
+    def changed_since(self, version: WeightsVersion) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the elements whose bits changed since a version; see `Sharded.changed_since`."""
+        return self._sharded.changed_since(version)
 
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -267,8 +301,8 @@ class Saving(Readers):
     __deepcopy__ = __reduce_ex__  # otherwise `__getattr__` would find the model's method
 
     def _without_frozen(self, state: dict[str, Tensor], kept: Set[str] = frozenset()) -> dict[str, Tensor]:
-        frozen = {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {name: value for name, value in state.items() if name in kept or name not in frozen}
+        frozen = {name for name, p in named_parameters(self.module, all_names=True) if not p.requires_grad}
+        return {name: value for name, value in state.items() if name in kept or name_of(name) not in frozen}
 
 
 class _OnRank0(dict[str, Tensor]):

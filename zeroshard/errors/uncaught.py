@@ -22,7 +22,7 @@ _PACKAGE = Path(__file__).parents[1]
 _PYTHON = Path(os.__file__).parent
 
 
-class Hook:
+class ExceptHook:
     """A `sys.excepthook` for exceptions of one class; the former hook gets all others."""
 
     def __init__(self, kind: type[BaseException], before: Callable[..., Any]) -> None:
@@ -64,13 +64,13 @@ class Hook:
 
 def report_uncaught(kind: type[BaseException]) -> None:
     """If torchrun started this process, print uncaught exceptions of this class as one message."""
-    if _FILE in os.environ and not isinstance(sys.excepthook, Hook):
-        sys.excepthook = Hook(kind, sys.excepthook)
+    if _FILE in os.environ and not isinstance(sys.excepthook, ExceptHook):
+        sys.excepthook = ExceptHook(kind, sys.excepthook)
 
 
 def restore() -> None:
     """Restore the former `sys.excepthook`, if `report_uncaught` replaced it."""
-    if isinstance(sys.excepthook, Hook):
+    if isinstance(sys.excepthook, ExceptHook):
         sys.excepthook = sys.excepthook.before
 
 

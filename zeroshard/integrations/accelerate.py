@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.config.load import read, tensor_parallel_ranks
+from zeroshard.core.module_hooks import Hook, untraced
+from zeroshard.engine.config.load import read, tensor_parallel_ranks
 from zeroshard.errors import UsageError
-from zeroshard.schedule.module_hooks import Hook, untraced
 
 _GATHERED = (
     "accelerate gathers the results of an evaluation from all ranks, the {ranks} ranks of each model included: every sample is in "

@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from zeroshard.access.unsharded import home_of, unsharded
 from zeroshard.checkpoint.live_model import adapter_parameters, persistent_buffers
-from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
+from zeroshard.checkpoint.manifest import LATEST, tags
+from zeroshard.core.named_parameter import name_of, named_parameters
+from zeroshard.engine.config.load import Config, load_config, refuse_tensor_parallel
+from zeroshard.engine.from_config import create_loss_scaler, create_optimizer
+from zeroshard.engine.schedulers import create_scheduler
 from zeroshard.errors import ConfigError, UsageError
-from zeroshard.layout.named_parameter import name_of
-from zeroshard.optim.from_config import create_loss_scaler, create_optimizer
+from zeroshard.model.shard import shard
+from zeroshard.model.sharded import Sharded
+from zeroshard.model.unsharded import home_of, unsharded
+from zeroshard.model.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zeroshard.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
-from zeroshard.optim.lr_schedules import create_scheduler
 from zeroshard.optim.states import looks_at_whole_parameters
 from zeroshard.policy import Policy, Precision
-from zeroshard.sharding.shard import shard
-from zeroshard.sharding.sharded import Sharded
 from zeroshard.torch_private import compiled_call_of
-from zeroshard.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 Zero = Policy | int | str | os.PathLike[str] | Mapping[str, Any]
 """A policy, the number of a ZeRO stage, or a DeepSpeed config (a path, or a mapping)."""
@@ -362,7 +363,7 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
                 kept |= {id(parameter) for parameter in module.parameters()}
     found: dict[int, Tensor] = {}
     whole: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, all_names=True):
         if adapters_alone and id(parameter) not in kept:
             continue
         if id(parameter) not in found:
@@ -379,8 +380,8 @@ def whole_state_dict(sharded: Sharded, *, adapters_alone: bool = False) -> dict[
 
 
 def is_ours(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a Trainer's checkpoint contains a zeroshard checkpoint."""
-    return Path(folder, "latest").is_file()
+    """Return whether a Trainer's checkpoint contains a zeroshard checkpoint, even if its file `latest` was lost."""
+    return Path(folder, LATEST).is_file() or bool(tags(Path(folder), whole=False))
 
 
 # ---------------------------------------------------------------------- the Trainer

@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zeroshard.config.fields import check_arguments, nearest
-from zeroshard.config.schema import SchedulerBlock
 from zeroshard.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:  # `zeroshard config check` creates schedules without torch, whose import takes seconds
@@ -91,7 +89,7 @@ class LRSchedule(ABC):
 
 
 class _WarmsUp(LRSchedule):
-    """The warm-up that three schedules share; `warmup_num_steps` is at least 2."""
+    """The warm-up that three schedules share; `warmup_num_steps` is at least 2, also if the caller sets 0."""
 
     warmup_num_steps: int
     warmup_type: str
@@ -113,7 +111,7 @@ class _WarmsUp(LRSchedule):
         return math.log(i + 1) / math.log(self.warmup_num_steps)
 
     def _warn_if_longer(self, total: int) -> None:
-        if total < self.warmup_num_steps:
+        if 0 < total < self.warmup_num_steps:  # with 0, no step runs
             warnings.warn(
                 f"the warm-up ({self.warmup_num_steps} steps) is longer than total_num_steps ({total}).", stacklevel=3
             )
@@ -228,7 +226,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr", optimizer)
-        self.step_size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_size = _steps(lr_range_test_step_size, "lr_range_test_step_size", least=1)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
@@ -384,9 +382,10 @@ def refuse_without_metrics(scheduler: Any) -> None:
         )
 
 
-def _steps(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"scheduler.params.{name}: {value!r} is not a positive integer. Set one.")
+def _steps(value: Any, name: str, least: int = 0) -> int:
+    """Return a number of steps. It may be 0: a run without a warm-up, or without any step."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"scheduler.params.{name}: {value!r} is not an integer of at least {least}. Set one.")
     return value
 
 
@@ -402,7 +401,8 @@ def floored(scheduler: Any, optimizer: torch.optim.Optimizer, min_lr: float) -> 
     return Floor(scheduler, optimizer, min_lr)
 
 
-def _schedules_of_torch() -> dict[str, type[Any]]:
+def schedules_of_torch() -> dict[str, type[Any]]:
+    """Return torch's schedules by the names of their classes."""
     import torch
 
     base = torch.optim.lr_scheduler.LRScheduler
@@ -411,27 +411,3 @@ def _schedules_of_torch() -> dict[str, type[Any]]:
         for name, cls in vars(torch.optim.lr_scheduler).items()
         if isinstance(cls, type) and issubclass(cls, base) and not name.endswith("LRScheduler")  # the base has no rates
     }
-
-
-def create_scheduler(block: SchedulerBlock, optimizer: torch.optim.Optimizer, min_lr: float = 0.0) -> Any:
-    """Create the scheduler that a config block names, with rates of at least `min_lr`.
-
-    Raises:
-        ConfigError: the scheduler does not exist, or it does not accept these arguments.
-    """
-    known: dict[str, type[Any]] = dict(SCHEDULES)
-    if block.type not in known:
-        known = _schedules_of_torch() | known
-    cls = known.get(block.type)
-    if cls is None:
-        raise ConfigError(
-            f"scheduler.type: unknown {block.type!r}{nearest(block.type, known)} Choose {', '.join(SCHEDULES)}, or any "
-            "class of torch.optim.lr_scheduler."
-        )
-    check_arguments(cls, block.params, "scheduler", cls.__name__)
-    try:
-        return floored(cls(optimizer, **block.params), optimizer, min_lr)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"scheduler.params: {block.type} does not accept them: {error}") from error

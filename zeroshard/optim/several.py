@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroshard.errors import UsageError
 
@@ -39,7 +40,11 @@ class Several(torch.optim.Optimizer):
             raise UsageError(
                 f"{twice} parameters are in more than one of the optimizers. Put each parameter into only one."
             )
-        super().__init__(groups, {})
+        names = [group.pop("param_names", None) for group in groups]
+        super().__init__(groups, {})  # it refuses groups of which only some have names
+        for group, own in zip(groups, names, strict=True):
+            if own is not None:
+                group["param_names"] = own
         self.members = list(members)
         for member in members:
             self.state.update(member.state)
@@ -77,6 +82,11 @@ class Several(torch.optim.Optimizer):
 def optimizers_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the user created: the members of a `Several`, or the only one."""
     return optimizer.members if isinstance(optimizer, Several) else [optimizer]
+
+
+def tensors_of(parameters: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors of a param group, which lists them alone or, as torch allows, as pairs of a name and a tensor."""
+    return [one[1] if isinstance(one, tuple) else one for one in parameters]
 
 
 def class_names(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.core.module_hooks import untraced
+from zeroshard.core.named_parameter import named_modules
+from zeroshard.core.transport.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
-from zeroshard.schedule.module_hooks import untraced
 from zeroshard.sequence.batches import has_values, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads, refuse_heads
 
@@ -295,7 +296,7 @@ def _decoder_of(model: nn.Module) -> Any:
     transformers = sys.modules.get("transformers")  # its models import it
     models: dict[str, Any] = {}
     if transformers is not None:
-        models = {name: one for name, one in model.named_modules() if isinstance(one, transformers.PreTrainedModel)}
+        models = {name: one for name, one in named_modules(model) if isinstance(one, transformers.PreTrainedModel)}
     inside = {name: set(one.modules()) - {one} for name, one in models.items()}
     for one in model.modules():
         prompts = [kind for kind in dict(getattr(one, "peft_config", None) or {}).values() if kind.is_prompt_learning]
@@ -339,7 +340,7 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
     types = [one for one in dict.fromkeys(getattr(config, "layer_types", None) or ()) if one not in _LAYERS]
     states = [
         name
-        for name, module in decoder.named_modules()
+        for name, module in named_modules(decoder)
         if isinstance(module, nn.RNNBase | nn.Conv1d) or any(part in type(module).__name__ for part in _RECURRENT)
     ]
     if types or states:
@@ -352,7 +353,7 @@ def _refuse_models(decoder: Any, config: Any, size: int) -> None:
             f"{kind} does not find its attention in transformers' registry (ALL_ATTENTION_FUNCTIONS), so its sequences "
             "cannot be split across ranks: use a model that does."
         )
-    for name, module in decoder.named_modules():
+    for name, module in named_modules(decoder):
         is_of_llama4 = hasattr(module, "attn_scale") and hasattr(module, "floor_scale")
         has_positions = getattr(module, "use_rope", False)
         if is_of_llama4 and not has_positions and getattr(module, "attn_temperature_tuning", False):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.core.transport.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 
 IGNORED = -100

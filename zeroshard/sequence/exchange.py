@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.core.transport.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 
 _HEADS, _POSITIONS = 1, 2

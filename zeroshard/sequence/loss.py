@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.core.transport.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError
 from zeroshard.sequence.batches import IGNORED
 from zeroshard.sequence.tiles import TileByTile
@@ -118,11 +118,11 @@ def token_mean(
         and at least fp32.
     """
     total = torch.where(counted, values, 0).sum(dtype=torch.promote_types(values.dtype, torch.float32))
-    mean: Tensor = _Mean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]
+    mean: Tensor = _TokenMean.apply(total, counted.sum(), SequenceRanks(group), tokens)  # type: ignore[no-untyped-call]
     return mean
 
 
-class _Mean(torch.autograd.Function):
+class _TokenMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, count: Tensor, ranks: SequenceRanks, tokens: Tensor | int | None) -> Tensor:
         # One message has both numbers. fp64 counts tokens exactly.

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.access.unsharded import home_of
-from zeroshard.collectives.grouped import Grouped
-from zeroshard.collectives.sequence_ranks import SequenceRanks
+from zeroshard.core.modules import Forwards
+from zeroshard.core.named_parameter import refuse_distributed
+from zeroshard.core.transport.grouped import Grouped
+from zeroshard.core.transport.sequence_ranks import SequenceRanks
 from zeroshard.errors import UsageError, counted
-from zeroshard.layout.modules import Forwards
-from zeroshard.layout.named_parameter import refuse_distributed
+from zeroshard.model.unsharded import home_of
 from zeroshard.sequence.attention import CutAttention
 from zeroshard.sequence.batches import IGNORED, cut_batch, cut_in_turn, cut_loader, own_slice
 from zeroshard.sequence.exchange import heads_for_positions, positions_for_heads

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from zeroshard.core.modules import Forwards, modules_matching
+from zeroshard.core.named_parameter import named_modules
 from zeroshard.errors import UsageError
-from zeroshard.layout.modules import Forwards, modules_matching
 from zeroshard.sequence.batches import has_values
 from zeroshard.torch_private import has_tensor_hooks, version_of
 
@@ -51,7 +52,7 @@ def tile(model: nn.Module, patterns: str | Sequence[str], tokens: int = 2048) ->
         )
     modules = modules_matching(model, patterns, "tile")
     for outer, module in modules.items():
-        for name, inner in module.named_modules(prefix=outer):
+        for name, inner in named_modules(module, outer):
             if isinstance(inner, _MIXES):
                 raise UsageError(
                     f"tile: {name} is a {type(inner).__name__}, whose result at one position depends on others: name modules "

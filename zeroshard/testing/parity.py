@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.access.unsharded import unsharded
+from zeroshard.model.shard import DEFAULT_BUCKET_NUMEL, shard
+from zeroshard.model.sharded import Sharded
+from zeroshard.model.unsharded import unsharded
 from zeroshard.policy import Policy, Precision
-from zeroshard.sharding.shard import DEFAULT_BUCKET_NUMEL, shard
-from zeroshard.sharding.sharded import Sharded
 
 
 def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:

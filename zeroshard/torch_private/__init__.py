@@ -5,20 +5,22 @@ torch does not have public equivalents of these names, unless a docstring names 
 Each name is declared with the features that need it. Most names are looked up when this module is imported, rarely used
 ones at their first use. If torch lacks a name, importing zeroshard still works, and so does every feature that does not
 need the name. The others raise an error that names the feature: `shard` for what every step needs (`require`),
-otherwise the first use. tests/test_torch_private.py checks that the names behave as zeroshard expects.
+otherwise the first use. tests/project/test_torch_private.py checks that the names behave as zeroshard expects.
 
 Names on hot paths are torch's own objects under another name, or one plain call.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import StrEnum
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -171,10 +173,9 @@ wrapper_tensor: Callable[..., Any] = _find(
 """Create a tensor of a class, with a shape but without memory."""
 
 
-@_uses(Feature.SHARDING, "torch.Tensor._version")
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place. torch has a public `increment_version`, but no reader."""
-    return tensor._version
+_find("torch.Tensor._version", Feature.SHARDING)
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor was written to in place. torch has a public `increment_version`, but no reader."""
 
 
 _use_count = _find("torch._C._storage_Use_Count", Feature.SHARDING)
@@ -185,16 +186,37 @@ def storage_users(tensor: Tensor) -> int:
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
-@_uses(Feature.SHARDING, "torch.UntypedStorage._cdata")
-def storage_id(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage among those that exist now.
+_find("torch.UntypedStorage._cdata", Feature.SHARDING)
+number_of_storage: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return a number that identifies a storage among those that exist now.
 
-    The identity of the storage's Python wrapper is not stable, and some tensors have no address.
+The identity of the storage's Python wrapper is not stable, and some tensors have no address.
+"""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return the number of a tensor's storage.
 
     Raises:
         RuntimeError, NotImplementedError: the tensor has no storage, like tensors inside torch.func transforms.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return number_of_storage(tensor.untyped_storage())
+
+
+def held_in_python(tensors: Sequence[Tensor]) -> set[int]:
+    """Return the numbers of these tensors' storages that further tensors in Python hold, and not only graphs.
+
+    It looks at all objects of the process: tenths of a second.
+    """
+    numbers = {storage_id(one) for one in tensors}
+    own = {id(one) for one in tensors}
+    found = set[int]()
+    with past_torch_function():
+        for one in gc.get_objects():
+            if issubclass(type(one), Tensor) and id(one) not in own:
+                with suppress(RuntimeError, NotImplementedError):  # it has no storage
+                    found.add(storage_id(one))
+    return found & numbers
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -227,6 +249,46 @@ def forget_grad(parameter: Tensor) -> None:
     """Clear `parameter.grad` without notifying the parameter's owner."""
     with past_torch_function():
         GRAD.__set__(parameter, None)
+
+
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return, as `grad_of` does, the gradients of many parameters."""
+    get = GRAD.__get__
+    with past_torch_function():
+        return [get(parameter) for parameter in parameters]
+
+
+def forget_grads(parameters: Iterable[Tensor]) -> None:
+    """Clear, as `forget_grad` does, the gradients of many parameters."""
+    get = GRAD.__get__
+    put = GRAD.__set__
+    with past_torch_function():
+        for parameter in parameters:
+            if get(parameter) is not None:
+                put(parameter, None)
+
+
+NEW_PARAMETER = nn.Parameter.__new__.__code__
+"""The code of `nn.Parameter(tensor)`. If it calls `detach`, it wants a tensor of the same class."""
+
+
+def let_parameters_be_made(cls: type[nn.Parameter], ordinary: type[nn.Parameter]) -> None:
+    """Let `nn.Parameter(one)` of a parameter of class `cls` return one of class `ordinary`, over the same memory.
+
+    For a subclass, torch asks `detach` for a tensor of the same class, and then sets `_is_param`.
+    """
+
+    def detach(self: nn.Parameter) -> Tensor:
+        detached = Tensor.detach(self)
+        if not is_traced() and sys._getframe(1).f_code is NEW_PARAMETER:
+            return Tensor._make_subclass(type(self), detached)  # type: ignore[arg-type]
+        return detached
+
+    def become_ordinary(self: nn.Parameter, _: bool) -> None:
+        self.__class__ = ordinary
+
+    cls.detach = detach  # type: ignore[method-assign, assignment]
+    cls._is_param = property(lambda _: True, become_ordinary)  # type: ignore[attr-defined, assignment]
 
 
 # ---------------------------------------------------------------- DTensors
@@ -335,31 +397,32 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     return buffer not in module._non_persistent_buffers_set
 
 
-def _make_first(hooks: Any, handle: RemovableHandle) -> None:
+HooksById = OrderedDict[int, Callable[..., Any]]
+"""The hooks of one kind of a module, a parameter or an optimizer, by the `id` of their handles, in the order of their calls."""
+
+
+def keep_first(hooks: HooksById, handle: RemovableHandle) -> None:
+    """Move a hook before all others. torch's `prepend=True` sets the order only at registration."""
     if next(iter(hooks)) != handle.id:
-        for other in [number for number in hooks if number != handle.id]:
-            hooks[other] = hooks.pop(other)
+        hooks.move_to_end(handle.id, last=False)
 
 
-def _make_last(hooks: Any, handle: RemovableHandle) -> None:
+def keep_last(hooks: HooksById, handle: RemovableHandle) -> None:
+    """Move a hook behind all others."""
     if next(reversed(hooks)) != handle.id:
-        hooks[handle.id] = hooks.pop(handle.id)
+        hooks[handle.id] = hooks.pop(handle.id)  # autograd does not see the order that `move_to_end` makes
 
 
 @_uses(Feature.SHARDING, "torch.nn.Module._forward_pre_hooks", "torch.nn.Module._forward_hooks")
-def make_outermost(module: nn.Module, first: RemovableHandle, last: RemovableHandle) -> None:
-    """Move a pre-hook of a module's forward before all others, and a hook after all others.
-
-    torch's `prepend=True` sets the order only at registration: a later hook can still run before the pre-hook, or after the hook.
-    """
-    _make_first(module._forward_pre_hooks, first)
-    _make_last(module._forward_hooks, last)
+def forward_hooks_of(module: nn.Module) -> tuple[HooksById, HooksById]:
+    """Return the hooks that torch calls before and after a module's forward. An entry that is taken out is not called."""
+    return module._forward_pre_hooks, module._forward_hooks  # type: ignore[return-value]
 
 
 @_uses(Feature.SHARDING, "torch.Tensor._post_accumulate_grad_hooks")
-def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Move a parameter's post-accumulate-grad hook after all others."""
-    _make_last(parameter._post_accumulate_grad_hooks, handle)
+def gradient_hooks_of(parameter: Tensor) -> HooksById:
+    """Return a parameter's post-accumulate-grad hooks."""
+    return parameter._post_accumulate_grad_hooks  # type: ignore[return-value]
 
 
 @_uses(
@@ -369,8 +432,8 @@ def make_last(parameter: Tensor, handle: RemovableHandle) -> None:
 )
 def make_innermost(optimizer: torch.optim.Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
     """Move one of an optimizer's step pre-hooks after all others, and one of its step post-hooks before all others."""
-    _make_last(optimizer._optimizer_step_pre_hooks, before)
-    _make_first(optimizer._optimizer_step_post_hooks, after)
+    keep_last(optimizer._optimizer_step_pre_hooks, before)  # type: ignore[arg-type]
+    keep_first(optimizer._optimizer_step_post_hooks, after)  # type: ignore[arg-type]
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
@@ -497,15 +560,27 @@ def in_transform() -> bool:
     return _transform() is not None
 
 
-_tracing = _find("torch._guards.TracingContext.try_get", Feature.SHARDING)
+_of_thread = _find("torch._guards._TLS", Feature.SHARDING)
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile is tracing.
+    """Return whether torch.compile is tracing on this thread.
 
     torch's public functions are correct in traced code, but not in code that the compiler calls while it traces.
     """
-    return _tracing() is not None
+    return getattr(_of_thread, "tracing_context", None) is not None
+
+
+_profiles = _find("torch.autograd._profiler_enabled", Feature.SHARDING)
+_UNLABELLED = nullcontext()
+
+
+def labelled(label: str) -> AbstractContextManager[object]:
+    """Return a context that a profiler shows as a range with this label. Without a profiler, it is one shared object.
+
+    `torch.profiler.record_function` is public, but takes 4 microseconds without a profiler, too.
+    """
+    return torch.profiler.record_function(label) if _profiles() else _UNLABELLED
 
 
 # ---------------------------------------------------------------- names that are looked up at their first use
@@ -516,7 +591,11 @@ _AT_FIRST_USE: dict[str, tuple[str, Feature]] = {
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", Feature.PLAN),
     "inside_of_kernels": ("torch._subclasses.fake_tensor.in_kernel_invocation_manager", Feature.PLAN),
     "_disable_modes": ("torch.utils._python_dispatch._disable_current_modes", Feature.PLAN),
+    "_FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", Feature.PLAN),
     "DTensor": ("torch.distributed.tensor.DTensor", Feature.SHARDING),
+    # These import the compiler, which takes a second.
+    "_skip_code": ("torch._dynamo.eval_frame.skip_code", Feature.SHARDING),
+    "_compiler_in_force": ("torch._C._dynamo.eval_frame.get_eval_frame_callback", Feature.SHARDING),
 }
 """The full names of torch's objects and the features that need them, by their names in this module."""
 
@@ -543,15 +622,39 @@ def outside_of_modes() -> AbstractContextManager[None, None]:
     return left
 
 
+def fake_store() -> Any:
+    """Return a store for the process group "fake", whose ranks do not exist, and register this backend with torch."""
+    return __getattr__("_FakeStore")()
+
+
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function such that torch.compile runs it uncompiled. Functions that it calls may still be compiled.
 
-    The wrapper of `torch.compiler.disable` takes longer than a short hook, so only a torch without the private name gets it.
+    The wrapper of `torch.compiler.disable` takes longer than a short hook.
     """
-    try:
-        skip = _look_up("torch._dynamo.eval_frame.skip_code")  # imports the compiler, which takes a second
-    except AttributeError:
-        wrapped: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
-        return wrapped
-    skip(function.__code__)
+    __getattr__("_skip_code")(function.__code__)
     return function
+
+
+def at_border(
+    function: Callable[..., Any], reason: str, in_compiled_code: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return the function such that torch.compile neither traces it nor compiles what it calls: a graph ends there.
+
+    `torch.compiler.disable` does the same, but takes longer than a short hook, even where nothing is compiled.
+
+    Args:
+        reason: torch's reason for the end of the graph.
+        in_compiled_code: runs instead of the function where compiled code calls it; default: the function.
+    """
+    compiles: Callable[[], object] = __getattr__("_compiler_in_force")
+    uncompiled: Callable[..., Any] = torch.compiler.disable(in_compiled_code or function, reason=reason)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if compiles() is None else uncompiled(*args, **kwargs)
+
+    never_compiled(run)
+    # The marks of `torch.compiler.disable`, which the compiler looks for.
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return run

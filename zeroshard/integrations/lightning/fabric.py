@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.construction.born import sharded_init
 from zeroshard.errors import UsageError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import Facts, ShardingStrategy, fabric_class
+from zeroshard.integrations.lightning.sharding import ShardingFacts, ShardingStrategy, fabric_class
+from zeroshard.model.born import sharded_init
+from zeroshard.model.sharded import Sharded
 from zeroshard.optim.several import optimizers_of
 from zeroshard.policy import Policy, Units
-from zeroshard.sharding.sharded import Sharded
 
 _DDPStrategy: Any = fabric_class("strategies", "DDPStrategy")
 
@@ -65,8 +65,8 @@ class FabricZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ set up
 
-    def _facts(self) -> Facts:
-        return Facts(str(self.precision.precision))
+    def _facts(self) -> ShardingFacts:
+        return ShardingFacts(str(self.precision.precision))
 
     def _set_up(self, module: nn.Module, optimizers: list[Any]) -> None:
         one = self._shard(module, optimizers, self._facts())

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroshard.config.fields import Kind, is_off
-from zeroshard.config.load import Config, load_config, refuse_tensor_parallel
+from zeroshard.engine.config.fields import Kind, is_off
+from zeroshard.engine.config.load import Config, load_config, refuse_tensor_parallel, without_training
+from zeroshard.engine.recompute.checkpointer import Checkpointer
 from zeroshard.errors import ConfigError, UsageError
+from zeroshard.model.shard import shard
+from zeroshard.model.sharded import Sharded
 from zeroshard.policy import Policy, Units
-from zeroshard.recompute.checkpointer import Checkpointer
-from zeroshard.sharding.shard import shard
-from zeroshard.sharding.sharded import Sharded
 
 _HONOURED = {
     "zero_optimization", "aio", "communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "bf16",
@@ -48,7 +48,19 @@ def _packages() -> tuple[str, str]:
     raise UsageError("zeroshard.integrations.lightning needs Lightning, which is not installed: pip install lightning.")
 
 
+def _refuse_older(release: str) -> None:
+    """Raise for a release of Lightning whose Fabric and checkpoints make other calls of a strategy."""
+    if tuple(int(part) for part in release.split(".")[:2]) < OLDEST:
+        raise UsageError(
+            f"Lightning {release} is older than {'.'.join(map(str, OLDEST))}, the oldest release that zeroshard's strategies "
+            "work in: pip install --upgrade lightning."
+        )
+
+
+OLDEST = (2, 6)
+"""The oldest release, in whose tests the strategies pass: 2.4's Fabric expects no scheduler, and resumes with other losses."""
 _TRAINER, _FABRIC = _packages()
+_refuse_older(import_module(_FABRIC).__version__)
 
 
 def trainer_class(module: str, name: str) -> Any:
@@ -62,7 +74,7 @@ def fabric_class(module: str, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ShardingFacts:
     """The settings of the Trainer, or of Fabric.
 
     Attributes:
@@ -119,21 +131,28 @@ class ShardingStrategy:
                 name, cls, description=f"zeroshard, ZeRO stage {stage}", override=True, stage=stage
             )
 
-    def _shards_parameters(self, facts: Facts) -> bool:
+    def _shards_parameters(self, facts: ShardingFacts) -> bool:
         if self._config is None:
             return self._policy.parameters.sharded
-        return self._resolve(None, None, facts).policy.parameters.sharded
+        return self._resolve(None, None, facts, trains=False).policy.parameters.sharded
 
-    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: Facts) -> Sharded:
+    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], facts: ShardingFacts) -> Sharded:
         """Shard a model; without optimizers, for evaluation only. Every rank must call it."""
         if self._config is None:
             return shard(model, optimizers or None, self._policy, units=self._units)
-        config = self._resolve(model, optimizers[0] if optimizers else None, facts)
+        config = self._resolve(model, optimizers[0] if optimizers else None, facts, trains=bool(optimizers))
         self._checkpointer = Checkpointer.of(config, model)
         return shard(model, optimizers or None, config.policy, precision=config.precision, **config.shard_arguments)
 
-    def _resolve(self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, facts: Facts) -> Config:
+    def _resolve(
+        self,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        facts: ShardingFacts,
+        trains: bool = True,
+    ) -> Config:
         assert self._config is not None
+        given = self._config if trains else without_training(self._config)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         known: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -143,12 +162,12 @@ class ShardingStrategy:
             "fp16": False,
         }
         if math.isfinite(facts.steps):
-            known["total_num_steps"] = int(facts.steps)
+            known["total_num_steps"] = max(0, int(facts.steps))  # Lightning has -1 for a run without batches
         if optimizer is not None:
             options = ("lr", "weight_decay", "betas", "eps")
             known |= {key: optimizer.defaults[key] for key in options if key in optimizer.defaults}
             known["optimizer.type"] = type(optimizer).__name__
-        config = load_config(self._config, world_size, model, known | self._auto)
+        config = load_config(given, world_size, model, known | self._auto)
         refuse_tensor_parallel(config, "Lightning's strategy")
         is_auto = "gradient_accumulation_steps" in config.auto and config.schema.train_batch_size is None
         if not config.names_accumulation or (is_auto and facts.accumulation is None):
@@ -171,7 +190,7 @@ class ShardingStrategy:
         return config
 
 
-def _refuse_disagreement(config: Config, facts: Facts) -> None:
+def _refuse_disagreement(config: Config, facts: ShardingFacts) -> None:
     """Raise if the config enables fp16 or autocast, which Lightning sets, or contradicts Lightning's bf16 or clipping."""
     schema = config.schema
     autocast = "16-mixed" if config.scales_loss else "bf16-mixed"

@@ -7,21 +7,24 @@ The Trainer sets the precision. "-mixed" is its autocast over fp32 parameters, w
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 from torch import Tensor
 
-from zeroshard.construction.born import sharded_init
-from zeroshard.errors import UsageError, ZeroshardError
+from zeroshard.checkpoint.loading import some_of
+from zeroshard.core.named_parameter import name_of, named_parameters
+from zeroshard.core.state_dicts import state_dict_in_memory
+from zeroshard.engine.from_config import create_optimizer
+from zeroshard.engine.schedulers import create_scheduler
+from zeroshard.errors import CheckpointError, UsageError, ZeroshardError
 from zeroshard.integrations.lightning import folders
-from zeroshard.integrations.lightning.sharding import Facts, ShardingStrategy, trainer_class
-from zeroshard.optim.from_config import create_optimizer
-from zeroshard.optim.lr_schedules import create_scheduler
-from zeroshard.sharding.sharded import Sharded
+from zeroshard.integrations.lightning.sharding import ShardingFacts, ShardingStrategy, trainer_class
+from zeroshard.model.born import sharded_init
+from zeroshard.model.sharded import Sharded
 
 _DDPStrategy: Any = trainer_class("strategies", "DDPStrategy")
 _LRSchedulerConfig: Any = trainer_class("utilities.types", "LRSchedulerConfig")
@@ -65,11 +68,19 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
     _loads_file = True
     _gave_states_up = False
     _aborted = False
+    _shown: Mapping[str, Any] = {}
+    """The state dict that hooks of a save got."""
+    _given: Mapping[str, Any] = {}
+    """The state dict that hooks of a load got."""
+    _in_folder: Mapping[str, Any] = {}
+    """The shapes of the tensors in the folder that is being loaded, by name."""
+    _load: Callable[[Mapping[str, Any], bool], None] | None = None
+    """Loads a folder after the hooks; None if it was loaded before."""
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> ShardingFacts:
         trainer = self.lightning_module.trainer
         clipping = float(trainer.gradient_clip_val or 0.0)
-        return Facts(str(self.precision_plugin.precision), int(trainer.accumulate_grad_batches), clipping)
+        return ShardingFacts(str(self.precision_plugin.precision), int(trainer.accumulate_grad_batches), clipping)
 
     # ------------------------------------------------------------------ set-up and tear-down
 
@@ -203,10 +214,27 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
         return self._loads_file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict; {} while the module is sharded, since `save_checkpoint` then saves its weights."""
-        if self.sharded is not None:
-            return {}
-        return dict(self.lightning_module.state_dict())
+        """Return the module's state dict. While the module is sharded, `save_checkpoint` saves its weights.
+
+        If hooks may change the state dict, they get the parameters as they are on this rank: at stage 3, without values. If no
+        hook can, they get {}.
+        """
+        if self.sharded is None:
+            return dict(self.lightning_module.state_dict())
+        self._shown = {}
+        if self._has_hook("on_save_checkpoint"):
+            if self.sharded.policy.parameters.sharded:
+                self._shown = state_dict_in_memory(self.lightning_module, keeps=False)
+            else:
+                self._shown = dict(self.lightning_module.state_dict())
+        return dict(self._shown)
+
+    def _has_hook(self, name: str) -> bool:
+        """Return whether the module or a callback has this hook. Lightning's own callbacks have those of weight averages alone."""
+        module_class, callback_class = trainer_class("core", "LightningModule"), trainer_class("callbacks", "Callback")
+        callbacks = self.lightning_module.trainer.callbacks
+        hooks = [(self.lightning_module, module_class), *((one, callback_class) for one in callbacks)]
+        return any(getattr(getattr(one, name), "__func__", None) is not getattr(base, name) for one, base in hooks)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return {}: the sharded checkpoint holds the optimizer's state."""
@@ -220,12 +248,14 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
                     "storage_options have no meaning for ZeroStrategy: ranks write their own files. Leave the "
                     "argument out."
                 )
-            folders.save_sharded(
-                self.sharded, filepath, checkpoint | {"state_dict": {}, "optimizer_states": []}, self.barrier
-            )
+            edits = self._edits_of_hooks(checkpoint)
+            rest = checkpoint | {"state_dict": {}, "optimizer_states": []}
+            folders.save_sharded(self.sharded, filepath, rest, self.barrier, edits)
             return
         if self.sharded is not None:
-            checkpoint["state_dict"] = self.sharded.consolidated_state_dict() or {}
+            edits = self._edits_of_hooks(checkpoint)
+            state = self.sharded.consolidated_state_dict() or {}
+            checkpoint["state_dict"] = edits.apply(state) if edits else state
         elif self._gave_states_up and checkpoint.pop("optimizer_states", None) is not None and self.is_global_zero:
             trainer_class("utilities.rank_zero", "rank_zero_warn")(
                 f"{filepath} holds weights and no optimizer state, since fit is over. To resume, save during fit, with "
@@ -234,6 +264,15 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
         if self.is_global_zero and folders.is_sharded(filepath):
             shutil.rmtree(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _edits_of_hooks(self, checkpoint: Mapping[str, Any]) -> folders.Edits:
+        """Return the changes of hooks to the state dict that `lightning_module_state_dict` returned."""
+        edits = folders.Edits.of(self._shown, checkpoint.get("state_dict") or {})
+        if edits or self._shown:
+            rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+            edits.refuse_missing_values(rest, self._shown)
+        self._shown = {}
+        return edits
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
@@ -246,13 +285,65 @@ class ZeroStrategy(ShardingStrategy, _DDPStrategy):  # type: ignore[misc]
             raise UsageError(
                 f"{path} is a sharded checkpoint, and no model is set up: pass it to fit, validate or test as ckpt_path."
             )
+        rest = folders.read_rest(path, weights_only)
+        edits = folders.edits_of(rest)
+        if edits or self._has_hook("on_load_checkpoint"):  # load what the hooks leave, in `load_model_state_dict`
+            self._given, self._in_folder = folders.read_state_dict(path, edits)
+            self._load = partial(self._load_given, path, edits)
+            return {**rest, "state_dict": dict(self._given)}
+        self._load = None
+        wanted = self._wanted()
+        return folders.load_sharded(
+            self.sharded, path, weights_only, strict=self.lightning_module.strict_loading, **wanted
+        )
+
+    def _wanted(self) -> dict[str, bool]:
         fits = bool(self.optimizers)
-        strict = self.lightning_module.strict_loading
-        return folders.load_sharded(self.sharded, path, weights_only, strict=strict, optimizer_states=fits, random=fits)
+        return {"optimizer_states": fits, "random": fits}
+
+    def _load_given(self, path: Any, saved: folders.Edits, state: Mapping[str, Any], strict: bool) -> None:
+        """Load a folder as the hooks of its save and of this load have edited its state dict.
+
+        Optimizer states are those of the folder, as with a file: edits of the state dict do not change them.
+        """
+        assert self.sharded is not None
+        own = {name_of(name): name for name in state_dict_in_memory(self.lightning_module, keeps=False)}
+        edits = folders.Edits.of(self._given, state)
+        if strict:
+            given = {name_of(name) for name in state}
+            missing = [name for name in own if name not in given and not name.endswith("_extra_state")]
+            unexpected = sorted(given - own.keys())
+            if missing or unexpected:
+                raise CheckpointError(
+                    f"{path} is of a different model: it lacks {some_of(missing)}, and the model lacks {some_of(unexpected)}. Set "
+                    "strict_loading=False in the module to load the entries that both have."
+                )
+        named = named_parameters(self.lightning_module, all_names=True)
+        trained = {name: one.shape for name, one in named if one.requires_grad}
+        rename: dict[str, str | None] = {}
+        kept: dict[str, Tensor | None] = {}
+        for name, shape in self._in_folder.items():
+            rename[name] = edits.name_of(saved.name_of(name))
+            if (
+                rename[name] is None and trained.get(name) == shape
+            ):  # its value stays, and its optimizer states are loaded
+                kept[name] = self.sharded.states.get(name)
+                del rename[name]
+        folders.load_sharded(self.sharded, path, False, strict=False, rename=rename, **self._wanted())
+        for name, value in kept.items():
+            assert value is not None
+            self.sharded.states.set(name, "parameters", value)
+        changed = edits.apply(saved.changed)
+        changed = {own[name]: value for name, value in changed.items() if name in own}
+        if changed:
+            self.lightning_module.load_state_dict(changed, strict=False)
+        self._given, self._in_folder = {}, {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._loads_file:
             super().load_model_state_dict(checkpoint, strict)
+        elif self._load is not None:
+            self._load(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if any(checkpoint["optimizer_states"]):

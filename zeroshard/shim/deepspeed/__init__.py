@@ -26,10 +26,12 @@ from deepspeed.utils.z3_leaf_module import with_leaf_modules
 from zeroshard import Precision, UsageError
 from zeroshard import __version__ as _zeroshard_version
 from zeroshard import initialize as _initialize
-from zeroshard.config.load import read
-from zeroshard.construction.meshes import mesh_of
-from zeroshard.construction.tensor_parallel import divide, tensor_mesh
+from zeroshard.core.named_parameter import divides_experts
+from zeroshard.engine.config.load import read
 from zeroshard.integrations.accelerate import count_samples_once, refuse_tensor_parallel, watch_loaders
+from zeroshard.integrations.transformers_loading import warn_of_missing_values
+from zeroshard.model.meshes import mesh_of
+from zeroshard.model.tensor_parallel import divide, tensor_mesh
 
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in version.split("."))
 __implementation__ = f"zeroshard {_zeroshard_version}"
@@ -77,13 +79,15 @@ def initialize(
             auto["train_micro_batch_size_per_gpu"] = 1  # for trainers that count batches themselves
         if isinstance(model, nn.Module):
             given = with_leaf_modules(model, given)
+    if isinstance(model, nn.Module):
+        warn_of_missing_values(model)
     made = _initialize(
         model=model, optimizer=optimizer, model_parameters=model_parameters, training_data=training_data,
         lr_scheduler=lr_scheduler, dist_init_required=dist_init_required, collate_fn=collate_fn, config=given,
         auto=auto, group=_data_parallel_group(mpu), attributes=DeepSpeedParameter,
     )  # fmt: skip
     divided = mesh_of(made[0].module)
-    if divided is not None and divided.size() > 1:
+    if divided is not None and divided.size() > 1 and not divides_experts(divided):
         watch_loaders(made[0].module, divided.size())
     made[1].parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     made[0].destroy = partial(made[0].destroy, alone=True)  # type: ignore[method-assign]  # trainers call it on one rank

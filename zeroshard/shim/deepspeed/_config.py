@@ -10,14 +10,15 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
 
 from zeroshard import ConfigError
-from zeroshard.config.load import load_config, read
-from zeroshard.layout.bucketing import MIXTURES
+from zeroshard.core.bucketing import MIXTURES
+from zeroshard.core.named_parameter import named_modules
+from zeroshard.engine.config.load import load_config, read
 
 DEFAULT_LEAF_MODULE_CLASSES = list(MIXTURES)
 DEFAULT_LEAF_MODULE_NAMES: list[str] = []
@@ -67,15 +68,17 @@ class DeepSpeedConfig:
 
 # ---------------------------------------------------------------------- modules that each form one unit with their submodules
 
-_marks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_LEAF = "_z3_leaf"
+"""The attribute of marked modules, which accelerate's users read."""
+_marked: WeakSet[nn.Module] = WeakSet()
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    return _marks.get(model, False)
+    return bool(getattr(model, _LEAF, False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    return any(parameter is model for module, is_leaf in _marks.items() if is_leaf for parameter in module.parameters())
+    return any(parameter is model for module in _marked if z3_leaf_module(module) for parameter in module.parameters())
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -83,7 +86,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    _marks[model] = flag
+    setattr(model, _LEAF, flag)
+    _marked.add(model)
 
 
 def _is_of(module: nn.Module, wanted: type | str) -> bool:
@@ -130,8 +134,8 @@ def set_z3_leaf_modules_by_suffix(
 def _mark(
     model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    known = dict(model.named_modules())
-    found = [[module for name, module in known.items() if fits(name, one)] for one in asked]
+    known = list(named_modules(model))
+    found = [[module for name, module in known if fits(name, one)] for one in asked]
     missing_names = [one for one, modules in zip(asked, found, strict=True) if not modules]
     if missing_names and raise_if_not_found:
         raise ValueError(f"No modules named {missing_names} found in model {type(model).__name__}.")
@@ -154,7 +158,7 @@ def with_leaf_modules(model: nn.Module, config: str | os.PathLike[str] | Mapping
     set_z3_leaf_modules(model, said.get("classes", list(MIXTURES)), raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, said.get("names", []), raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, said.get("name_suffixes", []), raise_if_not_found=False)
-    names = [name for name, module in model.named_modules() if name and z3_leaf_module(module)]
+    names = [name for name, module in named_modules(model) if name and z3_leaf_module(module)]
     if not names or not isinstance(zero, Mapping):
         return config
     # Only the names of existing modules: DeepSpeed does not raise for a module that the model lacks.

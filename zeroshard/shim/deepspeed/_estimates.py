@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard import Policy, Precision
-from zeroshard.observe.memory import formula
+from zeroshard.model.memory import formula
 
 _GB = 2**30
 _PLACES = {True: "cpu ", False: "none"}

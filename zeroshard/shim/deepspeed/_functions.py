@@ -18,6 +18,7 @@ import zeroshard
 from deepspeed._names import constant
 from zeroshard import DynamicLossScaler, StaticLossScaler
 from zeroshard.integrations.accelerate import refuse_divided_by_transformers
+from zeroshard.torch_private import is_distributed
 
 # ---------------------------------------------------------------------- training loops
 
@@ -53,11 +54,14 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copy tensors to `device`, each into its own storage, in lists, tuples and dicts of any depth.
 
-    Tied tensors stay tied. Without a copy, torch.save would save the whole flat buffer of a view.
+    Tied tensors stay tied. Without a copy, torch.save would save the whole flat buffer of a view. DTensors become whole: every
+    rank of their mesh must call it.
     """
     copies: dict[Any, Tensor] = {}
 
     def clone(item: Any) -> Any:
+        if isinstance(item, Tensor) and is_distributed(item):
+            return item.detach().full_tensor().to(device)  # type: ignore[attr-defined]
         if isinstance(item, Tensor):
             same = (item.data_ptr(), item.shape, item.stride(), item.dtype) if item.numel() else id(item)
             if same not in copies:

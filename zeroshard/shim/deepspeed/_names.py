@@ -131,7 +131,7 @@ _ROWS = {
     ".pipe": Row(".runtime.pipe.module: *"),
     ".runtime": Row(".runtime.base_optimizer: *", {"hybrid_engine": "Train with initialize()."}),
     ".runtime.activation_checkpointing.checkpointing": Row(
-        "zeroshard.recompute.checkpointing: configure is_configured reset checkpoint non_reentrant_checkpoint=checkpoint",
+        "zeroshard.engine.recompute.checkpointing: configure is_configured reset checkpoint non_reentrant_checkpoint=checkpoint",
         {"get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed":
             "checkpoint() itself saves and restores torch's random state of every device.",
          "partition_activations_in_checkpoint set_num_layers":
@@ -143,7 +143,7 @@ _ROWS = {
     ".runtime.config": Row(
         "._config: DeepSpeedConfig zeroshard: DeepSpeedConfigError=ConfigError",
         values={f"{name.upper()}_OPTIMIZER": name for name in ("adam", "adamw", "lion", "muon", "adagrad")}),
-    ".runtime.config_utils": Row("zeroshard.config.fields: DeepSpeedConfigModel=Block"),
+    ".runtime.config_utils": Row("zeroshard.engine.config.fields: DeepSpeedConfigModel=ConfigBlock"),
     ".runtime.dataloader": Row(
         "._functions: RepeatingLoader", {"DeepSpeedDataLoader": "initialize(training_data=...) returns a loader."}),
     ".runtime.engine": Row("zeroshard: DeepSpeedEngine=Engine"),
@@ -181,12 +181,12 @@ _ROWS = {
     ".runtime.zero.config": Row(
         "._config: ZeroStageEnum .runtime.zero.leaf_module_config: DeepSpeedZeroLeafModuleConfig "
         ".runtime.zero.offload_config: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
-        "OffloadDeviceEnum zeroshard.config.zero_block: DeepSpeedZeroConfig=ZeroBlock"),
+        "OffloadDeviceEnum zeroshard.engine.config.zero_block: DeepSpeedZeroConfig=ZeroBlock"),
     ".runtime.zero.leaf_module_config": Row(
         "._config: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES "
-        "zeroshard.config.zero_block: DeepSpeedZeroLeafModuleConfig=LeafModuleBlock"),
+        "zeroshard.engine.config.zero_block: DeepSpeedZeroLeafModuleConfig=LeafModuleBlock"),
     ".runtime.zero.offload_config": Row(
-        "._config: OffloadDeviceEnum OffloadStateTypeEnum zeroshard.config.zero_block: "
+        "._config: OffloadDeviceEnum OffloadStateTypeEnum zeroshard.engine.config.zero_block: "
         "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerBlock DeepSpeedZeroOffloadParamConfig=OffloadParamBlock"),
     ".runtime.zero.mics": Row(instead={"MiCS_Init": _MICS}, refused={"MiCS_Optimizer": _OPTIMIZER}),
     ".runtime.zero.parameter_offload": Row("._functions: DeepSpeedZeRoOffload"),

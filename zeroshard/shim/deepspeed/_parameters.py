@@ -17,7 +17,13 @@ import zeroshard
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import init_distributed
 from zeroshard import UsageError
-from zeroshard.config.load import Birth, load_birth, tensor_parallel_ranks
+from zeroshard.engine.config.load import Birth, expert_parallel_ranks, load_birth, tensor_parallel_ranks
+from zeroshard.integrations.transformers_loading import (
+    follow_loader,
+    mark_as_initialised,
+    module_that_is_initialised,
+    without_arbitrary_values,
+)
 
 ZeroParamType = enum.Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])
 ZeroParamStatus = enum.Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
@@ -83,8 +89,9 @@ class Init:
                 "zero.Init(zero_param_parallel_group=...) is not supported. Set zero_hpz_partition_size in the config instead."
             )
         said = config_dict_or_path if config_dict_or_path is not None else config
-        # Do not shard for tensor parallelism: `tp_model_init` or `initialize` later divides whole parameters.
-        self.enabled = enabled and (said is None or tensor_parallel_ranks(said) == 1)
+        # Do not shard for tensor or expert parallelism: `tp_model_init` or `initialize` later divides whole parameters.
+        is_divided_later = said is not None and max(tensor_parallel_ranks(said), expert_parallel_ranks(said)) > 1
+        self.enabled = enabled and not is_divided_later
         birth = load_birth(said) if said is not None else Birth()
         self.dtype = dtype if dtype is not None else birth.dtype
         self._folder = birth.folder
@@ -108,6 +115,7 @@ class Init:
                 stack.enter_context(self._device)
             born = zeroshard.sharded_init(self.ds_process_group, self._folder, dtype=self.dtype, source=0, **_BORN)
             stack.enter_context(born)
+            stack.enter_context(without_arbitrary_values())
         self._open.append(stack)
         return self
 
@@ -125,6 +133,8 @@ class GatheredParameters:
         self, params: Tensor | Iterable[Any], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:  # fmt: skip
+        follow_loader(2)
+        self._initialised = module_that_is_initialised(2)
         self.enabled = enabled
         self._rank = modifier_rank
         given = [params] if isinstance(params, Tensor) else list(params) if isinstance(params, Iterable) else []
@@ -143,6 +153,7 @@ class GatheredParameters:
 
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
+        mark_as_initialised(self._initialised)
 
 
 _external: WeakKeyDictionary[nn.Module, WeakIdKeyDictionary] = WeakKeyDictionary()

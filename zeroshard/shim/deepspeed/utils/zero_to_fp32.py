@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.cli.options import nbytes_of
-from zeroshard.formats import consolidated, hugging_face
+from zeroshard.checkpoint import consolidated, hugging_face
+from zeroshard.tools.options import nbytes_of
 
 Folder = str | os.PathLike[str]
 

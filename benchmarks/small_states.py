@@ -1,0 +1,187 @@
+"""Trains two models with optimizer states in fp32, bf16 and 8 bits, and draws the losses: docs/small_states.md shows them.
+
+    python benchmarks/small_states.py --task GPT --steps 150 --rows 3
+    python benchmarks/small_states.py --task classifier --steps 150 --rows 3
+
+The models are the example's GPT, and a classifier that tells from 64 bytes of Python's standard library which of its packages
+they are from. Each seed has its own weights and samples, the same for all rows. The memory is that of one rank at stage 2, between
+steps. The results of a task replace its earlier ones, and the picture shows those of all tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard import Precision
+from zeroshard.testing.gpt import GPT
+from zeroshard.tools.plots import require_matplotlib, save
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+from train_gpt import SIZES, STDLIB, Text, Windows, read_text  # noqa: E402
+
+RESULT = HERE / "results" / "small_states.json"
+PICTURE = HERE.parent / "docs" / "small_states.png"
+ROWS = {
+    "fp32": (Precision(), "#4477aa"),
+    "bf16": (Precision(state_dtype=torch.bfloat16), "#228833"),
+    "8 bits": (Precision(state_dtype=torch.uint8), "#aa3377"),
+    "bf16, to the nearest": (Precision(state_dtype=torch.bfloat16, state_rounding="nearest"), "#ccbb44"),
+    "8 bits, to the nearest": (Precision(state_dtype=torch.uint8, state_rounding="nearest"), "#ee6677"),
+}
+PACKAGES = (
+    "asyncio",
+    "ctypes",
+    "distutils",
+    "email",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "multiprocessing",
+    "tkinter",
+    "unittest",
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to train. `batch` returns the samples with some numbers, and a forward of them the loss."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[range], tuple[Tensor, Tensor]]
+    rate: float
+    numel: int
+    """The samples of a step."""
+
+
+class Classifier(nn.Module):
+    """A small convolutional network over bytes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 32)
+        self.layers = nn.Sequential(nn.Conv1d(32, 128, 5), nn.ReLU(), nn.Conv1d(128, 128, 5, stride=2), nn.ReLU())
+        self.head = nn.Linear(128, classes)
+
+    def forward(self, text: Tensor, targets: Tensor) -> Tensor:
+        found = self.layers(self.embedding(text).transpose(1, 2)).amax(2)
+        return nn.functional.cross_entropy(self.head(found), targets)
+
+
+def gpt_task() -> Task:
+    """Return the training of the example's GPT of 1.3 M parameters."""
+    windows = Windows(Text(read_text(STDLIB)).tokens)
+    config, rate = SIZES["1M"]
+
+    def batch(numbers: range) -> tuple[Tensor, Tensor]:
+        found = torch.stack([windows[number] for number in numbers])
+        return found[:, :-1], found[:, 1:]
+
+    return Task(lambda: GPT(config), batch, rate / 2, 4)
+
+
+def classifier_task() -> Task:
+    """Return the training of the classifier. Samples of one package are as frequent as those of another."""
+    texts = [
+        torch.frombuffer(bytearray(read_text(STDLIB / one)), dtype=torch.uint8)
+        for one in PACKAGES
+        if (STDLIB / one).is_dir()
+    ]
+
+    def batch(numbers: range) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(numbers.start)
+        targets = torch.randint(0, len(texts), (len(numbers),), generator=random)
+        starts = torch.rand(len(numbers), generator=random)
+        found = []
+        for target, place in zip(targets.tolist(), starts.tolist(), strict=True):
+            start = int(place * (len(texts[target]) - 64))
+            found.append(texts[target][start : start + 64])
+        return torch.stack(found).long(), targets
+
+    return Task(lambda: Classifier(len(texts)), batch, 2e-3, 64)
+
+
+TASKS = {"GPT": gpt_task, "classifier": classifier_task}
+
+
+def train(row: str, seed: int, steps: int, task: Task) -> dict[str, Any]:
+    """Return the loss of each step, the mean loss of samples that no step used, and the bytes of each model state."""
+    torch.manual_seed(seed)
+    model = task.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate, betas=(0.9, 0.999), weight_decay=0.1, fused=True)
+    sharded = zeroshard.shard(model, optimizer, 2, precision=ROWS[row][0])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - 0.9 * step / steps))
+    losses = []
+    for step in range(steps):
+        first = (seed * steps + step) * task.numel + 10**6
+        loss = model(*task.batch(range(first, first + task.numel)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        held_out = model(*task.batch(range(16 * task.numel))).item()
+    return {"losses": losses, "held out": held_out, "memory": sharded.memory_report()}
+
+
+def draw(found: dict[str, dict[str, Any]]) -> None:
+    """Draw the mean loss over seeds, smoothed over 20 steps, and each row's difference from fp32."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.0 * len(found)), layout="constrained")
+    for (left, right), (task, done) in zip(figure.subplots(len(found), 2, squeeze=False), found.items(), strict=True):
+        smooth = {
+            row: torch.tensor([run["losses"] for run in runs]).mean(0).unfold(0, 20, 1).mean(1)
+            for row, runs in done["rows"].items()
+        }
+        for row, values in smooth.items():
+            steps = range(20, 20 + len(values))
+            left.plot(steps, values, color=ROWS[row][1], label=row, linewidth=1.2)
+            right.plot(steps, values - smooth["fp32"], color=ROWS[row][1], linewidth=1.2)
+        left.set(xlabel="step", ylabel="training loss, mean of 20 steps", title=f"{task}: optimizer states in")
+        right.set(xlabel="step", title="difference from fp32")
+        left.legend(frameon=False)
+    save(figure, PICTURE)
+
+
+def main() -> None:
+    """Train, and write the results and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--task", choices=TASKS, default="classifier")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the rows, in their order, to train")
+    options = parser.parse_args()
+    require_matplotlib("this benchmark")
+    rows: dict[str, list[dict[str, Any]]] = {row: [] for row in [*ROWS][: options.rows]}
+    task = TASKS[options.task]()
+    for seed in range(options.seeds):
+        for row, runs in rows.items():
+            run = train(row, seed, options.steps, task)
+            runs.append({**run, "losses": [round(loss, 4) for loss in run["losses"]]})
+            print(f"seed {seed}, {row}: {run['held out']:.4f}, {run['memory']}", flush=True)
+    for row, runs in rows.items():
+        values = [run["held out"] for run in runs]
+        print(f"{row}: {statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})")
+    found = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
+    found = {name: found[name] for name in TASKS if name in found}
+    found[options.task] = {"steps": options.steps, "rows": rows}
+    RESULT.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draw(found)
+
+
+if __name__ == "__main__":
+    main()

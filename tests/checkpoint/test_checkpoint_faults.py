@@ -1,0 +1,337 @@
+"""A checkpoint is complete or does not exist: ranks are killed at any moment, disks fail at any write, files are altered."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from insides import write_manifest
+from torch import Tensor
+from twin import build, same, step, whole
+
+from zeroshard import CheckpointError
+from zeroshard.checkpoint import manifest as files
+from zeroshard.testing import RankError, run_ranks
+
+
+def after(steps: int) -> dict[str, Tensor]:
+    """The parameters that 2 ranks have after so many steps, without any checkpoint."""
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(2)
+        for number in range(steps):
+            step(model, sharded, rank, number)
+        return whole(model)
+
+    return run_ranks(body, 2)[0]
+
+
+@pytest.mark.parametrize("moments", [4, pytest.param(46, marks=pytest.mark.full)])
+def test_a_kill_at_any_moment_loses_nothing(moments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 times in all, one rank or both die by SIGKILL while they save, under a new tag or an old one; then a new process loads.
+
+    What it finds is the checkpoint before, or the one that was being saved, whole, with the right numbers.
+    """
+    monkeypatch.setattr("zeroshard.core.transport.watch.REPORT_SECONDS", 0.2)  # how long the dead are waited for
+    expected = [after(n) for n in range(4)]
+    chance = random.Random(1)
+
+    def save_good(rank: int) -> float:
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, "good", {"steps": 1})
+        step(model, sharded, rank, 1)
+        start = time.perf_counter()
+        sharded.save(tmp_path, "again", {"steps": 2})
+        return time.perf_counter() - start
+
+    duration = max(run_ranks(save_good, 2))
+    found: list[int] = []
+    for moment in range(moments):
+        victims = chance.choice([(0,), (1,), (0, 1)])
+        # The first dies before it saves, the last after, however fast the machine is now.
+        delay = chance.uniform(0, 1.3 * duration)
+        is_first, is_last = moment == 0, moment == moments - 1
+
+        def doomed(
+            rank: int,
+            victims: tuple[int, ...] = victims,
+            delay: float = delay,
+            moment: int = moment,
+            early: bool = is_first,
+            late: bool = is_last,
+        ) -> None:
+            model, sharded = build(2)
+            steps = sharded.load(tmp_path, fall_back=False).values["steps"]
+            for number in range(steps, 3):
+                step(model, sharded, rank, number)
+            if rank in victims and early:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank in victims and not late:
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            sharded.save(tmp_path, "again" if moment % 2 else f"new{moment}", {"steps": 3})
+            if rank in victims and late:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank in victims:
+                signal.pause()  # until the kill comes
+
+        with pytest.raises(RankError):
+            run_ranks(doomed, 2, timeout=30)
+
+        model, sharded = build(3)
+        loaded = sharded.load(tmp_path)  # one rank, another stage
+        assert same(whole(model), expected[loaded.values["steps"]]), (moment, victims, delay)
+        found.append(loaded.values["steps"])
+        if found[-1] == 3:  # begin again with a good one
+            run_ranks(save_good, 2)
+    assert set(found) >= {2, 3}, "kills came before, and after, the checkpoint was whole"
+    sharded.save(tmp_path, "last", keep_last=1)
+    leftovers = [path for path in tmp_path.rglob("*") if path.suffix == ".tmp" or not path.stat().st_size]
+    assert not leftovers
+
+
+# ---------------------------------------------------------------------- disks that fail
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """The kernel lets no file grow beyond it: a real write that fails, after a short one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fills_at_any_byte_loses_nothing(failing: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        sharded.save(tmp_path, "good", {"steps": 1})
+        before = whole(model)
+        size = next((tmp_path / "good").glob(f"rank_{failing:05d}.*")).stat().st_size
+        step(model, sharded, rank, 1)
+        for limit in (0, 1, 7, 100, 1000, size // 2, size - 4000, size - 1):
+            for tag in ("good", "other"):
+                refused = pytest.raises(CheckpointError, match=f"rank {failing}: .* File too large")
+                with file_size_limit(limit if rank == failing else 1 << 40), refused:
+                    sharded.save(tmp_path, tag, {"steps": 2})
+                assert files.tags(tmp_path) == ["good"]
+                assert files.latest_tag(tmp_path) == "good"
+        sharded.save(tmp_path, "later", {"steps": 2})
+        assert sharded.load(tmp_path, "good").values == {"steps": 1}
+        assert same(whole(model), before)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest"]
+
+    run_ranks(body, 2)
+
+
+class Failing:
+    """Lets the k-th call of any of the operating system's functions that a save uses fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
+        self.left, self._code = number, code
+        monkeypatch.setattr(os, "fsync", self.wrap(os.fsync))
+        monkeypatch.setattr(Path, "replace", self.wrap(Path.replace))
+        monkeypatch.setattr(Path, "open", self.wrap(Path.open))
+        monkeypatch.setattr(Path, "mkdir", self.wrap(Path.mkdir))
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(self._code, os.strerror(self._code))
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=["full", "EIO", "read-only"])
+def test_every_call_fails_in_turn(code: int, tmp_path: Path) -> None:
+    """Each call that a save makes has failed once before one goes through; each time `latest` names a whole checkpoint."""
+    model, sharded = build(2)
+    step(model, sharded, 0, 0)
+    sharded.save(tmp_path, "good", {"steps": 1})
+    first = whole(model)
+    step(model, sharded, 0, 1)
+    second = whole(model)
+    outcomes = []
+    for number in range(1, 50):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            failing = Failing(monkeypatch, number, code)
+            try:
+                sharded.save(tmp_path, "new", {"steps": 2})
+                outcomes.append("saved")
+            except CheckpointError as error:
+                assert os.strerror(code) in str(error)
+                outcomes.append("failed")
+        other, again = build(1)
+        loaded = again.load(tmp_path)
+        assert same(whole(other), {1: first, 2: second}[loaded.values["steps"]])
+        again.load(tmp_path, "good")
+        if failing.left > 0:
+            break
+    assert outcomes.count("failed") >= 6
+    assert outcomes[-1] == "saved"
+
+
+# ---------------------------------------------------------------------- files that were altered
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of 2 ranks, and what is in it."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, sharded = build(2)
+        step(model, sharded, rank, 0)
+        sharded.save(folder, "a", {"note": torch.arange(5)})
+        return whole(model)
+
+    return folder, run_ranks(body, 2)[0]
+
+
+MODEL, SHARDED = build(0)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_altered_files_are_refused_by_name_or_harmless(
+    saved: tuple[Path, dict[str, Tensor]], data: st.DataObject
+) -> None:
+    folder, expected = saved
+    paths = sorted((folder / "a").iterdir()) + [folder / "latest"]
+    path = data.draw(st.sampled_from(paths))
+    content = path.read_bytes()
+    position = data.draw(st.integers(0, len(content) - 1))
+    match data.draw(st.sampled_from(["flip", "cut", "insert", "zero"])):
+        case "flip":
+            changed = bytearray(content)
+            changed[position] ^= data.draw(st.integers(1, 255))
+        case "cut":
+            changed = bytearray(content[:position])
+        case "insert":
+            changed = bytearray(content[:position] + b"0" + content[position:])
+        case _:
+            changed = bytearray(content)
+            changed[position : position + 64] = bytes(len(changed[position : position + 64]))
+    path.write_bytes(changed)
+    try:
+        loaded = SHARDED.load(folder)
+        assert same(whole(MODEL), expected)
+        assert torch.equal(loaded.values["note"], torch.arange(5))
+    except CheckpointError as error:
+        assert str(folder) in str(error) or "tag" in str(error)
+    finally:
+        path.write_bytes(content)
+
+
+def test_a_missing_file_is_named_and_the_one_before_is_found(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2)
+        for number in range(3):
+            step(model, sharded, rank, number)
+            sharded.save(tmp_path, f"step{number}", {"steps": number})
+            if number == 1:
+                expected = whole(model)
+        broken = sorted((tmp_path / "step2").glob("rank_00001*"))[0]
+        if rank == 0:
+            broken.write_bytes(broken.read_bytes()[:-100] + bytes(100))
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match=f"{broken.name} is damaged.*fall_back=True"):
+            sharded.load(tmp_path)
+        loaded = sharded.load(tmp_path, fall_back=True)
+        assert loaded.tag == "step1"
+        assert same(whole(model), expected)
+        torch.distributed.barrier()
+        if rank == 0:
+            broken.unlink()
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match=f"{broken.name} cannot be read: No such file"):
+            sharded.load(tmp_path)
+        with pytest.raises(CheckpointError, match="step7 is not a checkpoint"):
+            sharded.load(tmp_path, "step7")
+
+    run_ranks(body, 2)
+
+
+def test_readers_while_the_tag_is_saved_again(tmp_path: Path) -> None:
+    """One process loads again and again while another saves under the same tag: each load is one of the checkpoints, whole."""
+
+    def save(rank: int) -> None:
+        _model, sharded = build(2)
+        for round_ in range(30):
+            sharded.save(tmp_path, "same", {"round": round_})
+
+    model, sharded = build(2)
+    sharded.save(tmp_path, "same", {"round": -1})
+    first = whole(model)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save(0)
+        finally:
+            os._exit(0)
+    rounds = []
+    while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        rounds.append(sharded.load(tmp_path).values["round"])
+        assert same(whole(model), first)
+    assert rounds == sorted(rounds)
+    assert len(set(rounds)) > 1
+
+
+def refusal_of(folder: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """What is said of a checkpoint with a changed manifest, whose checksum is right."""
+    path = folder / "a" / "manifest.json"
+    content = path.read_text()
+    body = json.loads(content)
+    del body["checksum"]
+    change(body)
+    try:
+        write_manifest(path, body)
+        with pytest.raises(CheckpointError) as caught:
+            SHARDED.load(folder)
+    finally:
+        path.write_text(content)
+    return str(caught.value)
+
+
+def test_a_manifest_of_another_version_is_refused(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    said = refusal_of(saved[0], lambda body: body.update(version=9))
+    assert "has version 9; this zeroshard reads versions 1 to 3" in said
+
+
+def test_a_manifest_cannot_name_files_elsewhere(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    said = refusal_of(saved[0], lambda body: body["files"][0].update(name="../../victim.safetensors"))
+    assert "manifest.json is damaged" in said
+
+
+def test_a_folder_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lost+found").mkdir()
+    real = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    SHARDED.save(tmp_path, "a")
+    SHARDED.load(tmp_path)

@@ -1,0 +1,557 @@
+"""Process groups are released, and errors name ranks that wait, are missing or have died. No wait is endless."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from insides import STAGED, is_posted, read_others, transport_of
+from models import Stack, tokens, workload
+from ranks import Lines, RankError, on_ranks, run_ranks
+from torch import nn
+
+import zeroshard
+from zeroshard import CollectiveError, Policy, UsageError, launch
+from zeroshard.core.transport import watch as watching
+from zeroshard.core.transport.base import CHUNK_NUMEL, Alone, Collectives, sum_into
+from zeroshard.core.transport.choose import create_collectives
+from zeroshard.core.transport.members import Members
+from zeroshard.core.transport.shared_memory import Neighbours
+from zeroshard.core.transport.watch import Told, describe_failure, spell
+from zeroshard.launch import NOTICE_VARIABLE
+from zeroshard.testing import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NOTICE_VARIABLE, "1")
+    monkeypatch.setattr(watching, "REPORT_SECONDS", 1.0)
+
+
+def lent() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
+def falls_to(highest: tuple[int, int]) -> bool:
+    """Tell whether nothing more is held, soon: a thread that has ended is in /proc for a moment more."""
+    for _ in range(100):
+        if all(now <= most for now, most in zip(lent(), highest, strict=True)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def agree(collectives: Collectives, rank: int) -> None:
+    assert collectives.exchange(bytes([rank]), "ranks") == [bytes([r]) for r in range(collectives.world_size)]
+
+
+# ---------------------------------------------------------------------- groups of our own
+
+
+def test_what_a_group_holds_is_given_back() -> None:
+    def body(rank: int) -> None:
+        pair = dist.new_group([1, 2])
+        agree(first := create_collectives(None, CPU), rank)  # whatever is made once in a process
+        first.close()
+        before = lent()
+        for _ in range(200):
+            both = create_collectives(None, CPU), create_collectives(pair, CPU) if rank else Alone()
+            agree(both[0], rank)
+            agree(both[1], rank - 1 if rank else 0)
+            for collectives in both:
+                collectives.close()
+        assert falls_to(before), (lent(), before)
+        for _ in range(3):
+            agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
+        assert falls_to(before), (lent(), before)
+
+    on_ranks(body, 3)
+
+
+def test_any_ranks_make_groups_in_any_order() -> None:
+    def body(rank: int) -> None:
+        left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+        if rank == 0:
+            for _ in range(3):
+                agree(create_collectives(left, CPU), 0)
+        if rank == 1:
+            for _ in range(3):
+                agree(create_collectives(left, CPU), 1)
+            agree(create_collectives(right, CPU), 0)
+        if rank == 2:
+            agree(create_collectives(right, CPU), 1)
+        agree(create_collectives(None, CPU), rank)
+
+    on_ranks(body, 3)
+
+
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
+)
+def test_the_order_of_the_users_group_is_kept() -> None:
+    def body(rank: int) -> None:
+        turned = dist.new_group([1, 0], sort_ranks=False)
+        collectives = create_collectives(turned, CPU)
+        assert collectives.rank == dist.get_rank(turned) == 1 - rank
+        agree(collectives, 1 - rank)
+        value = torch.tensor([rank])
+        collectives.broadcast(value)
+        assert value.item() == 1
+
+    on_ranks(body, 2)
+
+
+def test_closed_collectives_say_so() -> None:
+    def body(rank: int) -> None:
+        collectives = create_collectives(None, CPU)
+        control = collectives.control()
+        agree(control, rank)
+        collectives.close()
+        with pytest.raises(UsageError, match="closed"):
+            collectives.exchange(b"x", "anything")
+        control.close()
+
+    on_ranks(body, 2)
+
+
+def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> None:
+        work = workload("untied", steps=3)
+        plain = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+        monkeypatch.setattr(*STAGED, True)
+        for stage in range(4):
+            assert train(rank, work, Policy.stage(stage)).equals(plain[stage])
+
+    on_ranks(body, 2)
+
+
+def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory() -> None:
+    """Its tensors are not handed to a backend that would take their addresses for CPU memory."""
+
+    def body(rank: int) -> None:
+        assert dist.group.WORLD is not None
+        assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
+
+    on_ranks(body, 2)
+
+
+def test_one_contribution_is_not_copied() -> None:
+    row = torch.rand(CHUNK_NUMEL + 3)
+    kept = row.clone()
+    with Operations() as calls:
+        sum_into([row], 1.0, row, accumulate=False)
+    assert calls == []
+    assert torch.equal(row, kept)
+    out = torch.ones_like(row)
+    sum_into([row], 1.0, out, accumulate=True)
+    assert torch.equal(out, 1 + row)
+    sum_into([row.bfloat16()], 1.0, out, accumulate=False)
+    assert torch.equal(out, row.bfloat16().float())
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """What operations run inside."""
+
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        self.calls: list[str] = []
+        super().__enter__()
+        return self.calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mean_is_the_sum_in_rank_order() -> None:
+    parts = [torch.randn(CHUNK_NUMEL * 2 + 5) for _ in range(3)]
+    out = torch.empty_like(parts[0])
+    sum_into(parts, 3.0, out, accumulate=False)
+    assert torch.equal(out, (parts[0] + parts[1] + parts[2]) / 3)
+
+
+# ---------------------------------------------------------------------- who is missing
+
+
+def made(stage: int, group: dist.ProcessGroup | None = None) -> zeroshard.Sharded:
+    model = Stack()
+    return zeroshard.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Policy.stage(stage), group=group
+    )
+
+
+def enter_unsharded(sharded: zeroshard.Sharded) -> None:
+    with zeroshard.unsharded(sharded.model):
+        pass
+
+
+def leave_unsharded(sharded: zeroshard.Sharded) -> None:
+    """Under stage 2 nothing is waited for but at the end, for what rank 0 wrote."""
+    with zeroshard.unsharded(sharded.model, modifier_rank=0):
+        pass
+
+
+def freed(sharded: zeroshard.Sharded) -> None:
+    """The parameters of a block are frozen, which lays it out anew."""
+    nn.Module.requires_grad_(sharded.model.blocks[0], False)  # type: ignore[index]
+    sharded.update_trainable()
+
+
+OPERATIONS: dict[str, tuple[int, Callable[[zeroshard.Sharded, Path], object], str]] = {
+    "save": (2, lambda sharded, folder: sharded.save(folder, "x"), 'save "x"'),
+    "asynchronous": (2, lambda sharded, folder: sharded.save(folder, "x", asynchronous=True), 'save "x"'),
+    "load": (2, lambda sharded, folder: sharded.load(folder, "x"), 'load "x"'),
+    "latest": (2, lambda sharded, folder: sharded.load(folder), "load of"),
+    "export": (2, lambda sharded, folder: sharded.export(folder), "export to"),
+    "unsharded": (3, lambda sharded, folder: enter_unsharded(sharded), "unsharded"),
+    "modified": (2, lambda sharded, folder: leave_unsharded(sharded), "the end of unsharded"),
+    "update": (3, lambda sharded, folder: freed(sharded), "update_trainable"),
+    "sum": (2, lambda sharded, folder: sharded.sum_over_ranks(torch.ones(1)), "a sum over ranks"),
+}
+GROUPS = {"2": (2, None), "3": (3, None), "subgroup": (3, [1, 2])}
+
+
+def until(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def all_missing(message: str, missing: list[int]) -> bool:
+    return f"{spell(missing)} {'were' if len(missing) > 1 else 'was'} not waiting for any rank" in message
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("where", GROUPS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path, name: str, where: str) -> None:
+    """`if rank == 0: sharded.save(...)`: told after the notice, and a named error at the timeout."""
+    stage, call, text = OPERATIONS[name]
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            return
+        said = Lines()
+        sharded = made(stage, group)
+        if rank != over[0]:
+            until(tmp_path / "done")  # in other code
+            assert not said.lines
+            return
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                call(sharded, tmp_path)
+        finally:
+            (tmp_path / "done").touch()
+        message, missing = str(caught.value), over[1:]
+        assert f"rank {rank} waited for {text}" in message
+        assert all_missing(message, missing)
+        assert len(said.lines) == 1
+        assert said.lines[0].startswith(f"rank {rank} has waited ")
+        assert text in said.lines[0]
+        assert f"{spell(missing)} {'are' if len(missing) > 1 else 'is'} not waiting for any rank" in said.lines[0]
+
+    run_ranks(body, count, collective_timeout=2.5)
+
+
+OTHER_THAN_A_FORWARD: dict[str, Callable[[zeroshard.Sharded], object]] = {
+    "state_dict()": lambda sharded: sharded.model.state_dict(),
+    "unsharded": enter_unsharded,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("name", OTHER_THAN_A_FORWARD)
+def test_an_operation_never_pairs_with_a_forward(
+    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shares_memory: bool
+) -> None:
+    """They gather the same units in the same order. What each rank is in is told, with its line, and what to do first."""
+    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", str(int(shares_memory)))
+
+    def body(rank: int) -> str:
+        sharded = made(3, None)
+        with pytest.raises(CollectiveError) as caught:
+            if rank == 0:
+                OTHER_THAN_A_FORWARD[name](sharded)
+            sharded.model(*tokens(rank, 0))
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, collective_timeout=2.5):
+        assert (
+            f"rank 0 waited for {name} (all-gather of the root module [bucket 0]), at test_collectives.py:" in message
+        )
+        assert "rank 1 waited for all-gather of the root module [bucket 0], at test_collectives.py:" in message
+        assert f"the same calls: call {name} on every rank or on none" in message
+        assert "leaf" not in message
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("where", GROUPS)
+def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where: str) -> None:
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            return
+        if rank != over[0]:
+            until(tmp_path / "done")
+            return
+        said = Lines()
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                made(2, group)
+        finally:
+            (tmp_path / "done").touch()
+        assert f"rank {rank} waited for shard()" in str(caught.value)
+        assert all_missing(str(caught.value), over[1:])
+        assert len(said.lines) == 1
+        assert "shard()" in said.lines[0]
+
+    run_ranks(body, count, collective_timeout=2.5)
+
+
+def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
+    """Three ranks wait, one does not: one line in all, and everyone's error names it."""
+
+    def body(rank: int) -> list[str]:
+        said = Lines()
+        sharded = made(2)
+        dist.barrier()  # they begin to wait together
+        if rank == 1:
+            for other in (0, 2, 3):
+                until(tmp_path / f"done{other}")
+            return said.lines
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                sharded.save(tmp_path, "x")
+        finally:
+            (tmp_path / f"done{rank}").touch()
+        for other in (0, 2, 3):
+            assert f"rank {other} waited for save" in str(caught.value)
+        assert all_missing(str(caught.value), [1])
+        return said.lines
+
+    lines = [line for lines in run_ranks(body, 4, collective_timeout=4) for line in lines]
+    assert len(lines) == 1
+    # The lowest speaks, of three, unless a busy machine held it or another up for most of a second.
+    waiting, silent = r"ranks? [02-3, -]+ ha(s|ve) waited \d+ s", r"ranks? [1-3, -]+ (is|are) not waiting for any rank"
+    assert re.fullmatch(rf'{waiting} for save "x".*; {silent} \(still in other code\?\)', lines[0])
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long before two ranks of one host find out that each waits for the other: that takes a second.
+    monkeypatch.setenv(NOTICE_VARIABLE, "0.3")
+
+    def body(rank: int) -> list[str]:
+        said = Lines()
+        sharded = made(3)
+        with pytest.raises(CollectiveError) as caught:
+            sharded.save(tmp_path, "x") if rank == 0 else sharded.model(*tokens(rank, 0))
+        assert 'rank 0 waited for save "x"' in str(caught.value)
+        assert "rank 1 waited for all-gather of" in str(caught.value)
+        return said.lines
+
+    lines = [line for lines in run_ranks(body, 2) for line in lines]
+    assert len(lines) == 1
+    assert 'save "x"' in lines[0]
+    assert "all-gather of" in lines[0]
+
+
+@pytest.mark.full
+def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The line goes to stderr where nothing else is arranged; the save goes on, and nothing of it is left behind."""
+
+    def note(record: logging.LogRecord) -> bool:  # a handler would arrange something else
+        if "waited" in record.getMessage():
+            (tmp_path / "said").touch()
+        return True
+
+    def body(rank: int) -> None:
+        logging.getLogger().handlers.clear()  # pytest's
+        logging.getLogger("zeroshard").addFilter(note)
+        sharded = made(2)
+        if rank == 1:
+            until(tmp_path / "said")
+        sharded.save(tmp_path, "x")
+        watch = transport_of(sharded).watch  # type: ignore[attr-defined]
+        while is_posted(watch):
+            time.sleep(0.02)
+        dist.barrier()
+        assert read_others(watch) == {} if rank == 0 else True
+        sharded.load(tmp_path)
+        sharded.remove()
+
+    run_ranks(body, 2)
+    error = capfd.readouterr().err
+    assert error.count("rank 1 is not waiting for any rank") == 1
+    assert re.search(r'rank 0 has waited \d+ s for save "x"', error)
+
+
+def test_seconds_of_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.notice_seconds() == 30.0
+    monkeypatch.setenv(NOTICE_VARIABLE, "inf")
+    assert launch.notice_seconds() == float("inf")
+    for bad in ("soon", "0", "-1", "nan"):
+        monkeypatch.setenv(NOTICE_VARIABLE, bad)
+        with pytest.raises(UsageError, match=NOTICE_VARIABLE):
+            launch.notice_seconds()
+
+
+def test_a_limit_on_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(UsageError, match=r"can't start new thread. Raise the limit .*ulimit -u"):
+        watching.Watch(dist.HashStore(), [0], 0, 1.0)
+
+
+def test_words() -> None:
+    assert spell([3]) == "rank 3"
+    assert spell([5, 0, 2, 3, 4]) == "ranks 0, 2-5"
+    others = {2: Told("a forward", True, place="train.py:12"), 1: Told("a save", False)}
+    why = RuntimeError("why\nwhere")
+    mine = Told('save "x"', True, 'save "x"', "train.py:20")
+    message = describe_failure(0, range(6), mine, others, [1, 2], timedelta(seconds=3), why)
+    assert 'rank 0 waited for save "x", at train.py:20' in message
+    assert "rank 2 waited for a forward, at train.py:12" in message
+    assert 'call save "x"' in message
+    assert "if rank == 0:" in message
+    assert "leaf" not in message
+    assert "rank 1 closed the connection" in message
+    assert "Read the output of rank 1 first" in message
+    assert "ranks 3-5 were not waiting" in message
+    assert message.endswith("The backend reported: why")
+    message = describe_failure(0, range(2), mine, {}, [], timedelta(seconds=3), why, awaited=1, reaches_store=False)
+    assert "\nCheck that the host of rank 1 runs, and that this one reaches it. Every rank must" in message
+    mine = Told("all-gather of one", True)
+    for other, is_leaf in ((Told("all-gather of one", True), False), (Told("all-gather of two", True), True)):
+        message = describe_failure(0, range(2), mine, {1: other}, [], timedelta(seconds=3), why)
+        assert "the same number of batches" in message
+        assert "Read the output" not in message
+        assert ("leaf" in message) is is_leaf
+
+
+# ---------------------------------------------------------------------- who died, and what does not answer
+
+
+def die_at(number: int) -> None:
+    """This rank is killed at its n-th message from now on."""
+    original, seen = Neighbours.send, 0
+
+    def send(self: Neighbours, *arguments: object) -> object:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    Neighbours.send = send  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("where", GROUPS)
+@pytest.mark.parametrize("name", ["save", "load", "export", "unsharded", "update", "sum"])
+def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, where: str, victim: str) -> None:
+    """Whichever rank it is, also the one whose process holds the store: at once, and not at the timeout."""
+    stage, call, text = OPERATIONS[name]
+    count, ranks = GROUPS[where]
+    over = ranks or list(range(count))
+    dead = over[0] if victim == "first" else over[-1]
+
+    def body(rank: int) -> None:
+        group = dist.new_group(ranks, timeout=timedelta(seconds=60)) if ranks else None
+        if rank not in over:
+            until(tmp_path / "done")
+            os._exit(0)
+        sharded = made(stage, group)
+        if name == "load":
+            sharded.save(tmp_path, "x")
+        for number in (1, 3) if name in ("save", "load", "export") else (1,):
+            if number == 1 and name in ("save", "export"):
+                call(sharded, tmp_path)  # connections are there
+            if rank == dead:
+                die_at(number)
+                call(sharded, tmp_path)
+            try:
+                call(sharded, tmp_path)
+            except CollectiveError as error:
+                (tmp_path / f"error.{rank}").write_text(str(error))
+                (tmp_path / "done").touch()
+                os._exit(0)
+
+    with pytest.raises(RankError, match="1 of"):
+        run_ranks(body, count, collective_timeout=60, timeout=40)
+    for rank in over:
+        if rank != dead:
+            message = (tmp_path / f"error.{rank}").read_text()
+            assert f"rank {rank} waited for {text}" in message
+            assert f"rank {dead}" in message
+            assert f"rank {dead} waited" not in message
+
+
+@pytest.mark.parametrize("where", ["2", "3"])
+def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, where: str) -> None:
+    count, _ = GROUPS[where]
+
+    def body(rank: int) -> None:
+        if rank == count - 1:
+            die_at(1)
+        try:
+            made(2)
+        except CollectiveError as error:
+            (tmp_path / f"error.{rank}").write_text(str(error))
+            os._exit(0)
+
+    with pytest.raises(RankError, match="1 of"):
+        run_ranks(body, count, collective_timeout=60, timeout=40)
+    for rank in range(count - 1):
+        message = (tmp_path / f"error.{rank}").read_text()
+        assert f"rank {rank} waited for shard()" in message
+        assert f"rank {count - 1} closed the connection" in message
+
+
+@pytest.mark.full
+def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Path) -> None:
+    """The process that holds the store stands still: a failed wait ends in our error all the same."""
+
+    def body(rank: int) -> None:
+        collectives = create_collectives(None, CPU)
+        if rank == 0:
+            (tmp_path / "pid.part").write_text(str(os.getpid()))
+            (tmp_path / "pid.part").rename(tmp_path / "pid")
+            until(tmp_path / "done")
+            return
+        until(tmp_path / "pid")
+        holder = int((tmp_path / "pid").read_text())
+        os.kill(holder, signal.SIGSTOP)
+        try:
+            with pytest.raises(CollectiveError, match="no answer from rank 0 or from the store"):
+                collectives.exchange(b"x", "an answer")
+            collectives.close()
+        finally:
+            os.kill(holder, signal.SIGCONT)
+            (tmp_path / "done").touch()
+
+    run_ranks(body, 2, collective_timeout=3, timeout=40)

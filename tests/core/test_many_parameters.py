@@ -1,0 +1,320 @@
+"""The gradients of many small parameters are processed together, and nothing else changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from oracles import train_reference
+from ranks import on_ranks, run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, whole
+
+import zeroshard
+from zeroshard import Policy, Units, UsageError
+from zeroshard.core import unit as units
+from zeroshard.core.bucketing import find_units
+from zeroshard.core.gradient_bucket import GradientBucket
+from zeroshard.testing import Run, Workload
+
+pytestmark = pytest.mark.full
+
+COUNT, WIDTH = 30, 5
+EVERY_STAGE = pytest.mark.parametrize("stage", range(4))
+
+
+class Many(nn.Module):
+    """A root with many small parameters and no block; a batch of integers leaves out the layers that it names.
+
+    One layer is large beside the others, one parameter has no elements, and one layer is used by no rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(COUNT):
+            self.add_module(f"layer{number}", nn.Linear(WIDTH, WIDTH))
+        self.wide = nn.Linear(WIDTH, 40 * WIDTH)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        left_out = set(skipped.tolist())
+        for number in range(COUNT):
+            if number not in left_out:
+                x = x + self.get_submodule(f"layer{number}")(x).tanh()
+        return self.wide(x).float().square().mean() + self.empty.sum()
+
+
+def batch(rank: int, microbatch: int, skips: bool = True) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * microbatch + rank)
+    skipped = torch.randint(0, COUNT, (8,), generator=generator) if skips else torch.tensor([])
+    return torch.randn(3, WIDTH, generator=generator), skipped
+
+
+class InTwoPieces(Many):
+    """Under reentrant checkpointing each half is differentiated by itself, and both halves use the same layers."""
+
+    def half(self, x: Tensor) -> Tensor:
+        for number in range(10):
+            x = x + self.get_submodule(f"layer{number}")(x).tanh()
+        return x
+
+    def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.half, x, use_reentrant=True)
+        return self.wide(x).square().mean()
+
+
+@pytest.mark.parametrize("bucket_numel", [SMALL_BUCKETS, LARGE_BUCKETS])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bits_do_not_depend_on_how_many_are_taken_at_once(microbatches: int, bucket_numel: int) -> None:
+    work = Workload(make_model=Many, make_batch=batch, steps=2, microbatches=microbatches, max_norm=0.5)
+    settings = {**STAGES, "stage 2 over gloo": Setting(Policy.stage(2), "gloo")}
+
+    def body(rank: int) -> None:
+        before = units.TAKEN_AT_ONCE
+        one_by_one: dict[bool, Run] = {}
+        try:
+            for units.TAKEN_AT_ONCE in (1, 50, before):
+                for kind, done in expect_equal(rank, work, settings, bucket_numel=bucket_numel).items():
+                    assert one_by_one.setdefault(kind, done).equals(done)
+        finally:
+            units.TAKEN_AT_ONCE = before
+        close(done.parameters, train_reference(work, 2).parameters)
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+def test_a_parameter_that_gives_two_gradients_in_one_backward(stage: int) -> None:
+    make_batch = partial(batch, skips=False)
+
+    def body(rank: int) -> None:
+        work = Workload(make_model=InTwoPieces, make_batch=make_batch, steps=2)
+        done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
+        close(done[False].parameters, train_reference(work, 2).parameters)
+
+    on_ranks(body, 2)
+
+
+class Part(nn.Module):
+    """One layer of it is never used: its unit does not get all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(x).tanh())
+
+
+class PartsTwice(nn.Module):
+    """Under reentrant checkpointing a block that is called twice has two backwards, and each begins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for number in (0, 0, 1, 2, 1, 0):
+            x = checkpoint(self.blocks[number], x, use_reentrant=True)
+        return x.square().mean()
+
+
+@EVERY_STAGE
+@pytest.mark.parametrize("taken_at_once", [1, 1 << 16])
+def test_a_block_that_gives_two_gradients_and_never_all(stage: int, taken_at_once: int) -> None:
+    def body(rank: int) -> None:
+        before = units.TAKEN_AT_ONCE
+        try:
+            units.TAKEN_AT_ONCE = taken_at_once
+            work = Workload(make_model=PartsTwice, make_batch=batch, steps=2)
+            done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
+        finally:
+            units.TAKEN_AT_ONCE = before
+        close(done[False].parameters, train_reference(work, 2).parameters)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_bucket_is_asked_once_for_many_gradients(skips: bool) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(1, make_model=Many, bucket_numel=LARGE_BUCKETS)
+        asked = []
+        ask = GradientBucket.add_gradients
+        GradientBucket.add_gradients = lambda bucket, gradients: (asked.append(len(gradients)), ask(bucket, gradients))
+        try:
+            model(*batch(rank, 0, skips)).backward()
+        finally:
+            GradientBucket.add_gradients = ask
+        assert len(asked) == 1
+        assert asked[0] > 2 * COUNT - 20
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_what_waits_when_a_backward_aborts_is_forgotten(stage: int, microbatch: int) -> None:
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            model, sharded = build(stage, make_model=Many)
+            if disturbed:
+                for number in range(microbatch):
+                    with sharded.accumulate():
+                        model(*batch(rank, 10 + number)).backward()
+                abort(model(*batch(rank, 20, skips=False)), model.layer15.weight)
+                with pytest.raises(UsageError, match="was aborted"):
+                    sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            model(*batch(rank, 0)).backward()
+            sharded.optimizer.step()
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+def test_zero_grad_inside_of_a_backward_forgets_what_waits(stage: int) -> None:
+    """As plain PyTorch: the gradients that come later are those of the step."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_model=Many, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+        before = whole(model)
+        loss = model(*batch(rank, 0, skips=False))
+        model.layer15.weight.register_post_accumulate_grad_hook(lambda _: sharded.optimizer.zero_grad())
+        loss.backward()
+        sharded.optimizer.step()
+        now = whole(model)
+        changed = {fqn.split(".")[0] for fqn, value in now.items() if not torch.equal(value, before[fqn])}
+        assert {f"layer{number}" for number in range(14)} <= changed
+        assert not {"wide", *(f"layer{number}" for number in range(17, COUNT))} & changed
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(stage: int) -> None:
+    """No forward lies between: both graphs were there before."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_model=Many)
+        first, second = (model(*batch(rank, number, skips=False)) for number in range(2))
+        abort(first, model.layer15.weight)
+        with pytest.raises(UsageError, match="was aborted"):
+            second.backward()
+        sharded.optimizer.zero_grad()
+        model(*batch(rank, 2)).backward()
+        sharded.optimizer.step()
+
+        other, twin = build(stage, make_model=Many)
+        other(*batch(rank, 2)).backward()
+        twin.optimizer.step()
+        assert same(whole(other), whole(model))
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+def test_a_hook_of_the_users_finds_every_gradient(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, _ = build(stage, make_model=Many)
+        shapes = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: shapes.append((p.grad.shape, p.shape)))
+        model(*batch(rank, 0, skips=False)).backward()
+        assert len(shapes) > 2 * COUNT
+        assert all(gradient == parameter for gradient, parameter in shapes)
+
+    on_ranks(body, 2)
+
+
+@EVERY_STAGE
+def test_gradients_with_a_graph_of_their_own_are_taken_without_it(stage: int) -> None:
+    def body(rank: int) -> None:
+        bits = []
+        for create_graph in (False, True):
+            model, sharded = build(stage, make_model=Many)
+            model(*batch(rank, 0)).backward(create_graph=create_graph)
+            model(*batch(rank, 1)).backward()  # no graph is left, so nothing keeps the parameters
+            here = [zeroshard.parameter_states(parameter).is_here for parameter in model.parameters()]
+            assert any(here) == (stage < 3)
+            sharded.optimizer.step()
+            bits.append(whole(model))
+        assert same(*bits)
+
+    on_ranks(body, 2)
+
+
+def test_a_compiled_step_does_not_read_the_hooks() -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(2, make_model=Many)
+        compiled_frames = []
+
+        def keep(graph: Any, inputs: Any) -> Any:
+            compiled_frames.append(graph)
+            return graph.forward
+
+        def run(x: Tensor) -> Tensor:
+            loss = model.wide(x + 1).square().mean()
+            loss.backward()
+            return loss.detach() * 2
+
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+        torch.compile(run, backend=keep)(x)
+        sharded.optimizer.step()
+        other, twin = build(2, make_model=Many)
+        other.wide(x + 1).square().mean().backward()
+        twin.optimizer.step()
+        assert same(whole(other), whole(model))
+        names = {str(node.target) for graph in compiled_frames for node in graph.graph.nodes}
+        assert not [name for name in names if "grad" in name]
+
+    run_ranks(body, 2)
+
+
+class Deep(nn.Module):
+    """Very many blocks that are tiny, and one that is not."""
+
+    def __init__(self, blocks: int = 129) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+        self.large = nn.ModuleList([nn.Linear(WIDTH, 2000)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.large[0](x).square().mean()
+
+
+def test_tiny_blocks_are_one_unit_where_there_are_many() -> None:
+    assert [fqn for fqn, _ in find_units(Deep())] == ["large.0"]
+    assert len(find_units(Deep(), Units(min_numel=0))) == 130
+    assert len(find_units(Deep(127))) == 128
+
+    def run(rank: int, stage: int, rule: Units | None) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Deep()
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage, units=rule)
+        for number in range(2):
+            model(batch(rank, number)[0]).backward()
+            sharded.clip_grad_norm_(0.1)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        return whole(model)
+
+    def body(rank: int) -> None:
+        expected = run(rank, 0, Units(min_numel=0))
+        for stage in (0, 2, 3):
+            assert all(torch.equal(value, expected[fqn]) for fqn, value in run(rank, stage, None).items()), stage
+
+    on_ranks(body, 2)

@@ -1,0 +1,292 @@
+"""The mistakes of a first day with zeroshard: each is answered by name, with its remedy, once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from quiet import no_warnings
+from ranks import on_ranks
+from torch import Tensor, nn
+from twin import update
+
+import zeroshard
+from zeroshard import CollectiveError, ConfigError, Precision, UsageError
+from zeroshard.engine.config.load import load_config
+from zeroshard.testing import RankError, run_ranks
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 3,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2},
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> None:
+    update(model(*batch), optimizer)
+
+
+# ---------------------------------------------------------------------- wrappers and conversions
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ddp_around_a_sharded_model_is_named(stage: int) -> None:
+    def body(rank: int) -> str:
+        model = Stack()
+        optimizer = sgd(model)
+        zeroshard.shard(model, optimizer, stage)
+        with pytest.raises(UsageError) as caught:
+            step(nn.parallel.DistributedDataParallel(model), optimizer, *tokens(rank, 0))
+        return str(caught.value)
+
+    for message in on_ranks(body, 2):
+        assert "DDP" in message or "DistributedDataParallel" in message
+        assert "leave" in message.lower() and "unsharded(" not in message, "the remedy is not to gather"
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "to", "half"])
+def test_a_conversion_of_a_model_at_stage_3_says_when_to_convert_it(how: str) -> None:
+    model = Stack()
+    zeroshard.shard(model, sgd(model), 3)
+    with pytest.raises(UsageError, match=r"`\w+` was called for it\. Convert the whole model .* before shard\(\)"):
+        model.to(torch.bfloat16) if how == "to" else getattr(model, how)()
+
+
+def test_articles() -> None:
+    model: Any = Stack()
+    with pytest.raises(UsageError, match="the model is an AdamW, not a"):
+        zeroshard.shard(torch.optim.AdamW(model.parameters()), model, 2)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- ranks that do different things
+
+
+def test_a_save_by_an_engine_on_one_rank_is_named() -> None:
+    def body(rank: int, folder: str) -> str:
+        engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+        with pytest.raises(CollectiveError) as caught:
+            for number in range(3):
+                engine.backward(engine(*tokens(rank, number)))
+                engine.step()
+                if rank == 0:
+                    engine.save_checkpoint(folder)
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, "unused", collective_timeout=5):
+        assert 'call save_checkpoint "global_step1" on every rank or on none' in message
+        assert "asynchronous" not in message, "there is none"
+
+
+def test_a_save_on_one_rank_speaks_of_no_other_save() -> None:
+    def body(rank: int) -> str:
+        model = Stack()
+        optimizer = sgd(model)
+        sharded = zeroshard.shard(model, optimizer, 2)
+        with pytest.raises(CollectiveError) as caught:
+            for number in range(3):
+                step(model, optimizer, *tokens(rank, number))
+                if rank == 0:
+                    sharded.save("unused", "a")
+        return str(caught.value)
+
+    for message in run_ranks(body, 2, collective_timeout=5):
+        assert 'call save "a" on every rank or on none' in message and "asynchronous" not in message
+
+
+def test_a_failed_gather_is_told_once() -> None:
+    """torch runs the hook after a forward that raised, too, and would print what it raises."""
+
+    def body(rank: int) -> None:
+        model = Stack()
+        optimizer = sgd(model)
+        zeroshard.shard(model, optimizer, 3)
+        step(model, optimizer, *tokens(rank, 0))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with pytest.raises(CollectiveError, match=r"rank 1 closed .*\n.*out-of-memory killer.* dmesg"):
+                step(model, optimizer, *tokens(rank, 1))
+        assert not [one for one in told if "always_call" in str(one.message)], "told by torch, too"
+        os._exit(7)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(body, 2, collective_timeout=5)
+    assert "rank 0 failed:\nended with exit status 7" in str(caught.value)
+
+
+# ---------------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: a ZeRO stage is 0, 1, 2 or 3, not 4. Choose"),
+        ({"zero_optimization": 2}, 'zero_optimization: 2 is not a block of keys. Write "zero_optimization": {"stage": 2}.'),
+        ({"bf16": True}, 'bf16: True is not a block of keys. Write "bf16": {"enabled": true}.'),
+        ({"bfloat16": True}, 'bfloat16: True is not a block of keys. Write "bfloat16": {"enabled": true}.'),
+        ({"optimizer": "AdamW"}, 'Write "optimizer": {"type": "AdamW"}.'),
+        ({"scheduler": "WarmupLR"}, 'Write "scheduler": {"type": "WarmupLR"}.'),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'Write "offload_optimizer": {"device": "cpu"}.'),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "optimizer states are to be stored"),
+        ({"train_micro_batch_size_per_gpu": 0}, "the value must be greater than 0 (it is 0)"),
+        ({"train_batch_size": 8}, "start them with torchrun"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_answered_in_plain_words(more: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**CONFIG, **more}, 1)
+    message = str(caught.value)
+    assert expected in message
+    assert "Input" not in message and "instance of" not in message, "pydantic's words"
+    assert message.count("zero_optimization.stage") <= 1
+
+
+def test_an_object_and_its_block_in_the_config_is_a_warning() -> None:
+    model = Stack()
+    with pytest.warns(
+        UserWarning, match=r"the optimizer that was passed is used, .*`optimizer` \(SGD\) has no effect\. Leave"
+    ):
+        engine, *_ = zeroshard.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=CONFIG)
+    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+    with no_warnings():
+        zeroshard.initialize(model=Stack(), config=CONFIG)
+
+
+# ---------------------------------------------------------------------- the same data
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("batches", ["same", "different", "of one rank"])
+def test_a_first_batch_that_is_the_same_on_all_ranks_is_one_warning(stage: int, batches: str) -> None:
+    def body(rank: int) -> list[str]:
+        model = Stack()
+        optimizer = sgd(model)
+        zeroshard.shard(model, optimizer, stage)
+        with torch.no_grad():
+            model(*tokens(0, 0))  # an evaluation of the same data is no mistake
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for number in range(3):
+                step(model, optimizer, *tokens(rank if batches == "different" else 0, number))
+        return [str(one.message) for one in told if "first batch" in str(one.message)]
+
+    if batches == "of one rank":
+        assert body(0) == []
+        return
+    first, second = on_ranks(body, 2)
+    assert second == []
+    assert len(first) == (batches == "same")
+    if first:
+        assert first[0].startswith("the first batch is the same on all 2 ranks") and "DistributedSampler" in first[0]
+
+
+@pytest.mark.parametrize("kind", ["bool", "view", "empty", "half", "complex", "nested"])
+def test_any_batch_can_be_compared(kind: str) -> None:
+    class Model(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            return super().forward(torch.ones(2, 3)).sum()
+
+    batch: Any = {
+        "bool": torch.tensor([True, False]), "view": torch.arange(12).view(3, 4).t(), "empty": torch.empty(0),
+        "half": torch.ones(3, dtype=torch.bfloat16), "complex": torch.ones(3, dtype=torch.complex64),
+        "nested": {"a": [torch.ones(2), "text"], "b": None},
+    }[kind]  # fmt: skip
+
+    def body(rank: int) -> int:
+        model = Model(3, 1)
+        optimizer = sgd(model)
+        zeroshard.shard(model, optimizer, 2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step(model, optimizer, batch)
+        return len([one for one in told if "first batch" in str(one.message)])
+
+    assert on_ranks(body, 2) == [int(kind != "empty"), 0]
+
+
+# ---------------------------------------------------------------------- torch's errors
+
+
+def notes_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize("where", ["forward", "step", "engine"])
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_has_a_hint(where: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward, a step, and an engine's backward."""
+    error = kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    model = Stack()
+    if where == "engine":
+        engine, *_ = zeroshard.initialize(model=model, config=CONFIG)
+        loss = engine(*tokens(0, 0))
+        loss.register_hook(fail)
+        with pytest.raises(kind):
+            engine.backward(loss)
+    else:
+        optimizer = sgd(model)
+        zeroshard.shard(model, optimizer, 3)
+        if where == "forward":
+            monkeypatch.setattr(model.blocks[1].up, "forward", fail)
+            with pytest.raises(kind):
+                model(*tokens(0, 0))
+        else:
+            model(*tokens(0, 0)).backward()
+            monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", fail)
+            with pytest.raises(kind):
+                optimizer.step()
+    assert notes_of(error).count("ran out of memory") == 1, "told once, whatever modules it passed"
+    assert "zeroshard plan" in notes_of(error) and "memory_report" in notes_of(error)
+
+
+def test_memory_that_the_system_refuses_has_a_hint() -> None:
+    def body(rank: int) -> str:
+        class Greedy(Stack):
+            def run(self, x: Tensor) -> Tensor:
+                return super().run(x) + torch.empty(2**34).sum()
+
+        model = Greedy()
+        zeroshard.shard(model, sgd(model), 2)
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
+        try:
+            model(*tokens(rank, 0))
+        except RuntimeError as error:
+            return notes_of(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        return "no error"
+
+    assert "this rank ran out of memory" in run_ranks(body, 1)[0]
+
+
+def test_inputs_of_another_dtype_have_a_hint() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    zeroshard.shard(model, sgd(model), 2, precision=Precision(torch.bfloat16))
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 3))
+    assert "Cast the inputs" in notes_of(caught.value)
+
+
+def test_other_errors_of_a_model_have_none() -> None:
+    model = nn.Linear(3, 1)
+    zeroshard.shard(model, sgd(model), 3)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4))
+    assert notes_of(caught.value) == ""

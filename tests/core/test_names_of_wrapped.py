@@ -1,0 +1,187 @@
+"""No wrapper of torch's shows in a name of zeroshard: not in files, states, checkpoints or errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from twin import update
+
+import zeroshard
+from zeroshard import Policy, UsageError
+
+Wrap = Callable[[nn.Module], nn.Module]
+WRAPS: dict[str, Wrap] = {
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "offload_wrapper": offload_wrapper,
+    "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item, return-value]
+    "both": lambda module: torch.compile(checkpoint_wrapper(module), backend="eager"),  # type: ignore[dict-item, return-value]
+}
+PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+class Inner(nn.Module):
+    """A block that is wrapped, with a wrapped module inside, a buffer and an extra state."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.one = wrap(nn.Linear(4, 4))
+        self.register_buffer("scale", torch.ones(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.one(x) * self.scale
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+class Model(nn.Module):
+    """Two blocks and a head that shares the weight of the first module."""
+
+    def __init__(self, wrap: Wrap = lambda module: module, ties: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, head = nn.Linear(4, 4), nn.Linear(4, 4)
+        if ties:
+            head.weight = first.weight
+        self.first = wrap(first)
+        self.blocks = nn.ModuleList(wrap(Inner(wrap)) for _ in range(2))
+        self.frozen = wrap(nn.Linear(4, 4).requires_grad_(False))
+        self.head = wrap(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def shard(stage: int, model: nn.Module, **more: Any) -> zeroshard.Sharded:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return zeroshard.shard(model, torch.optim.AdamW(trained, lr=0.1), Policy.stage(stage), **more)
+
+
+def step(sharded: zeroshard.Sharded) -> None:
+    update(sharded.model(torch.ones(2, 4)).square().sum(), sharded.optimizer)
+
+
+def assert_same(one: Tensor | None, other: Tensor | None) -> None:
+    assert (one is None) == (other is None) and (one is None or torch.equal(one, other))  # type: ignore[arg-type]
+
+
+def shows_a_wrapper(text: str) -> bool:
+    return any(part in text for part in PARTS)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", WRAPS)
+def test_names(kind: str, stage: int, tmp_path: Path) -> None:
+    plain = [name for name in Model().state_dict() if not name.endswith("_extra_state")]
+    sharded = shard(stage, Model(WRAPS[kind]))
+    step(sharded)
+    once = sorted(set(plain) - {"head.weight"})
+    assert sorted(name for name, _ in sharded.named_weights()) == once
+    assert not shows_a_wrapper(json.dumps(list(zeroshard.DistributedState(sharded).state_dict()["model"])))
+    sharded.export(tmp_path / "exported")
+    with safe_open(tmp_path / "exported" / "model.safetensors", "pt") as file:
+        assert not shows_a_wrapper("".join(file.keys()))
+    loaded = Model()
+    zeroshard.load_pretrained(loaded, tmp_path / "exported")
+    sharded.save(tmp_path / "saved", "one")
+    assert not shows_a_wrapper((tmp_path / "saved" / "one" / "manifest.json").read_text())
+    if kind in (
+        "checkpoint_wrapper",
+        "offload_wrapper",
+    ):  # compiled modules keep torch's names in torch's own state dicts
+        state = sharded.consolidated_state_dict()
+        assert state is not None and {*plain} < {*state}
+        assert state["head.weight"] is state["first.weight"]
+    other = shard(stage, Model())
+    other.load(tmp_path / "saved", "one")
+    assert other.model.blocks[0].calls == sharded.model.blocks[0].calls  # type: ignore[union-attr, index]
+    step(other)
+    step(sharded)
+    for name in dict(sharded.model.named_parameters()):
+        torch.testing.assert_close(sharded.states.get(name), other.states.get(name))  # offload_wrapper changes strides
+    with zeroshard.unsharded(other.model):
+        assert torch.equal(other.model.first.weight, other.model.head.weight)  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize("kind", WRAPS)
+def test_names_in_errors_and_patterns(kind: str) -> None:
+    def refusal(call: Callable[[], Any]) -> str:
+        with pytest.raises((zeroshard.ZeroshardError, ValueError)) as caught:
+            call()
+        assert not shows_a_wrapper(str(caught.value)), str(caught.value)
+        return str(caught.value)
+
+    def model() -> Any:
+        return Model(WRAPS[kind])
+
+    def inner(block: Any) -> Any:
+        for part in PARTS:
+            block = getattr(block, part, block)
+        for part in PARTS:
+            block = getattr(block, part, block)
+        return block
+
+    made = model()
+    inner(made.blocks[1]).lazy = nn.LazyLinear(3)
+    assert "blocks.1.lazy.weight is lazy" in refusal(
+        lambda: zeroshard.shard(made, torch.optim.SGD([made.head.bias]), 2)
+    )
+    made = model()
+    inner(made.blocks[1]).scale = torch.ones(1, device="meta")
+    assert "buffer blocks.1.scale" in refusal(lambda: shard(2, made))
+    made = model()
+    inner(made.blocks[1]).alias = nn.Parameter(inner(inner(made.blocks[1]).one).weight[0])
+    assert "blocks.1." in refusal(lambda: shard(2, made))
+    made = model()
+    sharded = shard(2, made)
+    assert "first" in refusal(lambda: shard(2, made))
+    assert "no parameter" in refusal(lambda: sharded.states.get("blocks.9.one.weight"))
+    inner(made.blocks[0]).late = nn.Linear(4, 4)
+    assert "blocks.0.late.weight" in refusal(lambda: step(sharded))
+    patterns = zeroshard.Units(leaf_names=("blocks.1", f"blocks.{PARTS[0]}.0"))
+    shard(3, model(), units=patterns)  # would raise for a pattern without a module
+
+
+def test_a_file_of_wrapped_modules_loads(tmp_path: Path) -> None:
+    """Other programs save torch's names."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    module = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    assert [*saved] == ["_orig_mod.0.weight", "_orig_mod.0.bias"]
+    save_file(saved, tmp_path / "model.safetensors")
+    plain = nn.Sequential(nn.Linear(4, 4))
+    for other in (
+        plain,
+        nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4))),
+        nn.DataParallel(nn.Sequential(nn.Linear(4, 4))),
+    ):
+        assert zeroshard.load_pretrained(other, tmp_path) == ([], [])
+        assert all(map(torch.equal, other.state_dict().values(), saved.values()))
+
+
+def test_ranks_may_not_wrap_differently() -> None:
+    from ranks import on_ranks
+
+    def body(rank: int) -> None:
+        with pytest.raises(UsageError, match="built different models"):
+            shard(3, Model(WRAPS["checkpoint_wrapper"]) if rank else Model())
+
+    on_ranks(body, 2)

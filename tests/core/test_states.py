@@ -1,0 +1,234 @@
+"""The tables of legal moves: a real model reaches every state, and each move ends in the state that the table names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fuzzing import Boom, Setting
+from fuzzing_sides import Plain, Sharded
+from insides import has_noticed_the_end, schedule, units
+from twin import Setting as SettingOfPlaces
+from twin import as_set, build, step, steps
+
+import zeroshard
+from zeroshard import Offload, Place, Policy
+from zeroshard.core.gradient_bucket import MOVES as BUCKET_MOVES
+from zeroshard.core.gradient_bucket import Holds
+from zeroshard.core.step import MOVES, Move, Step, StepState
+from zeroshard.core.unit import UNIT_MOVES, Unit, UnitState
+from zeroshard.errors import UsageError
+from zeroshard.testing import run_ranks
+
+
+def reachable(moves: dict[tuple[object, object], object], start: object) -> set[object]:
+    found, new = {start}, {start}
+    while new:
+        new = {there for (_, state), there in moves.items() if state in new} - found
+        found |= new
+    return found
+
+
+def test_every_move_from_every_state_is_decided_and_every_state_is_reached() -> None:
+    assert set(MOVES) == set(StepState)
+    assert all(set(moves) == set(Move) for moves in MOVES.values())
+    legal = {
+        (move, state): there
+        for state, moves in MOVES.items()
+        for move, there in moves.items()
+        if not isinstance(there, str)
+    }
+    assert reachable(legal, StepState.CLEAN) == set(StepState)
+    assert Step().state is StepState.CLEAN  # zero_grad makes another step, whatever happened
+    assert reachable(dict(BUCKET_MOVES), Holds.NOTHING) == set(Holds)
+    assert all(BUCKET_MOVES["forget", holds] is Holds.NOTHING for holds in Holds)
+
+
+# ------------------------------------------------------------------ a real model
+
+
+def abort(side: Sharded) -> None:
+    with pytest.raises(Boom):
+        side.broken_backward(2)  # the first block's: others have given gradients before
+
+
+def lead_to(side: Sharded, state: StepState) -> None:
+    """Do what a user does to get there. A graph for a later backward is made first."""
+    side.forward(1)
+    if state in (StepState.GRADIENTS, StepState.STEPPED, StepState.UNWANTED):
+        side.train(2)
+    if state in (StepState.STEPPED, StepState.UNWANTED):
+        side.step(0)
+        if state is StepState.UNWANTED:
+            side.train(2)
+        side.losses.clear()
+        side.forward(1)
+    if state in (StepState.BACKWARD, StepState.BROKEN):
+        abort(side)
+    if state is StepState.BROKEN:
+        side.evaluate(3)  # the next forward notices
+
+
+def no_gradient(side: Sharded) -> None:
+    """Break a backward off before it has given a gradient; the next forward notices."""
+    if schedule(side.sharded).state is not StepState.BACKWARD:  # it is one that was aborted, and only to be noticed
+        with pytest.raises(Boom):
+            side.broken_loss(2)
+    side.evaluate(3)
+
+
+DONE: dict[Move, Callable[[Sharded], object]] = {
+    Move.GRADIENT: lambda side: side.backward(0),  # and its end
+    Move.END_BACKWARD: lambda side: side.sharded.finish_backward(),  # the loss touched no parameter
+    Move.BREAK_OFF: no_gradient,
+    Move.STEP: lambda side: side.clip(0),
+    Move.STEPPED: lambda side: side.step(0),  # after STEP
+}
+"""What a user does that makes a move."""
+
+
+def expected(state: StepState, move: Move) -> StepState | str:
+    """Return where a user's move ends: some are several of the table."""
+    before, then = {
+        Move.GRADIENT: (Move.GRADIENT, Move.END_BACKWARD),
+        Move.STEPPED: (Move.STEP, Move.STEPPED),
+    }.get(move, (move, None))
+    if move is Move.GRADIENT and state is StepState.BACKWARD:
+        # That one is over, as only the next can tell: it was aborted first.
+        there = MOVES[state][Move.BREAK_OFF]
+        assert isinstance(there, StepState)
+        state = there
+    there = MOVES[state][before]
+    if isinstance(there, str):
+        return there
+    if before is Move.STEP and there is StepState.CLEAN:  # no gradient came: the other ranks hear so
+        if then is Move.STEPPED:  # on no rank did one come, so there is none to drop
+            return StepState.CLEAN
+        there = StepState.GRADIENTS
+    return there if then is None else MOVES[there][then]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("move", Move)
+@pytest.mark.parametrize("state", StepState)
+def test_a_real_model_moves_as_the_table_says(state: StepState, move: Move, stage: int, tmp_path: Path) -> None:
+    side = Sharded(Setting(stage), tmp_path)
+    lead_to(side, state)
+    moves = schedule(side.sharded)
+    assert moves.state is state
+    if move is Move.END_BACKWARD and has_noticed_the_end(side.sharded):
+        side.sharded.finish_backward()  # of the backward that ended; the next one counts
+    there = expected(state, move)
+    if isinstance(there, str):
+        with pytest.raises(UsageError, match=re.escape(there)):
+            DONE[move](side)
+        assert moves.state in (state, StepState.BROKEN)
+    else:
+        DONE[move](side)
+        assert moves.state is there
+    before = moves.live.step
+    side.zero_grad(0)
+    assert moves.state is StepState.CLEAN and moves.live.step is not before
+    side.train(4)
+    side.step(0)  # and training goes on
+    assert moves.state is StepState.STEPPED
+
+
+def test_states_in_the_middle_of_a_backward(tmp_path: Path) -> None:
+    side = Sharded(Setting(2), tmp_path)
+    seen: list[StepState] = []
+    first = dict(side.named)["first.bias"]
+    first.register_post_accumulate_grad_hook(lambda _: seen.append(schedule(side.sharded).state))
+    side.train(1)
+    assert seen == [StepState.BACKWARD]
+
+
+@pytest.mark.parametrize("ending", ["zero_grad", "clip", "step"])
+@pytest.mark.parametrize("first", ["train", "accumulate"])
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_are_those_of_the_backwards_since_zero_grad(
+    stage: int, first: str, ending: str, tmp_path: Path
+) -> None:
+    """A step may be left with a sum of this rank, with a mean in flight, after a norm, and after a step."""
+    ours, theirs = Sharded(Setting(stage), tmp_path), Plain(Setting(stage), tmp_path)
+
+    def both(action: str, number: int) -> None:
+        for side in (ours, theirs):
+            getattr(side, action)(number)
+
+    def same_gradients() -> None:
+        found, expected = ours.read_gradients(0), theirs.read_gradients(0)
+        for fqn, gradient in expected.items():
+            assert (gradient is None) is (found[fqn] is None), fqn
+            assert gradient is None or torch.equal(found[fqn], gradient), fqn
+
+    for round_ in range(2):
+        both(first, round_)
+        both("zero_grad", 0)
+        both(first, 2 + round_)
+        both("train", 4 + round_)
+        if round_ == 1:  # in the first round nobody looks: reading a gradient waits for what is in flight
+            same_gradients()
+        both(ending, 0)
+        both("zero_grad", 0)
+    both("train", 6)
+    same_gradients()
+
+
+# ------------------------------------------------------------------ units
+
+
+class Watched(Unit):
+    """A unit that notes each change of its state."""
+
+    @property
+    def state(self) -> UnitState:  # type: ignore[override]
+        found: UnitState = self.__dict__["state"]
+        return found
+
+    @state.setter
+    def state(self, state: UnitState) -> None:
+        SEEN.add((self.state, state))
+        self.__dict__["state"] = state
+
+
+SEEN: set[tuple[UnitState, UnitState]] = set()
+
+
+def changes_of(policy: Policy, folder: Path) -> set[tuple[str, str]]:
+    """Train, read, park, and return the names of the states between which a unit has changed."""
+    SEEN.clear()
+    with as_set(SettingOfPlaces(policy, apart=True)):
+        model, sharded = build(policy)
+        own = units(sharded)
+        for unit in own:
+            unit.__class__ = Watched
+        steps(model, sharded, dist.get_rank(), range(3))
+        own[-1].start_unshard()  # as a prefetch that turns out to be for nothing
+        own[-1].settle()
+        own[-1].reshard()
+        for states in (("parameters",), ("optimizer",)):
+            sharded.offload_states(states, Place.DISK, Offload(str(folder)))
+            sharded.reload_states()
+        with zeroshard.unsharded(model):
+            pass
+        step(model, sharded, dist.get_rank(), 3)
+        sharded.remove()
+    return {(before.name, after.name) for before, after in SEEN}
+
+
+def test_units_make_every_move_of_their_table_and_no_other(tmp_path: Path) -> None:
+    policies = [
+        Policy.stage(3), Policy.stage(2), Policy.stage(1).offloaded(parameters=Place.CPU, path=str(tmp_path)),
+    ]  # fmt: skip
+
+    def body(rank: int) -> list[set[tuple[str, str]]]:
+        return [changes_of(policy, tmp_path) for policy in policies]
+
+    seen = set().union(*run_ranks(body, 2)[0])
+    legal = {(state.name, there.name) for state, moves in UNIT_MOVES.items() for there in moves.values()}
+    assert seen == legal

@@ -1,0 +1,180 @@
+"""States of a plain run load after `shard`, for every optimizer, stage, place and dtype: the next steps are the plain run's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+from twin import Setting, as_set, update
+
+import zeroshard
+from zeroshard import Lion, Offload, Policy, Precision
+from zeroshard.engine.config.schema import OptimizerBlock
+from zeroshard.engine.from_config import create_optimizer
+from zeroshard.optim.states import KNOWN
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def of_torch(name: str, **options: Any) -> Make:
+    cls = Lion if name == "Lion" else getattr(torch.optim, name)
+    return lambda parameters: cls(
+        parameters, lr=options.get("lr", 0.01), **{k: v for k, v in options.items() if k != "lr"}
+    )
+
+
+def of_config(name: str, **params: Any) -> Make:
+    block = OptimizerBlock(type=name, params={"lr": 0.01, **params})
+    return lambda parameters: create_optimizer(block, list(parameters), None)
+
+
+OPTIMIZERS: dict[str, Make] = {name: of_torch(name) for name in KNOWN}
+OPTIMIZERS |= {
+    "ASGD, averaging": of_torch("ASGD", t0=2, lambd=0.1),
+    "Adagrad, from 1": of_torch("Adagrad", initial_accumulator_value=1.0, lr_decay=0.1),
+    "Adam, amsgrad": of_torch("Adam", amsgrad=True, weight_decay=0.1),
+    "AdamW, fused": of_torch("AdamW", fused=True),
+    "AdamW, foreach": of_torch("AdamW", foreach=True),
+    "AdamW, a tensor as rate": of_torch("AdamW", lr=torch.tensor(0.01)),
+    "Adamax, decaying": of_torch("Adamax", weight_decay=0.1),
+    "NAdam, decoupled": of_torch("NAdam", weight_decay=0.1, decoupled_weight_decay=True),
+    "RMSprop, centred": of_torch("RMSprop", momentum=0.9, centered=True),
+    "Rprop, large steps": of_torch("Rprop", lr=0.1, etas=(0.3, 1.7)),
+    "SGD, momentum": of_torch("SGD", momentum=0.9, dampening=0.1),
+    "SGD, Nesterov": of_torch("SGD", momentum=0.9, nesterov=True, maximize=True),
+}
+OPTIMIZERS |= {
+    f"a config's {name}": of_config(name)
+    for name in ("Adam", "AdamW", "SGD", "Adagrad", "Lion", "RMSprop", "Rprop", "ASGD", "Muon")
+}
+
+
+class Net(nn.Module):
+    """Layers without a size that is a multiple of the number of ranks.
+
+    Args:
+        kind: "matrices", "vectors", or both in one. Vectors on one rank have the shapes of their shards, and torch could take
+            over the caller's tensors.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if kind == "vectors":
+            self.layers = nn.ModuleList(nn.LayerNorm(5) for _ in range(2))
+        else:
+            self.layers = nn.ModuleList(nn.Linear(*sizes, bias=kind == "both") for sizes in ((5, 7), (7, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def loss_of(model: nn.Module, number: int, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(number)).to(dtype)
+    return model(x).float().sub(0.3).square().mean()
+
+
+class Plain:
+    """A loop of plain PyTorch over fp32 master weights, with a model in another dtype."""
+
+    def __init__(self, make: Make, dtype: torch.dtype, kind: str) -> None:
+        self.model = Net(kind)
+        self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in self.model.parameters()]
+        self.model.to(dtype)
+        self.dtype = dtype
+        self.optimizer = make(self.masters)
+        self.number = 0
+
+    def step(self) -> None:
+        loss_of(self.model, self.number, self.dtype).backward()
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.to(master.dtype)
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+            parameter.data.copy_(master.data)
+        self.number += 1
+
+
+def policies(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Policy, bool]]:
+    how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096, sub_group_numel=16)
+    for stage in range(4):
+        yield f"stage {stage}", Policy.stage(stage), False
+        if stage:
+            for place in ("cpu", "disk"):
+                yield (
+                    f"stage {stage}, {place}",
+                    Policy.stage(stage).offloaded(optimizer=place, offload=how),
+                    place == "cpu",
+                )
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(("kind", "ranks"), [("matrices", 2), ("both", 2), ("vectors", 1)])
+@pytest.mark.parametrize("before", [0, 1, 3], ids="after {} steps".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_next_ten_steps(name: str, dtype: torch.dtype, before: int, kind: str, ranks: int, tmp_path: Path) -> None:
+    make = OPTIMIZERS[name]
+    if "Muon" in name:
+        kind, ranks = (
+            "matrices",
+            2,
+        )  # for the others, a config's Muon has a second optimizer, with a state dict of its own
+
+    def body(rank: int) -> list[str]:
+        wrong = []
+        for label, policy, apart in policies(tmp_path, dtype):
+            plain = Plain(make, dtype, kind)
+            for _ in range(before):
+                plain.step()
+            state = plain.optimizer.state_dict()
+            saved = copy.deepcopy(state)
+            model = Net(kind)
+            with torch.no_grad():
+                for parameter, master in zip(model.parameters(), plain.masters, strict=True):
+                    parameter.copy_(master)
+            optimizer = make(model.parameters())
+            with as_set(Setting(policy, apart=apart)):
+                sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(dtype))
+                for _ in range(2):  # a rollback loads it again
+                    optimizer.load_state_dict(state)
+                assert_equal(state, saved)
+                for number in range(before, before + 10):
+                    plain.step()
+                    update(loss_of(model, number, dtype), optimizer)
+                for own, master in zip(dict(model.named_parameters()), plain.masters, strict=True):
+                    value = sharded.states.get(own)
+                    assert value is not None
+                    difference = float((value - master.detach()).abs().max())
+                    if not difference <= 1e-6:
+                        wrong.append(f"{label}: {own} differs by {difference}")
+                sharded.remove()
+        return wrong
+
+    assert on_ranks(body, ranks) == [[]] * ranks
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    """Compare state dicts: a load does not change the caller's."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    elif isinstance(one, list | tuple):
+        for mine, yours in zip(one, other, strict=True):
+            assert_equal(mine, yours)
+    else:
+        assert one == other

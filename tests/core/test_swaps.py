@@ -1,0 +1,237 @@
+"""Weights that are exchanged with their averages for an evaluation, an export or a save, and back, leave no trace.
+
+What cannot be followed is refused where it begins, and leaves the weights as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, tokens
+from ranks import on_ranks
+from torch import Tensor, nn
+from twin import SMALL_BUCKETS, Setting, as_set, everything, same, step, steps, whole
+
+import zeroshard
+from zeroshard import Place, Policy, Precision, UsageError
+
+Values = dict[str, Tensor]
+
+
+def by_copy(model: nn.Module, values: Values) -> None:
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            parameter.copy_(values[fqn])
+
+
+def by_copy_to_data(model: nn.Module, values: Values) -> None:
+    for fqn, parameter in model.named_parameters():
+        parameter.data.copy_(values[fqn])
+
+
+def by_data(model: nn.Module, values: Values) -> None:
+    """Exchange both ways, without a copy."""
+    for fqn, parameter in model.named_parameters():
+        own = parameter.data
+        parameter.data = values[fqn]
+        values[fqn] = own
+
+
+def by_state_dict(model: nn.Module, values: Values) -> None:
+    model.load_state_dict({**values, "head.weight": values["embedding.weight"]})
+
+
+def by_assignment(model: nn.Module, values: Values) -> None:
+    model.load_state_dict({**values, "head.weight": values["embedding.weight"]}, assign=True)
+
+
+def by_swap_tensors(model: nn.Module, values: Values) -> None:
+    for fqn, parameter in model.named_parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(values[fqn]))
+
+
+WAYS: dict[str, Callable[[nn.Module, Values], None]] = {
+    "copy": by_copy, "copy to data": by_copy_to_data, "data": by_data, "state dict": by_state_dict, "assign": by_assignment,
+    "swap_tensors": by_swap_tensors,
+}  # fmt: skip
+USES = ["evaluate", "save", "export", "states"]
+
+
+def use_of(use: str, model: Any, sharded: zeroshard.Sharded, rank: int, folder: Path) -> None:
+    if use == "evaluate":
+        with torch.no_grad():
+            model(*tokens(rank, 9))
+    elif use == "save":
+        sharded.save(folder, "average")
+    elif use == "export":
+        sharded.export(folder / "export")
+    else:
+        sharded.states.get("blocks.0.up.weight")
+
+
+def made(stage: Policy | int, dtype: torch.dtype | None, rank: int) -> tuple[Stack, zeroshard.Sharded]:
+    torch.manual_seed(0)
+    model = Stack()
+    precision = None if dtype is None else Precision(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sharded = zeroshard.shard(model, optimizer, stage, precision=precision, bucket_numel=SMALL_BUCKETS)
+    steps(model, sharded, rank, range(2))
+    return model, sharded
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", range(4))
+def test_training_goes_on_after_a_swap_as_without_it_or_the_swap_is_refused(
+    stage: int, way: str, use: str, tmp_path: Path
+) -> None:
+    def body(rank: int) -> bool:
+        exchange = WAYS[way]
+
+        def trained(*, swaps: bool) -> tuple[dict[str, Tensor], bool]:
+            model, sharded = made(stage, None, rank)
+            own = {fqn: value.clone() for fqn, value in whole(model).items()}
+            average = {fqn: value * 0.5 for fqn, value in own.items()}
+            # A write to sharded parameters is refused outside of such a block, but for state dicts.
+            is_open = stage == 3 and way not in ("state dict", "assign", "swap_tensors")
+            is_refused = False
+
+            def block() -> Any:
+                return zeroshard.unsharded(model, modifier_rank=0) if is_open else nullcontext()
+
+            if swaps:
+                try:
+                    with block():
+                        exchange(model, average)
+                    use_of(use, model, sharded, rank, tmp_path)
+                except (UsageError, RuntimeError) as error:
+                    is_refused = True
+                    assert isinstance(error, UsageError) or way == "swap_tensors", error
+                if way == "assign":  # the parameters are no longer those of the optimizer, as a step says at the latest
+                    with pytest.raises(UsageError, match="no longer the tensor that zeroshard took"):
+                        sharded.optimizer.step()
+                    return {}, True
+                if not is_refused or (way == "data" and stage < 3):  # else nothing was exchanged
+                    with block():
+                        exchange(model, average if way == "data" else own)
+            steps(model, sharded, rank, range(2, 4))
+            return everything(sharded), is_refused
+
+        found, is_refused = trained(swaps=True)
+        if found:
+            assert same(found, trained(swaps=False)[0])
+        return is_refused
+
+    refused = on_ranks(body, 2)
+    assert refused[0] is refused[1]
+    if way in ("copy", "copy to data", "state dict"):
+        assert not refused[0]
+    elif way == "swap_tensors":
+        assert refused[0]
+    elif way == "data":
+        # Below stage 3 an evaluation reads what `data` is; nothing is overwritten.
+        assert refused[0] is (stage == 3 or use != "evaluate")
+
+
+@pytest.mark.parametrize("use", ["evaluate", "export"])
+@pytest.mark.parametrize("way", ["copy", "copy to data", "data"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_swap_inside_one_block_costs_no_digit_of_16_bit_masters(
+    stage: int, way: str, use: str, tmp_path: Path
+) -> None:
+    """Over two blocks, master weights are rounded to what was given back (docs/sharded_parameters.md)."""
+
+    def body(rank: int) -> None:
+        def trained(*, swaps: bool) -> dict[str, Tensor]:
+            model, sharded = made(stage, torch.bfloat16, rank)
+            own = {fqn: value.clone() for fqn, value in whole(model).items()}
+            average = {fqn: value * 0.5 for fqn, value in own.items()}
+            if swaps:
+                with zeroshard.unsharded(model, modifier_rank=0):
+                    WAYS[way](model, average)
+                    with torch.no_grad():
+                        model(*tokens(rank, 9))
+                    if use == "export":
+                        with pytest.raises(UsageError, match=r"inside unsharded\(modifier_rank=...\)|other `data`"):
+                            sharded.export(tmp_path / "export")
+                    WAYS[way](model, average if way == "data" else own)
+            steps(model, sharded, rank, range(2, 4))
+            return everything(sharded)
+
+        assert same(trained(swaps=True), trained(swaps=False))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
+@pytest.mark.parametrize("stage", range(3))
+def test_weights_that_were_exchanged_are_not_trained(stage: int, place: Place) -> None:
+    """Their updates would go to the memory of those that are kept."""
+    if place is Place.CPU and not stage:
+        pytest.skip("stage 0 has no such place")
+    policy = Policy.stage(stage).offloaded(parameters=place) if stage else Policy.stage(0)
+
+    def body(rank: int) -> None:
+        def trained(*, swaps: bool) -> dict[str, Tensor]:
+            model, sharded = made(policy, None, rank)
+            average = {fqn: value * 0.5 for fqn, value in whole(model).items()}
+            if swaps:
+                by_data(model, average)
+                with pytest.raises(UsageError, match=r"optimizer.step\(\) would copy it to the memory"):
+                    step(model, sharded, rank, 9)
+                sharded.optimizer.zero_grad()
+                by_data(model, average)
+                with (
+                    pytest.raises(UsageError, match=r"the end of unsharded\(\) would copy it to the memory"),
+                    zeroshard.unsharded(model, modifier_rank=0),
+                ):
+                    by_data(model, average)
+                by_data(model, average)
+            for number in range(2, 4):
+                step(model, sharded, rank, number)
+            return everything(sharded)
+
+        with as_set(Setting(policy, apart=True)):
+            assert same(trained(swaps=True), trained(swaps=False))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
+def test_new_data_of_each_parameter_is_no_swap(place: Place) -> None:
+    """A loop's variable keeps the last of them."""
+    policy = Policy.stage(2).offloaded(parameters=place)
+
+    def body(rank: int) -> None:
+        with as_set(Setting(policy, apart=True)):
+            model, sharded = made(policy, None, rank)
+            for parameter in model.parameters():
+                data = parameter.data
+                parameter.data = data * 0.5
+            expected = whole(model)
+            step(model, sharded, rank, 2)
+            assert not same(whole(model), expected)
+
+    on_ranks(body, 2)
+
+
+def test_what_only_a_graph_keeps_is_no_swap() -> None:
+    """A graph keeps transposed weights. Nobody can see them change, and torch refuses their backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, 0)
+    loss = model(torch.ones(2, 4, requires_grad=True)).square().sum()  # so that each matrix is needed
+    for parameter in model.parameters():
+        parameter.data = torch.full((4, 4), 0.5)
+    with zeroshard.unsharded(model):
+        assert all(torch.equal(one, torch.full((4, 4), 0.5)) for one in model.parameters())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,494 @@
+"""torch's own clipping, and a few operations on `parameter.grad`, between the last backward and the step."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, tokens
+from ranks import on_ranks
+from torch import Tensor, nn
+from twin import FEW_STAGES, same_on_all_ranks, whole
+
+import zeroshard
+from zeroshard import Place, Policy, Precision, UsageError
+
+Clip = Callable[[nn.Module], Any]
+"""What a loop does with gradients; it returns what it logs."""
+
+
+class Sometimes(nn.Module):
+    """A rank uses its side path or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(4, 4)
+        self.side = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, is_open: bool) -> Tensor:
+        x = self.main(x)
+        return self.side(x) if is_open else x
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def by_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+    parameters = [
+        parameter for parameter in model.parameters() if parameter.numel()
+    ]  # of nothing torch finds no largest
+    return nn.utils.clip_grad_norm_(parameters, 0.1, norm_type)
+
+
+def by_value(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def a_part(model: nn.Module) -> list[Tensor]:
+    return [nn.utils.clip_grad_norm_(part.parameters(), 0.05) for part in (model.blocks[1], model.blocks[0])]
+
+
+def in_two_calls(model: nn.Module) -> Tensor:
+    norm = nn.utils.get_total_norm(gradients(model))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    return norm
+
+
+def each_by_its_own_norm(model: nn.Module) -> list[float]:
+    """As adaptive clipping does. A norm comes after a change of a parameter of which some rank has no part."""
+    norms = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            norms.append(float(parameter.grad.norm()))
+            parameter.grad.mul_(min(1.0, 0.05 / (norms[-1] + 1e-9)))
+    return norms
+
+
+def by_hand(model: nn.Module) -> float:
+    norm = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients(model)))
+    for gradient in gradients(model):
+        gradient.mul_(min(1.0, 0.1 / norm))
+    return norm
+
+
+def by_data(model: nn.Module) -> float:
+    """As recipes for logging and clipping from before `torch.no_grad` have it."""
+    norm = math.sqrt(sum(gradient.detach().data.norm(2).item() ** 2 for gradient in gradients(model)))
+    for gradient in gradients(model):
+        gradient.data.clamp_(-0.01, 0.01)
+    return norm
+
+
+def each_by_itself(model: nn.Module) -> list[Tensor]:
+    norms = [gradient.norm(p=2) for gradient in gradients(model)]
+    for gradient, norm in zip(gradients(model), norms, strict=True):
+        gradient.div_(norm + 1.0).mul_(2.0)
+    return [gradient.norm() for gradient in gradients(model)]
+
+
+def many_at_once(model: nn.Module) -> Tensor:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+    nn.utils.clip_grad_value_(model.parameters(), 0.005, foreach=True)
+    return norm
+
+
+def by_statement(model: nn.Module) -> list[Tensor]:
+    """An assignment of what was changed in place, and the function in the place of the method."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+            parameter.grad /= 4
+    return [torch.norm(gradient) for gradient in gradients(model)]
+
+
+CLIPS: dict[str, Clip] = {
+    "norm": by_norm, "largest": partial(by_norm, norm_type=math.inf), "norm of order 3": partial(by_norm, norm_type=3.0),
+    "value": by_value, "a part": a_part, "in two calls": in_two_calls, "by hand": by_hand, "by data": by_data,
+    "each by itself": each_by_itself, "each by its own norm": each_by_its_own_norm,
+    "many at once": many_at_once, "by statement": by_statement,
+}  # fmt: skip
+
+
+def in_each_microbatch(rank: int, policy: Policy | None, dtype: torch.dtype | None, clip: str) -> list[float]:
+    """Norms of a loop that clips what it has summed so far, after each of three backwards, and then steps."""
+    torch.manual_seed(0)
+    model = Stack().to(dtype)
+    optimizer: Any = sgd(model.parameters())
+    norms = []
+    sharded = None
+    if policy is not None:
+        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=100)
+    summed: dict[nn.Parameter, Tensor] = {}
+    for number in range(2):
+        for microbatch in range(3):
+            model(*tokens(rank, 3 * number + microbatch)).backward()
+            if sharded is None:  # the mean over ranks of this microbatch, added to what was clipped before
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad.div_(dist.get_world_size())
+                        if parameter in summed:
+                            parameter.grad.add_(summed[parameter])
+            if sharded is not None and clip == "ours":
+                norms.append(float(sharded.clip_grad_norm_(0.1)))
+            else:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            if sharded is None:
+                summed = {one: one.grad.clone() for one in model.parameters() if one.grad is not None}
+                optimizer.zero_grad()
+        if sharded is None:
+            for parameter, gradient in summed.items():
+                parameter.grad = gradient
+            summed = {}
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("clip", ["torch's", "ours"])
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
+def test_what_is_clipped_in_each_microbatch(stage: int, clip: str, place: Place, tmp_path: Any) -> None:
+    """The factor of one clipping does not multiply gradients that come later."""
+
+    def body(rank: int) -> None:
+        policy = Policy.stage(stage)
+        if place is not Place.ACCELERATOR and stage > 0:
+            policy = policy.offloaded(optimizer=place, path=str(tmp_path))
+        expected = in_each_microbatch(rank, None, torch.float32, clip)
+        assert in_each_microbatch(rank, policy, torch.float32, clip) == pytest.approx(expected, rel=1e-5)
+
+    on_ranks(body, 2)
+
+
+Result = tuple[dict[str, Tensor], list[Any]]
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train(
+    rank: int, clip: Clip, policy: Policy | None, *, make: Callable[..., Any] = adamw,
+    dtype: torch.dtype | None = None, microbatches: int = 1
+) -> Result:  # fmt: skip
+    """Two steps, under a policy, or, without one, of plain PyTorch with gradients averaged by hand."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = make(model.parameters())
+    sharded = None
+    if policy is not None:
+        sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(dtype), bucket_numel=100)
+        optimizer = sharded.optimizer
+    logged = []
+    for number in range(2):
+        for microbatch in range(microbatches):
+            batch = tokens(rank, microbatches * number + microbatch)
+            if sharded is None:
+                model(*batch).backward()
+                continue
+            with sharded.accumulate(microbatch < microbatches - 1):
+                model(*batch).backward()
+        if sharded is None:
+            for gradient in gradients(model):
+                dist.all_reduce(gradient)
+                gradient.div_(dist.get_world_size())
+        logged.append(clip(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    values = whole(model) if sharded is not None else {fqn: p.detach() for fqn, p in model.named_parameters()}
+    return values, logged
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list):
+        return all(same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.quick(4)
+def test_torchs_own_clipping_clips(clip: str, ranks: int) -> None:
+    """As plain PyTorch within rounding; the same bits under every policy and on every rank."""
+
+    def body(rank: int) -> None:
+        # By SGD: Adam makes a whole step of what rounding leaves of a gradient that is nearly 0.
+        expected, norms = train(rank, CLIPS[clip], None, make=sgd)
+        found, found_norms = train(rank, CLIPS[clip], Policy.stage(0), make=sgd)
+        torch.testing.assert_close(found_norms, norms, rtol=1e-4, atol=1e-6)
+        for fqn, value in expected.items():
+            torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+        first, first_norms = train(rank, CLIPS[clip], Policy.stage(0))
+        assert same_on_all_ranks(first)
+        on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)]
+        for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
+            found, found_norms = train(rank, CLIPS[clip], policy)
+            assert same(found_norms, first_norms), policy
+            assert all(torch.equal(found[fqn], value) for fqn, value in first.items()), policy
+
+    on_ranks(body, ranks)
+
+
+@FEW_STAGES
+def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(stage: int) -> None:
+    """Also on a rank that holds no part of it."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, adamw(model.parameters()), stage, bucket_numel=100)
+        model(*tokens(rank, 0)).backward()
+        norms = {}
+        for fqn, parameter in model.named_parameters():
+            if parameter.grad is not None and parameter.numel():
+                norms[fqn] = float(parameter.grad.norm())
+                sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
+                assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
+        assert len(norms) > 3
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_are_set_after_a_factor_of_zero(stage: int, tmp_path: Path) -> None:
+    """Gradients on disk keep their factors, and a value that is set is divided by them."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, path=str(tmp_path))
+        sharded = zeroshard.shard(model, sgd(model.parameters()), policy)
+        model(torch.ones(2, 4)).sum().backward()
+        model.weight.grad.mul_(0.0)
+        model.bias.grad.mul_(0.0)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        mean = sharded.states.get("weight", "gradients")
+        assert mean is not None and not mean.any()
+        sharded.states.set("bias", "gradients", torch.ones(4))
+        mean = sharded.states.get("bias", "gradients")
+        assert mean is not None and torch.equal(mean, torch.ones(4))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_in_16_bits_every_policy_gives_the_same_bits(clip: str, microbatches: int) -> None:
+    """With several microbatches sharded gradients are summed in another order than unsharded ones."""
+
+    def body(rank: int) -> None:
+        run = partial(train, rank, CLIPS[clip], dtype=torch.bfloat16, microbatches=microbatches)
+        groups = [(0, 1, 2, 3)] if microbatches == 1 else [(0, 1), (2, 3)]
+        for stages in groups:
+            results = [run(Policy.stage(stage)) for stage in stages]
+            for found, norms in results[1:]:
+                assert same(norms, results[0][1])
+                assert all(torch.equal(found[fqn], value) for fqn, value in results[0][0].items())
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_clipping_by_torch_and_by_us_agree(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model(*tokens(rank, 0)).backward()
+        ours = float(sharded.clip_grad_norm_(0.3))
+        assert ours > 0.3
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(float(norm), 0.3, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(float(sharded.clip_grad_norm_(None)), 0.1, rtol=1e-4, atol=0.0)
+        mean = sharded.states.get("head.weight", "gradients")
+        assert mean is not None
+        torch.testing.assert_close(float(mean.norm()), float(model.head.weight.grad.norm()), rtol=1e-4, atol=1e-7)
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_parameter_that_some_ranks_do_not_use_is_named(stage: int) -> None:
+    """On the others its `grad` is None, so torch's clipping cannot be one operation of all ranks."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Sometimes()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model(torch.ones(2, 4), is_open=rank == 0).sum().backward()
+        with pytest.raises(UsageError, match=r"side.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        sharded.clip_grad_norm_(0.1)
+        sharded.optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_change_on_one_rank_is_named_at_the_step(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model(*tokens(rank, 0)).backward()
+        if rank == 1:
+            model.head.weight.grad.mul_(0.5)
+        with pytest.raises(UsageError, match=r"embedding\.weight was changed through its `grad` on ranks \[1\] only"):
+            sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        model(*tokens(rank, 1)).backward()
+        sharded.optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_other_operations_are_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(*tokens(rank, 0)).backward()
+        gradient = model.head.weight.grad
+        assert gradient.shape == model.head.weight.shape
+        for operation in (lambda: gradient + 1, lambda: gradient.norm(dim=0), lambda: gradient.mul_(torch.ones(3))):
+            with pytest.raises(UsageError, match=r"embedding\.weight.*states\.get"):
+                operation()
+        with pytest.raises(UsageError, match=r"zero_ does not.*optimizer\.zero_grad\(\)"):
+            model.zero_grad(set_to_none=False)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        with pytest.raises(UsageError, match=r"embedding\.weight"):
+            gradient.mul_(0.5)  # that step is over
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("all_use_it", [True, False])
+def test_gradients_that_are_multiplied_between_backwards(all_use_it: bool) -> None:
+    """Before the first step, when ranks have not agreed on an order: a backward sends no message of its own for it."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Sometimes()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        model(torch.ones(2, 4), is_open=True).sum().backward()
+        for gradient in gradients(model):
+            gradient.mul_(0.5)
+        model(torch.ones(2, 4), is_open=all_use_it or rank == 0).sum().backward()
+        sharded.optimizer.step()
+        assert same_on_all_ranks(whole(model))
+
+    on_ranks(body, 2)
+
+
+def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
+    """`p.grad *= x` assigns the sum itself; another shape of the same memory is another gradient, or torch's error."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, bias=False)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        with sharded.accumulate():
+            model(torch.ones(2, 4)).sum().backward()
+            model.weight.grad *= 0.5
+            with pytest.raises(RuntimeError):
+                model.weight.grad = model.weight.grad[:1]
+            with pytest.raises(RuntimeError):
+                model.weight.grad = torch.empty(0)
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.clip_grad_norm_(None)
+        mean = sharded.states.get("weight", "gradients")
+        assert mean is not None
+        assert torch.equal(mean, torch.full((4, 4), 3.0))
+
+    on_ranks(body, 2)
+
+
+def test_lists_of_factors_are_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        model(*tokens(rank, 0)).backward()
+        found = [gradient for gradient in gradients(model) if gradient.numel()]
+        with pytest.raises(UsageError, match="_foreach_mul_ does not"):
+            torch._foreach_mul_(found, [0.5] * len(found))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_model_that_is_pickled_before_clipping_is_clipped(stage: int) -> None:
+    def body(rank: int) -> None:
+        norms = []
+        for is_pickled in (False, True):
+            torch.manual_seed(0)
+            model = Stack()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+            model(*tokens(rank, 0)).backward()
+            if is_pickled:
+                torch.save(model, io.BytesIO())
+            norms.append(by_norm(model))
+            sharded.remove()
+        assert norms[0] > 0 and torch.equal(*norms)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30])
+def test_norms_of_fp64_are_of_fp64(scale: float) -> None:
+    def body(rank: int) -> None:
+        def norm_of(stage: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if stage is not None:
+                zeroshard.shard(model, optimizer, stage)
+            (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            return norm, whole(model) if stage is not None else dict(model.named_parameters())
+
+        expected, parameters = norm_of(None)
+        for stage in (0, 2, 3):
+            norm, found = norm_of(stage)
+            assert norm.dtype == torch.float64
+            torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
+            for fqn, value in parameters.items():
+                torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("clip", [by_value, by_norm])
+def test_a_gradient_that_was_set_after_a_backward_is_named(clip: Clip) -> None:
+    """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
+
+    def body(rank: int) -> None:
+        model = Sometimes()
+        zeroshard.shard(model, sgd(model.parameters()), 2)
+        model(torch.ones(2, 4), is_open=False).sum().backward()
+        model.side.weight.grad = torch.ones(4, 4)
+        with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):
+            clip(model)
+
+    on_ranks(body, 2)

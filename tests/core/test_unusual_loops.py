@@ -1,0 +1,795 @@
+"""Unusual loops that plain PyTorch allows give its result at every stage, or raise by name."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from insides import live_numel, transport_of, units
+from models import Stack, sgd, tokens
+from ranks import on_ranks
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twin import FEW_STAGES, build, same, same_on_all_ranks, step, steps, update, whole
+
+import zeroshard
+from zeroshard import Policy, UsageError
+from zeroshard.torch_private import saved_tensors_hooks_in_force
+
+# ------------------------------------------------------------------ gradients of the user's own
+
+
+@FEW_STAGES
+def test_a_gradient_that_the_user_sets_is_this_ranks_gradient(stage: int) -> None:
+    """As PCGrad and MAML do: gradients come from torch.autograd.grad, and are put into `grad`."""
+
+    def body(rank: int) -> None:
+        def run(by_hand: bool) -> dict[str, Tensor]:
+            model, sharded = build(stage, make_optimizer=sgd)
+            for number in range(3):
+                loss = model(*tokens(rank, number))
+                if by_hand:
+                    parameters = list(model.parameters())
+                    gradients = torch.autograd.grad(loss, parameters)
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient
+                else:
+                    loss.backward()
+                sharded.clip_grad_norm_(1.0)
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+                assert all(p.grad is None for p in model.parameters())
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_gradient_set_after_a_backward_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        model(*tokens(rank, 0)).backward()
+        model.head.weight.grad = torch.zeros_like(torch.empty(model.head.weight.shape))
+        with pytest.raises(UsageError, match=r"embedding\.weight\.grad was set after a backward"):
+            sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        step(model, sharded, rank, 1)
+
+    on_ranks(body, 2)
+
+
+# ------------------------------------------------------------------ parameters and options that change
+
+
+@FEW_STAGES
+def test_a_conversion_after_sharding_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        with pytest.raises(UsageError, match=r"weight|scale|unsharded"):
+            model.bfloat16()
+            sharded.optimizer.step()
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_conversion_that_changes_nothing_is_allowed(stage: int) -> None:
+    """`model.to(device)` at the beginning of an evaluation, with gradients or without."""
+
+    def body(rank: int) -> None:
+        def run(convert: Callable[[nn.Module], object]) -> dict[str, Tensor]:
+            model, sharded = build(stage, make_optimizer=sgd)
+            optimizer = sharded.optimizer
+            for number in range(2):
+                model(*tokens(rank, number)).backward()
+                convert(model)
+                optimizer.step()
+                convert(model)
+                optimizer.zero_grad()
+                convert(model)
+            return whole(model)
+
+        expected = run(lambda _: None)
+        for convert in (lambda model: model.to("cpu", non_blocking=True), nn.Module.float, nn.Module.cpu):
+            assert same(run(convert), expected)
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_shallow_copy_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        x = torch.ones(1, 12)
+        if stage < 3:  # a block has nothing to gather, and its copy computes with the same parameters
+            assert torch.equal(copy.copy(model.blocks[0])(x), model.blocks[0](x))
+        for one in (model, model.blocks[0])[: 1 + stage // 3]:
+            with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module of a sharded model"):
+                copy.copy(one)(*(tokens(rank, 0) if one is model else [x]))
+        step(model, sharded, rank, 0)
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_replaced_parameter_is_refused_by_name(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        model.blocks[1].up.weight = nn.Parameter(torch.zeros(33, 12))
+        with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight is no longer the tensor"):
+            step(model, sharded, rank, 1)
+
+    on_ranks(body, 1)
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("option", ["lr", "betas"])
+def test_options_that_differ_between_ranks_are_refused_by_name(stage: int, option: str) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        sharded = zeroshard.shard(model, optimizer, stage)
+        step(model, sharded, rank, 0)
+        kept = optimizer.param_groups[0][option]
+        optimizer.param_groups[0][option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
+        values = {"lr": "0.1 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
+        with pytest.raises(
+            UsageError, match=f"{option} of param group 0 of AdamW is {values[option]}.*ReduceLROnPlateau"
+        ):
+            step(model, sharded, rank, 1)
+        optimizer.param_groups[0][option] = kept
+        optimizer.zero_grad()
+        step(model, sharded, rank, 1)
+        assert same_on_all_ranks(whole(model))
+
+    on_ranks(body, 2)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def by_set(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        model.blocks[1].up.weight.set_(torch.full((33, 12), 0.5))
+    return model.blocks[1].up.weight
+
+
+def by_parametrization(model: nn.Module) -> Tensor:
+    model.blocks[0].up.weight = torch.full((7, 12), 1.0)
+    return model.blocks[0].up.parametrizations.weight.original
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("write", [by_set, by_parametrization])
+def test_a_write_that_torch_hides_takes_effect_or_is_refused_by_name(
+    stage: int, write: Callable[[nn.Module], Tensor], tmp_path: Path
+) -> None:
+    """`Tensor.set_`, with which parametrized weights are assigned too, comes to no class."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        torch.nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Doubled())
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage)
+        step(model, sharded, rank, 0)
+        written = write(model)
+        if stage < 3:
+            step(model, sharded, rank, 1)
+            assert torch.equal(written, torch.full_like(written, 0.5))
+            return
+        for use in (lambda: sharded.save(tmp_path, "one"), lambda: model(*tokens(rank, 1))):
+            with pytest.raises(UsageError, match=r"no effect: blocks\.\d\.up.*weight"):
+                use()
+        step(model, sharded, rank, 1)
+        assert whole(model)["blocks.1.up.weight"].std() > 0
+
+    on_ranks(body, 2)
+
+
+def replaced(model: nn.Module) -> None:
+    model.blocks[1].up = nn.Linear(12, 33)
+
+
+def added(model: nn.Module) -> None:
+    model.blocks[1].adapter = nn.Linear(12, 2)
+
+
+def removed(model: nn.Module) -> None:
+    del model.blocks[1].up
+
+
+def swapped(model: nn.Module) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("change", [replaced, added, removed, swapped])
+def test_a_model_whose_modules_changed_is_refused_by_name(
+    stage: int, change: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        optimizer = sharded.optimizer
+        step(model, sharded, rank, 0)
+        model(*tokens(rank, 1)).sum().backward()
+        change(model)
+        name = r"blocks\.[01]\.\w+(\.weight)? (is no longer part|was put into|is not the parameter)"
+        with pytest.raises(UsageError, match=name):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError, match=name):
+            sharded.save(tmp_path, "changed")
+        with pytest.raises(UsageError, match=name):
+            sharded.export(tmp_path / "out")
+        assert not [*tmp_path.iterdir()]
+        if change in (replaced, removed):
+            with pytest.raises(UsageError, match="is no longer part"), torch.no_grad():
+                model(*tokens(rank, 2))
+
+    on_ranks(body, 2)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.count = nn.Dropout(0.0)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+@FEW_STAGES
+def test_a_module_that_is_wrapped_in_another_trains_on(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        plain, other = build(stage, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        step(plain, other, rank, 0)
+        model.blocks[1] = Wrapped(model.blocks[1])
+        step(model, sharded, rank, 1)
+        step(plain, other, rank, 1)
+        sharded.save(tmp_path, "wrapped")
+        after, expected = [*whole(model).values()], [*whole(plain).values()]
+        assert all(torch.equal(one, two) for one, two in zip(after, expected, strict=True))
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_an_unfrozen_parameter_is_noticed_at_the_next_forward(stage: int) -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        model.blocks[1].requires_grad_(False)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        step(model, sharded, rank, 0)
+        model.blocks[1].requires_grad_(True)
+        with pytest.raises(UsageError, match=r"blocks\.1\..* was unfrozen.*update_trainable"):
+            model(*tokens(rank, 1))
+        sharded.update_trainable()
+        before = whole(model)
+        step(model, sharded, rank, 1)
+        assert not torch.equal(whole(model)["blocks.1.up.weight"], before["blocks.1.up.weight"])
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("when", ["after shard", "before the backward"])
+def test_a_hook_on_gradients_that_is_registered_late_sees_and_changes_them(stage: int, when: str) -> None:
+    """As one that was registered before `shard`."""
+
+    def body(rank: int) -> None:
+        def run(when: str) -> tuple[dict[str, Tensor], list[float]]:
+            seen: list[float] = []
+
+            def halve(parameter: Tensor) -> None:
+                assert parameter.grad is not None
+                seen.append(float(parameter.grad.norm()))
+                parameter.grad.mul_(0.5)
+
+            torch.manual_seed(0)
+            model = Stack()
+            hooked = [parameter for fqn, parameter in model.named_parameters() if fqn.startswith("blocks.1")]
+
+            def register() -> None:
+                for parameter in hooked:
+                    parameter.register_post_accumulate_grad_hook(halve)
+
+            if when == "before shard":
+                register()
+            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+            if when == "after shard":
+                register()
+            for number in range(3):
+                loss = model(*tokens(rank, number))
+                if when == "before the backward" and not number:
+                    register()
+                update(loss, sharded.optimizer)
+            return whole(model), seen
+
+        expected, found = run("before shard"), run(when)
+        assert expected[1] == found[1]
+        assert len(found[1]) == 3 * len([fqn for fqn in expected[0] if fqn.startswith("blocks.1")])
+        for fqn, value in expected[0].items():
+            assert torch.equal(value, found[0][fqn])
+
+    on_ranks(body, 2)
+
+
+# ------------------------------------------------------------------ copies
+
+
+def averaged(model: nn.Module, rank: int, folder: Path) -> dict[str, Tensor]:
+    return dict(torch.optim.swa_utils.AveragedModel(model).module.named_parameters())
+
+
+def written_by_safetensors(model: nn.Module, rank: int, folder: Path) -> dict[str, Tensor]:
+    save_model(model, str(folder / f"{rank}.safetensors"))
+    return load_file(folder / f"{rank}.safetensors")
+
+
+COPIES: dict[str, Callable[[nn.Module, int, Path], dict[str, Tensor]]] = {
+    "deepcopy": lambda model, rank, folder: dict(copy.deepcopy(model).named_parameters()),
+    "AveragedModel": averaged,
+    "safetensors' save_model": written_by_safetensors,
+    "state_dict": lambda model, rank, folder: {fqn: value.clone() for fqn, value in model.state_dict().items()},
+    "a part's state_dict": lambda model, rank, folder: {
+        f"blocks.0.up.{name}": value.clone() for name, value in model.blocks[0].up.state_dict().items()
+    },
+}
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_hold_true_values(stage: int, way: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        copied = COPIES[way](model, rank, tmp_path)
+        expected = whole(model)
+        step(model, sharded, rank, 1)
+        assert way == "a part's state_dict" or len(copied) >= len(expected)
+        for fqn, value in copied.items():
+            known = expected.get(fqn, expected["embedding.weight"])  # the tied head goes by one name
+            assert type(value) in (Tensor, nn.Parameter) and torch.equal(value, known), fqn
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(3))
+def test_parameters_that_were_shared_with_a_process_train_on(stage: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """torch moves what it shares to other memory, and leaves the parameter's storage the same object."""
+
+    def body(rank: int) -> None:
+        models = []
+        for shares in (False, True):
+            model, sharded = build(stage, precision=dtype, make_optimizer=sgd)
+            for number in range(3):
+                if shares and number:
+                    model.share_memory() if number == 1 else model.head.weight.share_memory_()
+                step(model, sharded, rank, number)
+            models.append(model)
+        assert same(*map(whole, models))
+        torch.save(model.head.weight, tmp_path / str(rank))
+        assert (tmp_path / str(rank)).stat().st_size < model.head.weight.nbytes + 2000, "a file has one parameter"
+
+    on_ranks(body, 2)
+
+
+def test_a_copied_model_trains_on_its_own() -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(3, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        other = copy.deepcopy(model)
+        other(*tokens(rank, 1)).backward()
+        assert all(p.grad is not None for p in other.parameters())
+        step(model, sharded, rank, 1)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("what", ["model", "parameter"])
+def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, _ = build(3, make_optimizer=sgd)
+        with pytest.raises(UsageError, match=r"unsharded.*export"):
+            torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
+
+    on_ranks(body, 2)
+
+
+class Unsaveable(nn.Linear):
+    """A layer whose state dict can be made only while it is ready."""
+
+    is_ready = True
+
+    def get_extra_state(self) -> int:
+        if not self.is_ready:
+            raise ValueError("not ready")
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_dict_that_raised_does_not_keep_units_whole() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(Unsaveable(4, 4), nn.Linear(4, 4))
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        before = whole(model)
+        model[0].is_ready = False
+        with pytest.raises(ValueError, match="not ready"):
+            model.state_dict()
+        model[0].is_ready = True
+        model(torch.ones(2, 4)).sum().backward()
+        sharded.optimizer.step()
+        assert not same(before, whole(model))
+        assert same(whole(model), {name: model.state_dict()[name] for name in before})
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
+def test_a_step_while_a_state_dict_is_made_is_refused_and_leaves_nothing_behind() -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+
+        def train(*_: Any) -> None:
+            update(model(torch.ones(2, 4)).sum(), sharded.optimizer)
+
+        handle = model[1].register_state_dict_pre_hook(train)
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"1\.weight is sharded at rest"):
+                model.state_dict()
+        handle.remove()
+        before = whole(model)
+        train()
+        assert not same(before, whole(model))
+        assert not any(unit.is_pinned for unit in units(sharded))
+        assert same(whole(model), model.state_dict())
+        sharded.remove()
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_a_module_that_a_rank_runs_alone_gathers_no_others(stage: int) -> None:
+    """PEFT's save of prompts runs their encoder inside `unsharded` on rank 0. No other rank would gather the next units with it."""
+
+    def body(rank: int) -> None:
+        def run(alone: bool) -> dict[str, Tensor]:
+            model, sharded = build(stage, make_optimizer=sgd)
+            steps(model, sharded, rank, range(2))
+            if alone:
+                with zeroshard.unsharded(model.blocks[0].parameters()):
+                    before = transport_of(sharded).sent.copy()
+                    if rank == 0:
+                        model.blocks[0](torch.zeros(2, 12))
+                    assert transport_of(sharded).sent == before
+            steps(model, sharded, rank, range(2, 4))
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+def test_arrays_made_inside_unsharded_are_allowed() -> None:
+    """torch cannot free memory that an array was made of: the unit stays whole then, and trains on."""
+
+    def body(rank: int) -> None:
+        def run(look: bool) -> dict[str, Tensor]:
+            model, sharded = build(3, make_optimizer=sgd)
+            step(model, sharded, rank, 0)
+            if look:
+                with pytest.warns(UserWarning, match=r"numpy array .* blocks\.0"), zeroshard.unsharded(model):
+                    array = model.blocks[0].up.weight.detach().numpy()
+                    assert array.shape == (7, 12)
+                    del array  # as long as there is one, the memory stays without a word
+            steps(model, sharded, rank, range(1, 3))
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+# ---------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
+    """At stage 3 the one gave back the parameters that the other read: the process died. One after the other they may."""
+
+    def body(rank: int) -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        batches = [tokens(0, number) for number in range(3)]
+        expected = [model(*batch).item() for batch in batches]
+        found: list[Any] = []
+
+        def evaluate(number: int, times: int) -> None:
+            try:
+                with torch.no_grad():
+                    found.extend(model(*batches[number]).item() == expected[number] for _ in range(times))
+            except UsageError as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=evaluate, args=(number, 100)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        refused = [one for one in found if one is not True]
+        assert all("one thread at a time" in str(one) for one in refused)
+        assert bool(refused) <= (stage == 3)
+        found.clear()
+        evaluate(0, 1)
+        last = threading.Thread(target=evaluate, args=(1, 1))
+        last.start()
+        last.join()
+        assert found == [True, True]
+
+    on_ranks(body, 1)
+
+
+def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
+    def body(rank: int) -> None:
+        model = Stack()
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+
+        def abort() -> None:
+            with pytest.raises(IndexError):
+                model(torch.full((1, 3), 1 << 20))
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        thread.join()
+        assert model(*tokens(0, 0)).isfinite()
+
+    on_ranks(body, 1)
+
+
+# ------------------------------------------------------------------ tensors that show the same memory in another way
+
+
+def transposed_data(weight: Tensor) -> None:
+    weight.data = weight.data.t()
+
+
+def transposed_in_place(weight: Tensor) -> None:
+    weight.t_()
+
+
+@FEW_STAGES
+@pytest.mark.parametrize("transpose", [transposed_data, transposed_in_place])
+def test_a_transposed_parameter_trains_as_a_transposed_copy(stage: int, transpose: Callable[[Tensor], None]) -> None:
+    def trained(is_sharded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if is_sharded:
+            zeroshard.shard(model, optimizer, stage)
+        for number in range(3):
+            if number == 1 and is_sharded:
+                with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
+                    transpose(model[0].weight)
+            elif number == 1:
+                model[0].weight.data = model[0].weight.data.t().contiguous()
+            update(model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean(), optimizer)
+        with zeroshard.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_data_of_another_shape_in_the_same_memory_is_refused_by_name(stage: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    model[0].weight.data = model[0].weight.data[:1].expand(8, 8)[:1]
+    with pytest.raises(UsageError, match=r"0\.weight was given data of \(1, 8\)"):
+        optimizer.state_dict()
+        zeroshard.unsharded(model).__enter__()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_pickled_model_keeps_attributes_of_its_parameters(stage: int, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    model.weight.no_decay = True  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    torch.save(model, tmp_path / "model")
+    loaded = torch.load(tmp_path / "model", weights_only=False)
+    assert loaded.weight.no_decay and type(loaded.weight) is nn.Parameter and torch.equal(loaded.weight, model.weight)
+
+
+class WithNothing(nn.Module):
+    """A model whose root has only an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.nothing = nn.Parameter(torch.empty(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum() + (x[:0] * self.nothing).sum()
+
+
+@FEW_STAGES
+def test_a_unit_of_empty_parameters_trains(stage: int) -> None:
+    torch.manual_seed(0)
+    model = WithNothing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage)
+    losses = []
+    for _ in range(3):
+        losses.append(model(torch.ones(2, 8)))
+        update(losses[-1], optimizer)
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_forwards_without_a_backward_leave_one_hook_on_a_users_leaf() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    zeroshard.shard(model, None, 3)
+    prompt = nn.Parameter(torch.randn(2, 8))
+    for _ in range(5):
+        loss = model(prompt).sum()
+    assert len(prompt._backward_hooks) == 1  # type: ignore[arg-type]
+    loss.backward()
+    assert prompt.grad is not None and not prompt._backward_hooks
+
+
+def test_update_trainable_forgets_units_kept_for_a_backward_that_never_came() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = replace(Policy.stage(3, reshard_after_forward=False), max_live_numel=200)
+    sharded = zeroshard.shard(model, optimizer, policy)
+    model(torch.ones(2, 8))
+    model[2].bias.requires_grad_(False)
+    sharded.update_trainable()
+    for _ in range(2):
+        update(model(torch.ones(2, 8)).sum(), optimizer)
+    sharded.remove()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+CORE = Path(zeroshard.__file__).parent / "core"
+INTERRUPTED = {
+    "hooks", "module_hooks", "saved_parameters", "schedule", "state_dicts", "unit", "appearance", "classes", "context",
+    "parameter_bucket", "step", "gradient_bucket", "norm", "reductions", "storage",
+}  # fmt: skip
+"""The files, and the folder, of the core in which an interrupt comes."""
+
+
+def interrupt_at(line: int, function: Callable[[], None]) -> bool:
+    """Call a function, and raise KeyboardInterrupt at this line of those that run in INTERRUPTED. Return whether it came so far."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            path = Path(frame.f_code.co_filename)
+            is_inside = CORE in path.parents and not INTERRUPTED.isdisjoint(
+                path.relative_to(CORE).with_suffix("").parts
+            )
+            return trace if is_inside and frame.f_code.co_name != "__del__" else None
+        # At the end of a block, Python delivers no signal between the line of `with` and the exit that this line stands for.
+        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
+            "with "
+        ):
+            count += 1
+            if count == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("stage", "every"), [(3, 29), *(pytest.param(stage, 5, marks=pytest.mark.full) for stage in (0, 2, 3))]
+)
+def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: int, every: int) -> None:
+    """The next step is that of plain PyTorch. Among the lines that run, each of this distance is interrupted."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 1))
+        model.forward = lambda x: model[1](model[0][2](model[0][1](model[0][0](x)))).sum()  # type: ignore[method-assign]
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def forward_and_backward(model: nn.Module, number: int) -> None:
+        model(torch.full((2, 8), 0.01 * number)).backward()
+
+    plain, own = build()
+    model, optimizer = build()
+    sharded = zeroshard.shard(model, optimizer, stage)
+    line = 1
+    came = True
+    while came:
+        came = interrupt_at(line, partial(forward_and_backward, model, line))
+        for one, its in ((model, optimizer), (plain, own)):
+            its.zero_grad()
+            forward_and_backward(one, line)
+            its.step()
+            its.zero_grad()
+        with zeroshard.unsharded(model):
+            assert all(map(torch.equal, model.parameters(), plain.parameters())), line
+        assert live_numel(sharded) == 0, line
+        assert saved_tensors_hooks_in_force() is None, line
+        line += every
+    assert line > 300
+
+
+def test_an_interrupt_inside_of_other_hooks_leaves_none_in_force() -> None:
+    """torch runs no forward hook after an interrupt, so checkpointing's hooks end ours in place of their own."""
+
+    class Layer(nn.Linear):
+        interrupts = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(Layer(8, 8), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x.sum()
+
+    model = Model()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, 3)
+    update(plain(torch.ones(2, 8)), torch.optim.SGD(plain.parameters(), lr=0.1))
+    Layer.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    Layer.interrupts = False
+    update(model(torch.ones(2, 8)), optimizer)
+    assert saved_tensors_hooks_in_force() is None
+    with zeroshard.unsharded(model):
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))

@@ -1,0 +1,409 @@
+"""Any config is resolved, or raises an error that names the key. "auto" is resolved, and no key is ignored silently."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import json
+import re
+import runpy
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import Stack, tokens
+from ranks import on_ranks
+from torch import nn
+from typer.testing import CliRunner
+
+import zeroshard
+from zeroshard import ConfigError
+from zeroshard.engine.config.document import listing, summary
+from zeroshard.engine.config.fields import Kind
+from zeroshard.engine.config.load import Birth, load_birth, load_config, tensor_parallel_ranks
+from zeroshard.engine.config.schema import KEYS
+from zeroshard.policy import Place
+from zeroshard.tools.main import app
+
+ZERO2 = {  # as users of transformers have it, key for key
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+             "min_loss_scale": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "last_batch_iteration": -1, "total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True}, "allgather_partitions": True, "allgather_bucket_size": 5e8,
+        "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+    "activation_checkpointing": {
+        "partition_activations": False, "cpu_checkpointing": False, "contiguous_memory_optimization": False,
+        "number_checkpoints": None, "synchronize_checkpoint_boundary": False, "profile": False},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000, "train_batch_size": "auto",
+    "min_lr": 5e-7, "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": False,
+}  # fmt: skip
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = runpy.run_path(str(DOCS / "config_pages.py"))["pages"]()
+KNOWN = {"lr": 3e-4, "total_num_steps": 1000, "train_micro_batch_size_per_gpu": 3, "warmup_num_steps": 10}
+
+
+class Sized(nn.Module):
+    """Says its size as models of transformers do."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+        self.weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+
+
+def test_auto_is_resolved_from_what_is_known() -> None:
+    config = load_config(ZERO2, 4, Stack(), KNOWN)
+    assert (config.batch.train, config.batch.micro, config.batch.accumulation) == (12, 3, 1)
+    assert config.schema.gradient_clipping == 1.0
+    assert config.schema.optimizer is not None
+    assert config.schema.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.schema.scheduler is not None
+    assert config.schema.scheduler.params == {
+        "last_batch_iteration": -1, "total_num_steps": 1000, "warmup_min_lr": 0.0, "warmup_max_lr": 3e-4,
+        "warmup_num_steps": 10,
+    }  # fmt: skip
+    assert not config.schema.fp16.enabled
+    assert config.policy.optimizer.place is Place.CPU
+    assert config.policy.parameters.place is Place.CPU
+    origins = {entry.path: entry.origin for entry in config.entries()}
+    assert origins["optimizer.params.lr"] == origins["train_batch_size"] == origins["fp16.enabled"] == '"auto"'
+    assert origins["min_lr"] == "file"
+    assert origins["bf16.enabled"] == "default"
+
+
+def test_offloaded_parameters_have_no_effect_at_stage_0() -> None:
+    """TRL makes such a config for a reference model."""
+    given = copy.deepcopy(ZERO2)
+    del given["zero_optimization"]["offload_optimizer"]
+    given["zero_optimization"]["stage"] = 0
+    assert load_config(given, 2, Stack(), KNOWN).policy.parameters.place is Place.ACCELERATOR
+    given["zero_optimization"]["stage"] = 2
+    assert load_config(given, 2, Stack(), KNOWN).policy.parameters.place is Place.CPU
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        (Sized(hidden_size=64), 64),
+        (Sized(hidden_sizes=[16, 48]), 48),
+        (Sized(text_config=SimpleNamespace(hidden_size=32)), 32),
+        (Sized(), None),
+    ],
+)
+def test_bucket_sizes_follow_the_hidden_size(model: nn.Module, size: int | None) -> None:
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    zero = load_config({"zero_optimization": dict.fromkeys(keys, "auto")}, 1, model).schema.zero_optimization
+    got = tuple(getattr(zero, key) for key in keys)
+    assert got == ((size**2, int(0.9 * size**2), 10 * size) if size else (500_000_000, None, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_precision_follows_the_model_or_the_user(dtype: torch.dtype) -> None:
+    auto = {"fp16": {"enabled": "auto"}, "bfloat16": {"enabled": "auto"}}
+    schema = load_config(auto, 1, Sized(dtype)).schema
+    assert (schema.fp16.enabled, schema.bf16.enabled) == (dtype is torch.float16, dtype is torch.bfloat16)
+    assert load_config(auto, 1, Sized(torch.float32), {"fp16": True}).schema.fp16.enabled
+    assert load_config(auto, 1, Sized(torch.float32), {"bfloat16.enabled": True}).schema.bf16.enabled
+
+
+def test_what_only_the_user_knows_is_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ZERO2, 1, Stack())
+    for name in (
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr",
+        "scheduler.params.total_num_steps",
+        "'lr': ...",
+        "--auto lr=...",
+    ):
+        assert name in str(caught.value)
+    assert "warmup_min_lr" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"auto\['total_steps'\].*total_num_steps"):
+        load_config(ZERO2, 1, Stack(), {**KNOWN, "total_steps": 3})
+
+
+def test_users_config_trains_unchanged_and_its_floor_holds() -> None:
+    def body(rank: int) -> None:
+        engine, *_ = zeroshard.initialize(model=Stack(), config=ZERO2, auto=KNOWN)
+        assert engine.get_lr() == [5e-7]
+        for number in range(3):
+            engine.backward(engine(*tokens(rank, number)))
+            assert engine.step().applied
+        assert engine.get_lr()[0] > 5e-7
+
+    on_ranks(body, 2)
+
+
+def test_precision_of_gradients() -> None:
+    def dtypes(**config: Any) -> tuple[torch.dtype, ...]:
+        resolved = load_config({"bf16": {"enabled": True}, **config}, 1).precision.resolve(torch.float32)
+        return resolved.param, resolved.reduce, resolved.accumulate, resolved.master
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert dtypes(gradient_accumulation_steps=1) == (bf16, bf16, bf16, fp32)
+    assert dtypes(gradient_accumulation_steps=2) == (bf16, bf16, fp32, fp32)
+    assert dtypes(data_types={"grad_accum_dtype": "fp32"}) == (bf16, bf16, fp32, fp32)
+    assert dtypes(gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "bf16"}) == (bf16, bf16, bf16, fp32)
+    assert dtypes(communication_data_type="fp32", gradient_accumulation_steps=2) == (bf16, fp32, fp32, fp32)
+
+
+@pytest.mark.parametrize("division", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4}])
+@pytest.mark.parametrize("stage", range(4))
+def test_dividing_before_or_after_the_sum_is_the_same(stage: int, division: dict[str, Any]) -> None:
+    """By powers of two, to the bit."""
+    common = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+    def body(rank: int) -> None:
+        def run(config: dict[str, Any]) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Stack()
+            engine, *_ = zeroshard.initialize(model=model, config=config)
+            for number in range(3):
+                engine.backward(engine(*tokens(rank, number)))
+                engine.step()
+            with zeroshard.unsharded(model):
+                return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+        config = {**common, "zero_optimization": {"stage": stage}}
+        assert torch.equal(run(config), run({**config, **division}))
+
+    on_ranks(body, 2)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["auto", "5e8", "-1", "1e999", "nan", "cpu", "fp16", 10**400, "9" * 500]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """Known keys with values of any kind, known blocks with unknown keys, and unknown keys."""
+    config: dict[str, Any] = draw(st.dictionaries(st.text(max_size=8), json_values, max_size=1))
+    for path in draw(
+        st.lists(st.sampled_from([*KEYS, "optimizer.params.lr", "scheduler.params.warmup_max_lr"]), max_size=5)
+    ):
+        *blocks, last = path.split(".")
+        node = config
+        for block in blocks:
+            inner = node.setdefault(block, {})
+            if not isinstance(inner, dict):
+                break
+            node = inner
+        node[last] = draw(json_values)
+        if draw(st.integers(0, 9)) == 0:
+            node[draw(st.text(max_size=5))] = draw(json_values)
+    if draw(st.booleans()):
+        config.setdefault(draw(st.sampled_from(["fp16", "zero_optimization", "optimizer"])), draw(json_values))
+    return config
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs(), ranks=st.integers(1, 64), auto=st.none() | st.just(KNOWN))
+def test_any_json_is_resolved_or_refused(config: dict[str, Any], ranks: int, auto: dict[str, Any] | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            resolved = load_config(config, ranks, Stack(), auto)
+        except ConfigError as error:
+            message = str(error)
+            assert any(str(key) in message for key in [*config, "batch sizes"]), message
+            return
+        assert resolved.batch.train == resolved.batch.micro * resolved.batch.accumulation * ranks
+        assert resolved.policy is not None
+        assert resolved.precision is not None
+        assert len(listing(resolved, 80).plain.splitlines()) > 200
+        assert len(summary(resolved, 80).plain.splitlines()) <= 36
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=40) | st.just("[" * 5000) | st.just('{"a": 1, "a": 2}') | json_values.map(json.dumps))
+def test_any_file_is_read_or_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load_config(path, 1)
+        except ConfigError:
+            return
+
+
+@pytest.mark.parametrize("block", [None, "zero_optimization", "comms_logger"])
+def test_a_large_file_of_unknown_keys_is_a_short_error(
+    block: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes: each key was compared with all known ones, by a parser in plain Python before."""
+    compared = []
+    get_close_matches = difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda *args, **more: compared.append(1) or get_close_matches(*args, **more)
+    )
+    monkeypatch.setattr("json5.loads", lambda *args, **more: pytest.fail("plain JSON went to the slow parser"))
+    unknown: dict[str, Any] = {f"unknown_key_number_{number}": number for number in range(20_000)}
+    if block is not None:
+        unknown = {block: unknown}
+    (tmp_path / "zero.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **unknown}))
+    with pytest.raises(ConfigError, match=r"and 199\d\d more") as refusal:
+        load_config(tmp_path / "zero.json", 1)
+    assert len(compared) <= 20
+    assert len(str(refusal.value)) < 5000
+
+
+def test_duplicate_keys_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        load_config(path, 1)
+
+
+def test_every_key_says_what_it_does() -> None:
+    config = load_config({}, 1)
+    for entry in config.entries():
+        assert entry.effect.kind in Kind
+        assert entry.effect.text[0] != " "
+        assert entry.effect.text.endswith("."), entry.path
+
+
+def test_the_pages_of_the_docs_are_the_schemas() -> None:
+    assert {path.name for path in (DOCS / "config").iterdir()} == set(PAGES)
+    for name, page in PAGES.items():
+        assert (DOCS / "config" / name).read_text(encoding="utf-8") == page, "run `python docs/config_pages.py`"
+
+
+def test_a_key_of_the_docs_is_one_line_with_a_link() -> None:
+    """The keys that most configs set come first, and those that change nothing are folded away."""
+    for entry in load_config({}, 1).entries():
+        anchor = f'<a id="{entry.path}"></a>'
+        ((name, line),) = [(name, line) for name, page in PAGES.items() for line in page.splitlines() if anchor in line]
+        works = entry.effect.kind is Kind.WORKS
+        assert "." in entry.path or name == ("README.md" if works else "other_keys.md")
+        assert line.startswith(f"| {anchor}") and entry.effect.text[1:].replace("|", r"\|") in line  # a capital
+        before = PAGES[name].partition(line)[0]
+        folded = before.count("<details") > before.count("</details>")
+        assert folded is (not works and name != "other_keys.md"), entry.path
+    first, _, rest = PAGES["README.md"].partition("## Top level")
+    links = re.findall(r"^\| \[`[\w.]+`\]\(([\w.]*)#([\w.]+)\) \|", first, re.MULTILINE)
+    assert len(links) == 10
+    for page, key in links:
+        assert f'<a id="{key}"></a>' in (PAGES[page] if page else rest)
+
+
+def test_check_prints_each_key(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ZERO2))
+    known = [part for key, value in KNOWN.items() for part in ("--auto", f"{key}={value}")]
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--ranks", "2", *known], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert 'lr 0.0003 ("auto")' in result.output
+    line = next(line for line in result.output.splitlines() if "contiguous_gradients" in line)
+    assert "without meaning here" in line
+    assert "bf16.enabled" not in result.output
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--all", *known], env={"COLUMNS": "200"})
+    assert "bf16.enabled" in result.output
+    result = CliRunner().invoke(app, ["config", "check", str(path)])
+    assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["examples/zero2.json", "tests/support/recorded/configs/zero1.json", "tests/support/recorded/configs/zero2.json"],
+)
+def test_check_is_a_screen_of_text(file: str) -> None:
+    path = Path(__file__).parents[2] / file
+    known = [
+        part
+        for key, value in {**KNOWN, "fp16": "true", "train_micro_batch_size_per_gpu": 1}.items()
+        for part in ("--auto", f"{key}={value}")
+    ]
+    result = CliRunner().invoke(app, ["config", "check", str(path), *known], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    words = re.findall(r"\w+", result.output)
+    assert {"train_batch_size", "zero_optimization", "stage", "reduce_bucket_size"} <= {*words}
+
+
+def test_check_asks_for_missing_values_as_options(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ZERO2))
+    result = CliRunner().invoke(app, ["config", "check", str(tmp_path / "config.json")])
+    options = re.findall(r"--auto (\w+)=\.\.\.", str(result.exception))
+    assert "lr" in options
+    known = [part for name in options for part in ("--auto", f"{name}={KNOWN.get(name, 1)}")]
+    result = CliRunner().invoke(app, ["config", "check", str(tmp_path / "config.json"), *known])
+    assert result.exit_code == 0, result.output
+    assert "for 1 rank:" in result.output
+
+
+def test_tensor_parallel_ranks_that_do_not_divide_the_ranks_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "tensor_parallel": {"autotp_size": 2}}))
+    result = CliRunner().invoke(app, ["config", "check", str(path), "--ranks", "3"])
+    assert "2 tensor-parallel ranks do not divide the 3 ranks" in str(result.exception)
+    for ranks, batch in (([], "batch 3 "), (["--ranks", "4"], "batch 6 ")):
+        assert batch in CliRunner().invoke(app, ["config", "check", str(path), *ranks]).output
+
+
+def test_spellings_that_deepspeed_takes(tmp_path: Path) -> None:
+    blocks = {
+        "train_batch_size": 1,
+        "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
+        "gradient_allreduce_op": "SUM",
+        "communication_data_type": "torch.float32",
+        "optimizer": {"type": "Adam", "torch_adam": True, "params": {"lr": 1e-3}},
+    }
+    config = load_config(blocks, 1)
+    assert config.autocast_dtype is torch.bfloat16
+    assert config.schema.gradient_allreduce_op == "sum"
+    assert config.precision.reduce_dtype is torch.float32
+    path = tmp_path / "config.hjson"
+    path.write_text("{train_batch_size: 1}")
+    if importlib.util.find_spec("hjson") is None:
+        with pytest.raises(ConfigError, match="pip install hjson"):
+            load_config(path, 1)
+    else:
+        assert load_config(path, 1).batch.train == 1
+
+
+def test_paths_at_the_top_level_are_the_keys_of_their_blocks() -> None:
+    """TRL writes its bucket sizes so, as floats."""
+    size = {"train_batch_size": 1}
+    paths = {"zero_optimization.stage3_prefetch_bucket_size": 0.9 * 37 * 37, "fp16.loss_scale": 0.5}
+    config = load_config({**size, **paths, "fp16": {"enabled": True}, "zero_optimization": None}, 1)
+    assert config.schema.zero_optimization.stage3_prefetch_bucket_size == 1232
+    assert config.schema.fp16.loss_scale == 0.5
+    with pytest.raises(ConfigError, match=r"zero_optimization: True is not a block of keys\. Write"):
+        load_config({**size, **paths, "zero_optimization": True}, 1)
+    assert tensor_parallel_ranks({"tensor_parallel.autotp_size": 2}) == 2
+    assert load_birth({"bf16.enabled": True}).dtype == torch.bfloat16
+
+
+def test_a_model_is_built_as_the_config_resolves() -> None:
+    """Old and loose values count as in `load_config`."""
+    config = {
+        "train_batch_size": 1,
+        "bf16": {"enabled": 1},
+        "zero_optimization": {"stage": 3, "cpu_offload_param": True},
+    }
+    assert load_birth(config) == Birth(torch.bfloat16, "cpu")
+    assert load_birth({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}) == Birth()
+
+
+def test_errors_name_the_keys_that_users_wrote() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, 1)
+    assert "zero_optimization.stage: " in str(caught.value) and "constrained" not in str(caught.value)

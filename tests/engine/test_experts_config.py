@@ -1,0 +1,254 @@
+"""`expert_parallel.autoep_size` divides the experts of a transformers model by its own plan, and it trains as in one process."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts import divide, loss_of, mixture, tokens
+from insides import sharded_of
+from mixtures import MIXTURES, lora_on_experts
+from ranks import on_ranks
+from test_experts import expect_same
+from test_mixtures import batch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zeroshard
+from zeroshard import ConfigError, UsageError
+from zeroshard.engine.config.load import expert_parallel_ranks, load_config
+from zeroshard.model.expert_parallel import plan_of_experts
+
+RANKS, STEPS = 4, 10
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01}}
+
+
+def settings(stage: int, ep: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5, "optimizer": ADAMW,
+        "expert_parallel": {"enabled": True, "autoep_size": ep}, **more,
+    }  # fmt: skip
+
+
+def built(name: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = MIXTURES[name]()
+    model.train()
+    return model
+
+
+def in_one_process(name: str) -> dict[str, Any]:
+    model = built(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.01)
+    run: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        losses = [model(**batch(rank, step)).loss for rank in range(RANKS)]
+        (sum(losses) / RANKS).backward()
+        run["losses"].append(sum(float(one.detach()) for one in losses) / RANKS)
+        run["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run | {"values": {name: one.detach() for name, one in model.named_parameters()}}
+
+
+def trained(engine: Any, rank: int, steps: range = range(STEPS)) -> dict[str, Any]:
+    run: dict[str, Any] = {"losses": [], "norms": []}
+    for step in steps:
+        loss = engine(**batch(rank, step)).loss
+        engine.backward(loss)
+        engine.step()
+        run["losses"].append(float(sharded_of(engine).sum_over_ranks(loss.detach())) / RANKS)
+        run["norms"].append(float(engine.get_global_grad_norm() or 0.0))  # None before the first step
+    states = sharded_of(engine).states
+    values = {name: states.get(name) for name, _ in engine.module.named_parameters()}
+    return run | {"values": values, "states": {}}
+
+
+def expect_near(run: dict[str, Any], reference: dict[str, Any], within: float = 1e-5) -> None:
+    assert run["losses"] == pytest.approx(reference["losses"], abs=within)
+    assert run["norms"] == pytest.approx(reference["norms"], abs=within)
+    for name, value in reference["values"].items():
+        torch.testing.assert_close(
+            run["values"][name], value, rtol=0, atol=within, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_config_divides_experts(ep: int, name: str, tmp_path: Path) -> None:
+    def body(rank: int) -> list[dict[str, Any]]:
+        runs = []
+        for stage in (1, 2, 3):
+            engine, *_ = zeroshard.initialize(model=built(name, seed=rank), config=settings(stage, ep))
+            assert any(isinstance(one, DTensor) for one in engine.module.parameters())
+            assert (engine.dp_world_size, engine.mp_world_size) == (RANKS, 1)
+            assert engine.train_batch_size() == 2 * RANKS
+            runs.append(trained(engine, rank))
+            with torch.no_grad():
+                runs[-1]["evaluated"] = float(engine(**batch(rank, 9)).loss)
+            if stage == 3:
+                engine.save_checkpoint(tmp_path)
+                engine.export(tmp_path / "exported")
+            engine.destroy()
+        assert len({run["evaluated"] for run in runs}) == 1
+        return runs
+
+    everyone = on_ranks(body, RANKS)
+    reference = in_one_process(name)
+    for runs in everyone:
+        for run in runs:
+            expect_same(run, everyone[0][0])
+    expect_near(everyone[0][0], reference)
+    values = everyone[0][0]["values"]
+    exported = type(built(name)).from_pretrained(tmp_path / "exported")
+    for fqn, value in exported.named_parameters():
+        assert torch.equal(value, values[fqn]), fqn
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accumulation_recomputation_bf16_and_offload(stage: int, tmp_path: Path) -> None:
+    def body(rank: int) -> list[dict[str, Any]]:
+        runs = []
+        more: list[dict[str, Any]] = [
+            {"gradient_accumulation_steps": 2},
+            {"gradient_accumulation_steps": 2, "activation_checkpointing": {"number_checkpoints": 1}},
+            {"bf16": {"enabled": True}},
+            {"fp16": {"enabled": True, "initial_scale_power": 30}},
+        ]
+        for one in more:
+            engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2, **one))
+            if "activation_checkpointing" in one:
+                engine.module.gradient_checkpointing_enable()
+            runs.append(trained(engine, rank, range(4)))
+            engine.destroy()
+        offloaded = settings(stage, 2, gradient_accumulation_steps=2)
+        offloaded["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=offloaded)
+        runs.append(trained(engine, rank, range(4)))
+        engine.destroy()
+        return runs
+
+    everyone = on_ranks(body, RANKS)
+    plain, recomputed, half, overflowing, offloaded = everyone[0]
+    assert all(run == everyone[0][3]["norms"] for run in (runs[3]["norms"] for runs in everyone))
+    assert math.inf in overflowing["norms"] and overflowing["losses"] == pytest.approx(plain["losses"], rel=0.05)
+    expect_same(offloaded, plain)
+    expect_near(recomputed, plain)
+    assert half["losses"] == pytest.approx(plain["losses"], rel=0.05) and half["losses"] != plain["losses"]
+
+
+def test_checkpoints_of_engines_move(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        engine, *_ = zeroshard.initialize(model=built("DeepSeek-V3"), config=settings(3, 2))
+        trained(engine, rank, range(2))
+        engine.save_checkpoint(tmp_path)
+        whole = trained(engine, rank, range(2, 4))
+        engine.destroy()
+        for stage, ep in ((1, 2), (2, 4), (3, 1)):
+            engine, *_ = zeroshard.initialize(model=built("DeepSeek-V3", seed=1), config=settings(stage, ep))
+            engine.load_checkpoint(tmp_path)
+            run = trained(engine, rank, range(2, 4))
+            if ep == 2:
+                expect_same(run, whole)
+            expect_near(run, whole)
+            engine.destroy()
+
+    on_ranks(body, RANKS)
+
+
+def test_an_optimizer_and_param_groups_of_the_callers() -> None:
+    def body(rank: int) -> None:
+        model = built("Mixtral")
+        decayed = [one for one in model.parameters() if one.ndim > 1]
+        others = [one for one in model.parameters() if one.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        config = {key: value for key, value in settings(2, 2).items() if key != "optimizer"}
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
+        listed = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        assert listed == {id(one) for one in model.parameters()}
+        trained(engine, rank, range(2))
+        engine.destroy()
+        engine, *_ = zeroshard.initialize(model=built("Mixtral"), config=settings(2, 2))
+        engine.destroy()
+
+    on_ranks(body, RANKS)
+
+
+def test_experts_that_the_caller_divided() -> None:
+    """With the mesh, or with none: the ranks follow from the DTensors."""
+
+    def body(rank: int) -> list[Any]:
+        found = []
+        config = {key: value for key, value in settings(2, 2).items() if key != "expert_parallel"}
+        for passes in (True, False):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+            model = mixture()
+            divide(model, mesh["ep"])
+            engine, *_ = zeroshard.initialize(model=model, config=config, group=mesh if passes else None)
+            assert (engine.dp_world_size, engine.mp_world_size) == (4, 1)
+            engine.backward(loss_of(engine, tokens(0, rank)))
+            engine.step()
+            found.append((float(engine.get_global_grad_norm()), sharded_of(engine).states.get("blocks.0.experts.up")))
+            engine.destroy()
+        return found
+
+    for (norm, value), (other_norm, other) in on_ranks(body, RANKS):
+        assert norm == other_norm and torch.equal(value, other)
+
+
+# ---------------------------------------------------------------------- refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "tensor parallelism too": ({"tensor_parallel": {"autotp_size": 2}}, "Leave one of them out"),
+    "disk": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
+        "Use CPU memory instead",
+    ),
+    "within": ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "leave it out"),
+    "uneven ranks": ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, "choose a divisor"),
+    "muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "needs whole parameters"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_configs(case: str) -> None:
+    more, match = REFUSED[case]
+
+    def body(rank: int) -> None:
+        with pytest.raises(UsageError, match=re.escape(match)):
+            zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(2, 2) | more)
+
+    on_ranks(body, RANKS)
+
+
+def test_refused_models() -> None:
+    plain = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"Linear has no plan .* Leave expert_parallel out"):
+        plan_of_experts(plain, 2)
+    with pytest.raises(UsageError, match=r"PEFT model .* Leave expert_parallel out"):
+        plan_of_experts(lora_on_experts(), 2)
+    model: Any = built("Qwen3-MoE")
+    with pytest.raises(UsageError, match=r"has 4 experts, which 3 ranks .* choose a divisor of 4"):
+        plan_of_experts(model, 3)
+    model.ep_plan = {"model.layers.*.mlp.experts": "moe_identity_expert"}
+    with pytest.raises(UsageError, match=r'as "moe_identity_expert", which is not supported'):
+        plan_of_experts(model, 2)
+
+
+def test_the_block_of_a_config() -> None:
+    assert expert_parallel_ranks({"expert_parallel": {"enabled": True, "autoep_size": "2"}}) == 2
+    assert expert_parallel_ranks({"expert_parallel": {"enabled": False, "autoep_size": 2}}) == 1
+    assert expert_parallel_ranks({"expert_parallel": {"autoep_size": 2}}) == 1
+    assert expert_parallel_ranks({"expert_parallel": None}) == 1
+    config = load_config({"expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": True}}, 4)
+    assert config.schema.expert_parallel.ranks == 2
+    for key, value in (("top_k", 2), ("expert_tensor_parallel_size", 2), ("load_balance_coeff", 1e-3), ("unknown", 1)):
+        with pytest.raises(ConfigError, match=key):
+            load_config({"expert_parallel": {"enabled": True, "autoep_size": 2, key: value}}, 4)

@@ -1,0 +1,276 @@
+"""`tensor_parallel.autotp_size` divides a transformers model by its own plan, and it trains as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from insides import sharded_of
+from ranks import on_ranks
+from test_tensor_parallel import STEPS, divide_layers, expect_near, llama, meshed, refusal, tokens
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zeroshard
+from zeroshard import ConfigError
+from zeroshard.engine.config.load import load_config
+from zeroshard.model.tensor_parallel import plan_of
+
+
+def qwen() -> nn.Module:
+    """Queries and keys are normalised head by head: each rank's heads give a part of the gradient of one weight."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=16, tie_word_embeddings=True))
+
+
+def gemma() -> nn.Module:
+    """Its embedding has a buffer, which torch makes a DTensor."""
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    return GemmaForCausalLM(
+        GemmaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    )
+
+
+def phi() -> nn.Module:
+    """Its fused matrices are gathered, and cut again."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 3}
+    return Phi3ForCausalLM(
+        Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
+    )
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5,
+        "tensor_parallel": {"autotp_size": 2}, **more,
+    }  # fmt: skip
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
+
+
+def in_one_process(model: nn.Module, ranks: int) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    norms = []
+    for step in range(STEPS):
+        for rank in range(ranks):
+            batch = tokens(step, rank)
+            (model(input_ids=batch, labels=batch).loss / ranks).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"norms": norms, "values": {name: one.detach() for name, one in model.named_parameters()}}
+
+
+def trained(engine: Any, data_rank: int) -> dict[str, Any]:
+    norms = []
+    for step in range(STEPS):
+        batch = tokens(step, data_rank)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    states = sharded_of(engine).states
+    return {"norms": norms, "values": {name: states.get(name) for name, _ in engine.module.named_parameters()}}
+
+
+@pytest.mark.parametrize("build", [llama, qwen, gemma, pytest.param(phi, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    def body(rank: int) -> list[dict[str, Any]]:
+        runs = []
+        for stage in (0, 3) if ranks == 2 else (2,):
+            torch.manual_seed(rank)
+            engine, *_ = zeroshard.initialize(model=build(), config=settings(stage, optimizer=ADAMW))
+            assert any(isinstance(one, DTensor) for one in engine.module.parameters())
+            assert (engine.dp_world_size, engine.mp_world_size) == (ranks // 2, 2)
+            assert engine.train_batch_size() == ranks
+            runs.append(trained(engine, rank // 2))
+            if stage == 3:
+                engine.save_checkpoint(tmp_path)
+                engine.export(tmp_path / "exported")
+            engine.destroy()
+        return runs
+
+    everyone = on_ranks(body, ranks)
+    for runs in everyone:
+        for run in runs:
+            assert run["norms"] == everyone[0][0]["norms"]
+            expect_near(run, in_one_process(build(), ranks // 2))
+    if ranks == 2:
+        values = everyone[0][0]["values"]
+        exported = type(build()).from_pretrained(tmp_path / "exported")
+        for name, value in exported.named_parameters():
+            assert torch.equal(value, values[name]), name
+        ordinary = {key: value for key, value in settings(1, optimizer=ADAMW).items() if key != "tensor_parallel"}
+        engine, *_ = zeroshard.initialize(model=build(), config=ordinary)
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == STEPS
+        for name, value in values.items():
+            assert torch.equal(sharded_of(engine).states.get(name), value), name
+        engine.destroy()
+
+
+def by_parameters(model: nn.Module) -> dict[str, Any]:
+    return {
+        "model_parameters": [{"params": list(model.parameters()), "lr": 1e-3}],
+        "config": settings(1, optimizer=ADAMW),
+    }
+
+
+def by_an_optimizer(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "config": settings(1)}
+
+
+def by_a_generator(model: nn.Module) -> dict[str, Any]:
+    return {"model_parameters": model.parameters(), "config": settings(1, optimizer=ADAMW)}
+
+
+def divided_before(model: nn.Module) -> dict[str, Any]:
+    """The data-parallel ranks are found from the model, and no key is needed."""
+    divide_layers(model, meshed(2, 2)["tp"])
+    return {"config": {key: value for key, value in settings(2, optimizer=ADAMW).items() if key != "tensor_parallel"}}
+
+
+@pytest.mark.full
+def test_each_way_to_name_parameters_is_one_process() -> None:
+    def body(rank: int) -> list[dict[str, Any]]:
+        runs = []
+        for arguments in (by_parameters, by_an_optimizer, by_a_generator, divided_before):
+            model = llama()
+            engine, *_ = zeroshard.initialize(model=model, **arguments(model))
+            runs.append(trained(engine, rank // 2))
+            engine.destroy()
+        return runs
+
+    expected = in_one_process(llama(), 2)
+    for runs in on_ranks(body, 4):
+        for run in runs:
+            expect_near(run, expected)
+
+
+def test_bf16_leaves_buffers_as_they_are() -> None:
+    """Rotary frequencies, say; and parameters are converted before they are divided."""
+
+    def body(rank: int) -> None:
+        engine, *_ = zeroshard.initialize(model=llama(), config=settings(2, optimizer=ADAMW, bf16={"enabled": True}))
+        assert {one.dtype for one in engine.module.parameters()} == {torch.bfloat16}
+        assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert sharded_of(engine).states.get("lm_head.weight").dtype == torch.float32
+        norms = trained(engine, 0)["norms"]
+        assert norms == pytest.approx(in_one_process(llama(), 1)["norms"], rel=0.05)
+        state = engine.module_state_dict()
+        assert not any(isinstance(one, DTensor) for one in state.values())
+        assert state["lm_head.weight"].shape == (32, 32)
+        engine.destroy()
+
+    on_ranks(body, 2)
+
+
+def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
+    def body(rank: int) -> tuple[list[int], int, str]:
+        data = [{"input_ids": torch.tensor([number])} for number in range(8)]
+        engine, _, loader, _ = zeroshard.initialize(
+            model=llama(), config=settings(1, optimizer=ADAMW), training_data=data
+        )
+        found = [int(number) for batch in loader for number in batch["input_ids"]]
+        engine.destroy()
+        return found, len(loader), ""
+
+    found = on_ranks(body, 4)
+    assert found[0] == found[1] and found[2] == found[3]
+    assert sorted(found[0][0] + found[2][0]) == list(range(8))
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        divide = partial(zeroshard.initialize, config=settings(1, optimizer=ADAMW))
+        assert "has no plan for tensor parallelism" in refusal(lambda: divide(model=nn.Linear(4, 4)))
+        adapted = llama()
+        adapted.peft_config = {}
+        assert "tensor parallelism of a PEFT model" in refusal(lambda: divide(model=adapted))
+        model = llama()
+        model.config.num_key_value_heads = 1
+        assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))
+        model = llama()
+        model.model.layers[0].mlp.up_proj = nn.Linear(32, 47)
+        assert "mlp.up_proj has out_features = 47, which 2" in refusal(lambda: divide(model=model))
+        three = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 3})
+        assert "3 tensor-parallel ranks do not divide the 2 ranks" in refusal(
+            lambda: zeroshard.initialize(model=llama(), config=three)
+        )
+        group = meshed(1, 2)["dp"].get_group()
+        assert "leave group= (mpu, sp_size) out" in refusal(lambda: divide(model=llama(), group=group))
+        model = llama()
+        model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_colwise"
+        assert 'as "packed_colwise", which is not supported' in refusal(lambda: divide(model=model))
+        model = llama()
+        model.lm_head.weight = model.model.embed_tokens.weight
+        model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
+        assert "is tied to a parameter that the plan of LlamaForCausalLM divides in another way" in refusal(
+            lambda: divide(model=model)
+        )
+        model = llama()
+        divide_layers(model, meshed(2, 1)["tp"])
+        four = copy.deepcopy(settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4}))
+        assert "autotp_size is 4, but the model is already divided over 2 ranks" in refusal(
+            lambda: zeroshard.initialize(model=model, config=four)
+        )
+        with zeroshard.sharded_init():
+            born = llama()
+        assert "was born sharded" in refusal(lambda: divide(model=born))
+
+    on_ranks(body, 2)
+
+
+def test_ranks_that_name_different_numbers_are_refused() -> None:
+    def body(rank: int) -> None:
+        four = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4 if rank == 3 else 2})
+        model = llama()
+        model.config.num_key_value_heads = 4
+        assert "different numbers of tensor-parallel ranks, [2, 2, 2, 4]" in refusal(
+            lambda: zeroshard.initialize(model=model, config=four)
+        )
+
+    on_ranks(body, 4)
+
+
+def test_keys_of_the_block() -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 1}
+    for block in (None, {}, {"autotp_size": 1}, {"autotp_size": 2, "tp_overlap_comm": True}):
+        assert load_config({**sizes, "tensor_parallel": block}, 1).stage == 0
+    with pytest.raises(ConfigError, match=r"partition_config.*parallelize_module"):
+        load_config({**sizes, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layers": []}}}, 1)
+    with pytest.raises(ConfigError, match=r"tensor_parallel.autotp_sise: unknown key; did you mean 'autotp_size'"):
+        zeroshard.initialize(model=nn.Linear(1, 1), config={**sizes, "tensor_parallel": {"autotp_sise": 2}})
+
+
+def test_plans_of_common_models_are_carried_out() -> None:
+    for build in (llama, qwen, phi):
+        model = build()
+        styles = plan_of(model, 2)
+        assert len(styles) >= 4 * model.config.num_hidden_layers
+
+
+def test_doors_that_divide_nothing_refuse_the_key(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
+    with pytest.raises(ConfigError, match=r"autotp_size = 2 is not supported by ZeroTrainer"):
+        ZeroTrainer(llama(), arguments, zero=settings(1), train_dataset=[{"input_ids": [1], "labels": [1]}]).train()

@@ -1,0 +1,107 @@
+"""accelerate's own loop without DeepSpeed, with a sharded model and everything else from `prepare`: the losses equal DDP's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from models import Stack, tokens
+from ports import free_port
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from twin import steps
+
+import zeroshard
+from zeroshard import UsageError
+
+
+class Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> Any:
+        return tokens(0, number)
+
+
+def saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
+    """Save the model with accelerate's own function, and compare the file with it."""
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    found = load_file(folder / "model.safetensors")
+    expected = model.state_dict()
+    assert {fqn for fqn, parameter in model.named_parameters() if parameter.numel()} <= found.keys()
+    assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())
+
+
+def only(rows: list[Any]) -> Any:
+    return rows[0]
+
+
+def train(stage: int | None, folder: Path) -> list[float]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Stack()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    loader: Any = DataLoader(Rows(), batch_size=1, collate_fn=only)
+    if stage is None:
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    else:
+        zeroshard.shard(model, optimizer, stage)
+        optimizer, loader, schedule = accelerator.prepare(optimizer, loader, schedule)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss: Tensor = model(*batch).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    if stage is not None:
+        saved(accelerator, model, folder)
+    return losses
+
+
+def ranks(stage: int | None, folder: Path) -> list[Any]:
+    port = free_port()
+
+    def body(rank: int) -> list[float]:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )  # fmt: skip
+        return train(stage, folder)
+
+    return run_ranks(body, 2, initialise=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2, 3]
+)
+def test_losses_are_ddps_and_the_saved_model_is_whole(stage: int, tmp_path: Path) -> None:
+    for found, expected in zip(ranks(stage, tmp_path), ranks(None, tmp_path), strict=True):
+        assert len(found) == 4
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+def test_a_model_that_is_wrapped_after_it_was_sharded_is_refused() -> None:
+    """accelerator.prepare(model) puts DDP around it, which fills `grad` itself."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Stack()
+        optimizer = torch.optim.AdamW(model.parameters())
+        zeroshard.shard(model, optimizer, 2)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(UsageError, match=r"accelerator\.prepare\(model\)"):
+            steps(wrapped, optimizer, 0, range(2))
+    finally:
+        torch.distributed.destroy_process_group()

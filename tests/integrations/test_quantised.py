@@ -1,0 +1,387 @@
+"""Frozen weights of bitsandbytes under adapters (QLoRA): the losses of the unsharded model, and bytes that are sharded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from insides import units as units_of
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twin import CPU, DISK, refusal
+
+import zeroshard
+from zeroshard import CheckpointError, Offload, Policy, Precision, UsageError
+from zeroshard.core.quantised import scales_of
+
+bnb = pytest.importorskip("bitsandbytes")
+
+WIDTH = 64
+STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Adapted(nn.Module):
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Block(nn.Module):
+    def __init__(self, make: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = (Adapted(make(*s), *s) for s in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Adapters(nn.Module):
+    def __init__(self, make: Callable[..., nn.Module], recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.enter, self.leave = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block(make) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.leave(x)
+
+
+def four_bit(storage: torch.dtype = torch.uint8, nested: bool = True) -> Callable[..., nn.Module]:
+    def make(inputs: int, outputs: int) -> nn.Module:
+        return bnb.nn.Linear4bit(
+            inputs,
+            outputs,
+            compute_dtype=torch.float32,
+            quant_storage=storage,
+            compress_statistics=nested,
+            quant_type="nf4",
+        )
+
+    return make
+
+
+def eight_bit(inputs: int, outputs: int) -> nn.Module:
+    return bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False)
+
+
+def build(
+    make: Callable[..., nn.Module], *, recomputes: bool = False, seed: int = 0
+) -> tuple[Adapters, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Adapters(make, recomputes)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):  # in eval mode, the unsharded model repacks its bytes otherwise
+            module.support_avx512bf16_for_cpu = False
+    model = model.to("cpu")  # which quantises
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """Train on batches that are the same on every rank, so that the mean gradient is each rank's own; then evaluate."""
+    found = []
+    for number in range(steps):
+        loss = model(batch(number)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        found.append(model(batch(99)).sum().item())
+    model.train()
+    return found
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(number))
+
+
+def quantised_units(sharded: zeroshard.Sharded) -> list[Any]:
+    return [unit for unit in units_of(sharded) if unit.group.is_quantised]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_losses_are_those_of_the_unsharded_model(storage: str, nested: bool, recomputes: bool) -> None:
+    make = four_bit(STORAGES[storage], nested)
+
+    def body(rank: int) -> None:
+        expected = losses(*build(make, recomputes=recomputes))
+        for policy in (*range(4), Policy.stage(3).offloaded(parameters=CPU), Policy.stage(2).offloaded(parameters=CPU)):
+            # Other values on rank 1: all start from rank 0's.
+            model, optimizer = build(make, recomputes=recomputes, seed=rank)
+            zeroshard.shard(model, optimizer, policy)
+            assert losses(model, optimizer) == expected, policy
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_dtype_of_the_run_converts_the_bytes(storage: str, param_dtype: torch.dtype) -> None:
+    def body(rank: int) -> None:
+        for stage in (1, 3):
+            model, optimizer = build(four_bit(STORAGES[storage]))
+            before = {
+                fqn: p.detach().clone() for fqn, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)
+            }
+            sharded = zeroshard.shard(
+                model, optimizer, stage, precision=Precision(param_dtype, keep_in_fp32=("enter", "leave"))
+            )
+            with zeroshard.unsharded(model):
+                for fqn, p in model.named_parameters():
+                    if fqn in before:
+                        assert torch.equal(p.detach().view(torch.uint8), before[fqn].view(torch.uint8))
+            value = sharded.states.get("blocks.1.up.base.weight")
+            assert torch.equal(value.view(torch.uint8), before["blocks.1.up.base.weight"].view(torch.uint8))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_bytes_are_sharded_and_freed_after_each_block(recomputes: bool) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build(four_bit(), recomputes=recomputes)
+        numel = sum(p.numel() for p in model.parameters() if isinstance(p, bnb.nn.Params4bit))
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        units = quantised_units(sharded)
+        at_rest = sum(one.numel() for unit in units for bucket in unit.buckets for one in bucket.tensors("parameters"))
+        assert at_rest == numel // 2  # bytes, on each of two ranks
+        assert sum(unit.flat.nbytes for unit in units) == 0
+        live = []
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
+            block.register_full_backward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
+        losses(model, optimizer, steps=1)
+        assert len(live) >= 9
+        assert max(live) <= 2  # the block that runs, and the one that is gathered ahead of its use
+        assert not any(unit.flat.kept_count for unit in units)
+        assert sum(unit.flat.nbytes for unit in units) == 0
+
+    on_ranks(body, 2)
+
+
+def test_the_parameter_keeps_its_class_and_state() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = build(four_bit())
+        parameter = model.blocks[1].up.base.weight
+        state, values = parameter.quant_state, parameter.detach().clone()
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        losses(model, optimizer, steps=1)
+        assert model.blocks[1].up.base.weight is parameter
+        assert isinstance(parameter, bnb.nn.Params4bit)
+        assert parameter.quant_state is state
+        assert type(parameter).__name__ == "Params4bit"  # which PEFT looks at
+        assert "sharded at rest, and `clone` needs its values" in refusal(parameter.clone)
+        assert "needs its values" in refusal(lambda: bnb.functional.dequantize_4bit(parameter, state))
+        with zeroshard.unsharded(model):
+            assert type(parameter).__name__ == "Params4bit"
+            assert torch.equal(parameter.detach(), values)
+        copied = copy.deepcopy(model.blocks[1])
+        assert type(copied.up.base.weight) is bnb.nn.Params4bit
+        assert copied.up.base.weight.quant_state is not state
+        assert torch.equal(copied.up.base.weight.detach(), values)
+        with zeroshard.unsharded(model):
+            file = io.BytesIO()
+            torch.save(parameter, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)  # an nn.Parameter, as without zeroshard, with the attributes
+        assert torch.equal(loaded.detach(), values)
+        assert torch.equal(loaded.quant_state.absmax, state.absmax)
+        sharded.remove()
+        assert type(parameter) is bnb.nn.Params4bit
+        assert torch.equal(parameter.detach(), values)
+
+    on_ranks(body, 2)
+
+
+def test_eight_bit_weights_stay_whole() -> None:
+    def body(rank: int) -> None:
+        expected = losses(*build(eight_bit))
+        for stage in range(4):
+            model, optimizer = build(eight_bit, seed=rank)
+            if stage == 2:  # its modules have run before
+                with torch.no_grad():
+                    model(batch(0))
+            zeroshard.shard(model, optimizer, stage)
+            assert losses(model, optimizer) == expected, stage
+            for module in model.modules():
+                if isinstance(module, bnb.nn.Linear8bitLt):  # the alias is of the same memory
+                    assert module.state.CB.data_ptr() == module.weight.data_ptr()
+
+    on_ranks(body, 2)
+
+
+def test_a_checkpoint_has_bytes_and_scales(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        for kind, make in (("4 bits", four_bit()), ("8 bits", eight_bit)):
+            model, optimizer = build(make)
+            sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+            losses(model, optimizer)
+            sharded.save(tmp_path / kind, "three")
+            expected = losses(model, optimizer)
+            other, again = build(make, seed=7)
+            zeroshard.shard(other, again, Policy.stage(1)).load(tmp_path / kind, "three")
+            assert losses(other, again) == expected
+            scales = dict(scales_of(other))
+            assert len(scales) == (18 if kind == "4 bits" else 6)
+            for name, scale in scales_of(model):
+                assert torch.equal(scales[name], scale)
+        plain, optimizer = build(four_bit(nested=False))
+        sharded = zeroshard.shard(plain, optimizer, Policy.stage(3))
+        with pytest.raises(CheckpointError, match="absmax"):
+            sharded.load(tmp_path / "4 bits", "three")
+
+    on_ranks(body, 2)
+
+
+def test_places_and_parking(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        expected = losses(*build(four_bit()))
+        policy = Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=Offload(str(tmp_path)))
+        model, optimizer = build(four_bit())
+        sharded = zeroshard.shard(model, optimizer, policy)
+        assert losses(model, optimizer) == expected
+        model, optimizer = build(four_bit())
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
+        sharded.reload_states()
+        assert losses(model, optimizer) == expected
+        model, optimizer = build(four_bit())
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(2))
+        text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
+        assert "whose readers would see" in text
+
+    on_ranks(body, 2)
+
+
+def test_what_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, _ = build(four_bit(torch.bfloat16))
+        weight = model.blocks[0].up.base.weight.requires_grad_(True)
+        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
+        assert "blocks.0.up.base.weight is a Params4bit and to be trained" in text
+        assert "train adapters" in text
+        for make in (four_bit(), eight_bit):
+            torch.manual_seed(0)
+            model = Adapters(make)  # not moved to its device
+            optimizer = torch.optim.SGD([model.leave.weight], lr=0.1)
+            assert "not quantised yet" in refusal(lambda: zeroshard.shard(model, optimizer, 1))  # noqa: B023
+        model, optimizer = build(four_bit())
+        model.blocks[0].up.base.weight.quant_state.packing_format_for_cpu = True
+        assert "packed for inference" in refusal(lambda: zeroshard.shard(model, optimizer, 1))
+        model, optimizer = build(four_bit(torch.bfloat16))
+        model.blocks[0].up.base.support_avx512bf16_for_cpu = True
+        sharded = zeroshard.shard(model, optimizer, 2)
+        assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
+        model.blocks[0].up.base.weight.requires_grad_(True)
+        group = {"params": [model.blocks[0].up.base.weight]}
+        with pytest.raises(UsageError, match="Params4bit"):
+            sharded.update_trainable(group)
+
+    on_ranks(body, 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
+    """QLoRA as its users write it: from_pretrained, PEFT, recomputation; then the adapter's file, and a merge."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        how = {"load_in_8bit": True}
+        if bits == 4:
+            how = {
+                "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+                "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_storage": torch.bfloat16,
+            }  # type: ignore[dict-item]  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", dtype=torch.float32, device_map={"": "cpu"},
+            quantization_config=transformers.BitsAndBytesConfig(**how),
+        )  # fmt: skip
+        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
+        )
+        model = peft.get_peft_model(model, lora)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+
+    def trained(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for number in range(3):
+            ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(number))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def body(rank: int) -> None:
+        expected = trained(*make())
+        for stage in (0, 2, 3):
+            model, optimizer = make()
+            sharded = zeroshard.shard(model, optimizer, stage)
+            assert trained(model, optimizer) == expected, stage
+            sharded.export(tmp_path / f"adapter {stage}")
+        sharded.remove()
+        model.eval()
+        ids = torch.arange(8)[None]
+        with torch.no_grad():
+            before = model(ids).logits
+            merged = model.merge_and_unload()(ids).logits
+        assert (merged - before).abs().max() < 0.1  # PEFT quantises again
+
+    on_ranks(body, 2)
+    files = [(tmp_path / f"adapter {stage}" / "adapter_model.safetensors").read_bytes() for stage in (0, 2, 3)]
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.full
+def test_a_stock_trainer_with_deepspeeds_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes))
+    base.save_pretrained(tmp_path / "base")
+    script = Path(__file__).parent / "contracts" / "quantised.py"
+    found = []
+    for stage in (2, 3):
+        out = tmp_path / f"stage {stage}"
+        out.mkdir()
+        command = [sys.executable, "-m", "zeroshard", "run", "--nproc-per-node", "2", str(script), str(stage)]
+        command += [str(tmp_path / "base"), str(out)]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=variables, check=False)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        once, resumed = json.loads((out / "losses.json").read_text())
+        assert len(once) == 4
+        assert resumed == once
+        files = [(out / name / "adapter_model.safetensors").read_bytes() for name in ("once", "resumed")]
+        assert files[0] == files[1]
+        found.append((once, files[0]))
+    assert found[0] == found[1]

@@ -1,0 +1,611 @@
+"""The package named deepspeed: it has the names that trainers use, refuses others by name, and is imported only on request."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import json
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+import tempfile
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.integrations.shim_path import shim_path
+
+ROOT = Path(zeroshard.__file__).parent.parent
+TRAINERS = ("accelerate", "transformers", "trl", "peft", "lightning")
+NOT_TRAINERS = ("accelerate/test_utils",)
+"""Tests of theirs, which use DeepSpeed's insides."""
+
+
+def python(code: str, *path: Path, cwd: Path | None = None, status: int = 0, **environment: str) -> str:
+    """Return what a process prints that has these folders on its path."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT)]), **environment}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+# ---------------------------------------------------------------------- what it has
+
+CASES: dict[str, Callable[[], None]] = {}
+"""They run one after another in one child, in which the package named deepspeed is on the path."""
+
+
+def in_the_child(case: Callable[[], None]) -> Callable[[], None]:
+    CASES[case.__name__] = case
+    return case
+
+
+def run_cases() -> None:
+    """Run all of them, and print the traceback of each that fails."""
+    told = {}
+    for name, case in CASES.items():
+        told[name] = ""
+        try:
+            case()
+        except BaseException:  # pytest's own is no Exception
+            told[name] = traceback.format_exc()
+    print(json.dumps(told))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, str]:
+    said = python("import test_shim; test_shim.run_cases()", shim_path(), Path(__file__).parent)
+    tracebacks: dict[str, str] = json.loads(said.splitlines()[-1])
+    return tracebacks
+
+
+MODEL_CONFIG = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def stepped(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Tensor:
+    """Return a parameter after three steps."""
+    parameter = nn.Parameter(torch.linspace(-1, 1, 8))
+    optimizer = make([parameter])
+    for step in range(3):
+        parameter.grad = torch.sin(torch.arange(8.0) + step)
+        optimizer.step()
+    return parameter.detach()
+
+
+def raised(call: Callable[[], object], kind: type[BaseException]) -> str:
+    """Return the message of its error."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+@in_the_child
+def adam_decays_apart_from_the_gradient_and_by_default_not() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    plain = stepped(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0, fused=True))
+    assert torch.equal(stepped(FusedAdam), plain)
+    assert torch.equal(stepped(DeepSpeedCPUAdam), plain)
+    decayed = stepped(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1, fused=True))
+    assert torch.equal(stepped(lambda p: FusedAdam(p, weight_decay=0.1)), decayed)
+    assert not torch.equal(decayed, plain)
+
+
+@in_the_child
+def adam_decays_in_the_gradient_when_it_is_told() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    wanted = stepped(lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1, fused=True))
+    assert torch.equal(stepped(lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1)), wanted)
+    assert torch.equal(stepped(lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1)), wanted)
+
+
+@in_the_child
+def adam_takes_the_groups_that_accelerate_hands_over() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    for kind, adamw_mode in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
+        wanted = stepped(lambda p, kind=kind: kind(p, 3e-3, weight_decay=0.1, fused=True))
+
+        def ours(p: list[nn.Parameter], kind: Any = kind, adamw_mode: bool = adamw_mode) -> Any:
+            return DeepSpeedCPUAdam(kind(p, 3e-3, weight_decay=0.1).param_groups, adamw_mode=adamw_mode)
+
+        assert torch.equal(stepped(ours), wanted)
+
+
+@in_the_child
+def adagrad_is_torchs() -> None:
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+    wanted = stepped(lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1))
+    assert torch.equal(stepped(lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1)), wanted)
+
+
+@in_the_child
+def lion_has_deepspeeds_defaults() -> None:
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    for kind in (DeepSpeedCPULion, FusedLion):
+        made = kind([nn.Parameter(torch.ones(1))])
+        assert made.defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+
+@in_the_child
+def optimizers_refuse_what_they_cannot_do() -> None:
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    for wrong in (
+        lambda p: FusedAdam(p, bias_correction=False),
+        lambda p: FusedAdam(p, amsgrad=True),
+        lambda p: DeepSpeedCPUAdam(p, fp32_optimizer_states=False),
+        lambda p: DeepSpeedCPUAdagrad(p, amsgrad=True),
+        lambda p: DeepSpeedCPULion(p, fp32_optimizer_states=False),
+    ):
+        raised(lambda wrong=wrong: stepped(wrong), zeroshard.UsageError)
+
+
+@in_the_child
+def its_version_is_the_one_that_trainers_ask_for() -> None:
+    import deepspeed
+
+    assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == deepspeed.version == "0.19.8"
+    assert deepspeed.__implementation__.startswith("zeroshard")
+
+
+@in_the_child
+def config_arguments_are_parsed() -> None:
+    import deepspeed
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json"])
+    assert args.deepspeed
+    assert args.deepspeed_config == "a.json"
+
+
+@in_the_child
+def a_process_without_a_group_may_go_without_one() -> None:
+    import deepspeed
+
+    assert not torch.distributed.is_initialized()
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 1), config=config, dist_init_required=False)
+    engine.destroy()
+    assert not torch.distributed.is_initialized()
+
+
+@in_the_child
+def a_process_that_nobody_launched_trains_as_a_group_of_one() -> None:
+    import deepspeed
+
+    model = nn.Linear(4, 4)
+    made = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=MODEL_CONFIG)
+    engine, optimizer, _, scheduler = made
+    assert deepspeed.dist is deepspeed.comm
+    assert deepspeed.comm.get_world_size() == 1
+    assert scheduler is None
+    assert isinstance(engine, deepspeed.DeepSpeedEngine)
+    assert isinstance(engine, nn.Module)
+    assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)
+    engine.backward(engine(torch.ones(4, 4)).sum())
+    engine.step()
+
+
+@in_the_child
+def a_config_may_come_by_the_arguments_and_no_second_one() -> None:
+    import deepspeed
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = argparse.Namespace(deepspeed=True, deepspeed_config=str(Path(folder, "zero.json")))
+        Path(args.deepspeed_config).write_text(json.dumps(MODEL_CONFIG))
+        model = nn.Linear(4, 4)
+        engine, *_ = deepspeed.initialize(args, model, model_parameters=model.parameters())
+        assert engine.zero_optimization_stage() == 3
+        for wrong in ({"args": args, "config": MODEL_CONFIG}, {"config": MODEL_CONFIG, "mesh_param": (1, 1)}, {}):
+            said = raised(lambda wrong=wrong: deepspeed.initialize(model=nn.Linear(2, 2), **wrong), RuntimeError)
+            assert len(said) < 200
+
+
+@in_the_child
+def its_config_class_reads_a_config() -> None:
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+    read = DeepSpeedConfig(MODEL_CONFIG)
+    assert (read.train_batch_size, read.gradient_accumulation_steps, read.zero_optimization_stage) == (4, 1, 3)
+    assert (read.gradient_clipping, read.optimizer_name) == (1.0, "adam")
+    assert deepspeed.DeepSpeedConfigError is DeepSpeedConfigError
+    wrong = {"train_batch_size": 4, "zero_optimization": {"stage": 7}}
+    raised(lambda: DeepSpeedConfig(wrong), DeepSpeedConfigError)
+
+
+@in_the_child
+def a_repeating_loader_begins_anew() -> None:
+    import deepspeed
+
+    repeating = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+@in_the_child
+def a_clone_for_torch_save_has_no_more_memory_than_it_shows() -> None:
+    import deepspeed
+
+    flat = torch.arange(100.0)
+    copy = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": [flat[:2]], "b": (1, flat[2:4])})
+    assert copy["a"][0].untyped_storage().nbytes() == 8
+    assert torch.equal(copy["b"][1], flat[2:4])
+
+
+@in_the_child
+def other_values_than_tensors_are_not_moved() -> None:
+    from deepspeed.runtime.utils import move_to_device
+
+    x = torch.ones(2)
+    moved = move_to_device({"x": [x], "step": 3, "name": None}, "meta")
+    assert moved["x"][0].is_meta and moved["step"] == 3 and moved["name"] is None and not x.is_meta
+    assert move_to_device((x,), "meta", lambda value: False)[0] is x and not x.is_meta
+
+
+@in_the_child
+def on_device_builds_there_and_leaves_the_defaults() -> None:
+    import deepspeed
+
+    there = deepspeed.OnDevice(dtype=torch.bfloat16, device="meta")
+    for _ in range(2):
+        with there:
+            made = nn.Linear(2, 2)
+        assert made.weight.is_meta
+        assert made.weight.dtype is torch.bfloat16
+        assert torch.zeros(1).dtype is torch.float32
+    with deepspeed.OnDevice(dtype=torch.bfloat16, enabled=False):
+        assert nn.Linear(2, 2).weight.dtype is torch.float32
+
+
+@in_the_child
+def print_dist_prints_on_the_ranks_that_are_named() -> None:
+    import deepspeed
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        deepspeed.utils.logging.print_dist("said", ranks=[0])
+        deepspeed.utils.logging.print_dist("not said", ranks=[1])
+    assert said.getvalue() == "[Rank 0] said\n"
+
+
+@in_the_child
+def a_checkpointed_function_takes_keyword_arguments() -> None:
+    import deepspeed
+
+    x, scale = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(lambda a, scale: (a * scale).sin(), x, scale=scale).sum().backward()
+    assert torch.equal(x.grad, 3 * torch.tensor([3.0, 3.0]).cos())
+    assert scale.grad is not None
+
+
+@in_the_child
+def its_accelerator_is_torchs() -> None:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    accelerator = deepspeed.get_accelerator()
+    assert torch.ones(1).to(accelerator.current_device_name()).device.type == accelerator.device_name()
+    assert accelerator.communication_backend_name() == torch.distributed.get_backend()
+    assert accelerator.available_memory() <= accelerator.total_memory()
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    deepspeed.runtime.utils.see_memory_usage("here", force=True)
+
+
+@in_the_child
+def its_accelerator_keeps_random_states() -> None:
+    import deepspeed
+
+    accelerator = deepspeed.get_accelerator()
+    accelerator.manual_seed(0)
+    state = accelerator.get_rng_state()
+    first = torch.rand(3, device=accelerator.current_device_name())
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(3, device=accelerator.current_device_name()), first)
+
+
+@in_the_child
+def a_name_that_is_missing_is_told_at_a_look_and_at_an_import() -> None:
+    import deepspeed
+
+    assert not hasattr(deepspeed, "nothing")
+    assert not hasattr(deepspeed.utils, "nothing")
+    sentence = "zeroshard has no deepspeed.utils.nothing"
+    assert sentence in raised(lambda: deepspeed.utils.nothing, AttributeError)
+    assert sentence in raised(lambda: exec("from deepspeed.utils import nothing"), ImportError)
+    raised(lambda: importlib.import_module("deepspeed.inference"), ModuleNotFoundError)
+
+
+@in_the_child
+def a_feature_that_is_missing_says_what_to_use() -> None:
+    import deepspeed
+
+    assert not isinstance(nn.Linear(1, 1), deepspeed.PipelineModule)
+    assert "stage 3" in raised(lambda: exec("from deepspeed import PipelineEngine"), ImportError)
+    tiled = "from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP"
+    assert "zeroshard.sequence.tile" in raised(lambda: exec(tiled), ImportError)
+    assert "stage 3" in raised(lambda: deepspeed.PipelineModule([]), NotImplementedError)
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    preferences = {"input_ids": torch.ones(2, 4, dtype=torch.long), "completion_mask": torch.ones(2, 4)}
+    cut = UlyssesSPDataLoaderAdapter([preferences], 0, None, 1, torch.device("cpu"))
+    assert "Sequences.log_probabilities" in raised(lambda: next(iter(cut)), zeroshard.UsageError)
+    from accelerate import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(tp_size=2)
+    assert "tp_size=2) is not supported" in raised(
+        lambda: deepspeed.initialize(model=nn.Linear(1, 1)), zeroshard.UsageError
+    )
+    del AcceleratorState._shared_state["parallelism_config"]
+    assert "do not divide the 1 ranks" in raised(
+        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2), zeroshard.UsageError
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    linear = parallelize_module(nn.Linear(1, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    assert deepspeed.tp_model_init(linear, 1) is linear
+    assert "already divided over 1 ranks" in raised(lambda: deepspeed.tp_model_init(linear, 2), zeroshard.UsageError)
+    assert "tp_group=...) is not supported" in raised(
+        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2, tp_group=1), zeroshard.UsageError
+    )
+    assert "engine.export" in raised(lambda: deepspeed.init_inference(None), NotImplementedError)
+    assert "AdamW" in raised(lambda: deepspeed.ops.lamb.FusedLamb([]), NotImplementedError)
+
+
+@in_the_child
+def every_module_is_found_listed_and_imported_with_what_it_exports() -> None:
+    import deepspeed
+
+    listed = {module.name for module in pkgutil.walk_packages(deepspeed.__path__, "deepspeed.")}
+    assert {"deepspeed.moe.layer", "deepspeed.ops.adam.cpu_adam", "deepspeed.utils.zero_to_fp32"} <= listed
+    for name in sorted(listed):
+        assert importlib.util.find_spec(name) is not None
+        module = importlib.import_module(name)
+        assert {one for one in getattr(module, "__all__", ()) if not hasattr(module, one)} == set()
+    assert importlib.util.find_spec("deepspeed.inference") is None
+
+
+@in_the_child
+def classes_belong_to_the_modules_of_deepspeeds_names() -> None:
+    from deepspeed.ops import adam, op_builder
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    assert adam.FusedAdam.__module__ == "deepspeed.ops.adam.fused_adam"
+    assert lr_schedules.WARMUP_MIN_LR == "warmup_min_lr"
+    assert inspect.getsource(adam.FusedAdam).startswith("class FusedAdam(")
+    for one in (adam.FusedAdam, op_builder.CPUAdamBuilder, OffloadDeviceEnum.cpu):
+        assert pickle.loads(pickle.dumps(one)) is one
+
+
+@in_the_child
+def its_finder_is_there_once_and_finds_nothing_for_others() -> None:
+    import deepspeed
+
+    hooks = list(sys.path_hooks)
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "deepspeed"}
+    with tempfile.TemporaryDirectory() as folder:
+        other = Path(folder, "deepspeed")
+        other.mkdir()
+        (other / "__init__.py").write_text("")
+        sys.path.insert(0, folder)
+        assert importlib.import_module("deepspeed").__file__ == str(other / "__init__.py")
+        assert importlib.util.find_spec("deepspeed.moe") is None
+        sys.path.remove(folder)
+    del sys.modules["deepspeed"]
+    importlib.import_module("deepspeed.moe.layer")
+    assert len(sys.path_hooks) == len(hooks)
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+    sys.path_hooks[:] = hooks
+    assert importlib.import_module("deepspeed.moe.layer").MoE is deepspeed.moe.layer.MoE
+
+
+@in_the_child
+def what_is_not_there_names_what_to_use() -> None:
+    import deepspeed
+    import deepspeed.linear
+    import deepspeed.monitor
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    with pytest.raises(NotImplementedError, match="tensorboard"):
+        MonitorMaster()
+    with pytest.raises(NotImplementedError, match="PEFT"):
+        deepspeed.linear.OptimizedLinear()
+    with pytest.raises(ImportError, match="mics_shard_size"):
+        from deepspeed.runtime.zero.mics import MiCS_Init  # noqa: F401
+    with pytest.raises(AttributeError, match="mics_shard_size"):
+        deepspeed.zero.MiCS_Init  # noqa: B018
+    with pytest.raises(ImportError, match="comms_logger"):
+        from deepspeed.utils.comms_logging import CommsLogger  # noqa: F401
+    get_accelerator().range_push("forward")
+    get_accelerator().range_pop()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_does_what_scripts_expect(case: str, told: dict[str, str]) -> None:
+    if told[case]:
+        pytest.fail(told[case], pytrace=False)
+
+
+# ---------------------------------------------------------------------- the guard
+
+
+def touched(package: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, where) of all that a library's source takes from deepspeed, imports and attributes alike."""
+    for path in package.rglob("*.py"):
+        where = str(path.relative_to(package.parent))
+        text = path.read_text(errors="replace")
+        if "deepspeed" not in text or where.startswith(NOT_TRAINERS):
+            continue
+        known: dict[str, str] = {}
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    if alias.name.split(".")[0] == "deepspeed":
+                        known[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+                        yield alias.name, f"{where}:{node.lineno}"
+            elif (
+                isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "deepspeed"
+            ):
+                for alias in node.names:
+                    known[alias.asname or alias.name] = name = f"{node.module}.{alias.name}"
+                    yield name, f"{where}:{node.lineno}"
+        for node in ast.walk(tree):
+            parts = ast.unparse(node).split(".") if isinstance(node, ast.Attribute) else [""]
+            if parts[0] in known and all(part.isidentifier() for part in parts):
+                yield ".".join([known[parts[0]], *parts[1:]]), f"{where}:{node.lineno}"  # type: ignore[attr-defined]
+
+
+RESOLVE = """
+import importlib, json, sys
+problems, found, refused = {}, [], []
+for name, where in json.load(open(sys.argv[1])).items():
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try: owner = importlib.import_module(".".join(parts[:length])); break
+        except ModuleNotFoundError: continue
+    for part in parts[length:]:
+        if hasattr(owner, part): owner = getattr(owner, part)
+        elif part in getattr(getattr(owner, "__getattr__", None), "instead", {}): refused.append(name); break
+        else: problems[name] = where; break
+    else: found.append(name)
+print(json.dumps([problems, found, refused]))
+"""
+
+
+@pytest.mark.full
+def test_every_name_that_trainers_touch_is_there_or_refused_on_purpose(tmp_path: Path) -> None:
+    """A new release of one of them that touches another name fails here."""
+    names: dict[str, str] = {}
+    seen = set()
+    for trainer in TRAINERS:
+        spec = importlib.util.find_spec(trainer)
+        if spec is not None and spec.origin is not None:
+            for name, where in touched(Path(spec.origin).parent):
+                names[name] = where
+                seen.add(trainer)
+    if not {"accelerate", "transformers"} <= seen:
+        pytest.skip("accelerate and transformers are not installed")
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    (tmp_path / "resolve.py").write_text(RESOLVE)
+    code = "import sys; sys.argv = ['', 'names.json']; exec(open('resolve.py').read())"
+    problems, found, refused = json.loads(python(code, shim_path(), cwd=tmp_path).splitlines()[-1])
+    assert problems == {}
+    assert {"deepspeed.initialize", "deepspeed.zero.Init", "deepspeed.comm.init_distributed"} <= set(found)
+    assert "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF" in found
+    assert len(refused) < 8
+
+
+def test_the_engine_has_what_accelerate_calls() -> None:
+    spec = importlib.util.find_spec("accelerate")
+    if spec is None or spec.origin is None:
+        pytest.skip("accelerate is not installed")
+    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text(encoding="utf-8"))
+    called = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.engine"
+    }
+    assert {"backward", "step", "set_gradient_accumulation_boundary"} <= called
+    assert {name for name in called if not hasattr(zeroshard.Engine, name)} == set()
+
+
+# ---------------------------------------------------------------------- how it comes
+
+
+@pytest.mark.full
+def test_as_deepspeed_puts_it_on_the_path_once_and_says_so(tmp_path: Path) -> None:
+    code = """
+import os, subprocess, sys
+import zeroshard.as_deepspeed
+import importlib.metadata, deepspeed
+assert deepspeed.__implementation__.startswith("zeroshard") and importlib.metadata.version("deepspeed") == "0.19.8"
+subprocess.run([sys.executable, "-c", "import deepspeed; deepspeed.__implementation__"], check=True)
+assert sum(part.endswith("zeroshard/shim") for part in os.environ["PYTHONPATH"].split(os.pathsep)) == 1
+import zeroshard.as_deepspeed
+sys.exit(7)
+"""
+    real = tmp_path / "deepspeed"
+    real.mkdir()
+    (real / "__init__.py").write_text("")
+    said = python(code, tmp_path, status=7).splitlines()
+    assert said == [f"zeroshard: this process imports zeroshard as deepspeed, instead of the one at {real}."]
+    assert python("import zeroshard.as_deepspeed, sys; sys.exit(7)", status=7, RANK="1") == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "sentence"),
+    [
+        ("import deepspeed", "DeepSpeed is loaded"),
+        pytest.param(
+            "import accelerate", "accelerate is loaded already, and found no deepspeed", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "import transformers.integrations.deepspeed",
+            "is loaded already, and found no deepspeed",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_as_deepspeed_too_late_is_an_error(tmp_path: Path, before: str, sentence: str) -> None:
+    path = []
+    if before == "import deepspeed":
+        (tmp_path / "deepspeed.py").write_text("")
+        path = [tmp_path]
+    elif importlib.util.find_spec(before.removeprefix("import ").partition(".")[0]) is None or importlib.util.find_spec(
+        "deepspeed"
+    ):
+        pytest.skip("needs the library, and no DeepSpeed")
+    *_, last = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()
+    assert "UsageError" in last and "comes too late" in last and sentence in last
+
+
+@pytest.mark.full
+def test_the_wheel_holds_it(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = "import os, sys; from hatchling.build import build_wheel; os.chdir(sys.argv[1]); print(build_wheel(sys.argv[2]))"
+    python(
+        f"import sys; sys.argv = ['', {str(ROOT)!r}, {str(tmp_path)!r}]; {build}", *map(Path, filter(None, sys.path))
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    expected = {path.relative_to(ROOT) for path in shim_path().rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert len(expected) > 10
+    assert {path for path in expected if not (installed / path).is_file()} == set()
+    code = "import zeroshard.as_deepspeed, deepspeed, importlib.metadata as m; print(deepspeed.__file__, m.version('deepspeed'))"
+    file, version = python(code, installed, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(installed) and version == "0.19.8"

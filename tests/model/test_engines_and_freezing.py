@@ -1,0 +1,363 @@
+"""Several engines in one process, engines for evaluation only, and parameters that are frozen or unfrozen between steps."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from insides import units
+from models import Stack, tokens
+from oracles import average_gradients
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from twin import update
+
+import zeroshard
+from zeroshard import Policy, Precision, UsageError
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+PHASES = {
+    0: lambda model: model,
+    2: lambda model: model.blocks[1].requires_grad_(False),
+    4: lambda model: (model.blocks[0].up.requires_grad_(False), model.head.weight.requires_grad_(False)),
+    6: lambda model: model.requires_grad_(True),
+}
+"""What is frozen and freed, before which step."""
+
+
+def plain(world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Stack(tied=False)
+    optimizer = make_optimizer(model.parameters())
+    for step in range(8):
+        if step in PHASES:
+            PHASES[step](model)
+            for p in model.parameters():
+                if not p.requires_grad:
+                    optimizer.state.pop(p, None)
+        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, step)).backward())  # noqa: B023
+        optimizer.step()
+        optimizer.zero_grad()
+    return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_size: int) -> None:
+    expected = plain(world_size)
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack(tied=False)
+        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
+        memory = []
+        for step in range(8):
+            if step in PHASES:
+                PHASES[step](model)
+                sharded.update_trainable()
+                memory.append(sharded.memory_report())
+            update(model(*tokens(rank, step)), sharded.optimizer)
+        with zeroshard.unsharded(model):
+            for fqn, p in model.named_parameters():
+                assert torch.equal(p.detach(), expected[fqn]), fqn
+        # (before the first step there are no states yet)
+        gradients = memory[0]["gradients"], memory[1]["gradients"]
+        assert gradients[1] < gradients[0] if stage < 2 else gradients == (0, 0)  # sharded ones take none between steps
+        assert memory[2]["optimizer"] < memory[1]["optimizer"]
+
+    on_ranks(body, world_size)
+
+
+def test_masters_keep_their_digits_and_references_die() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack()
+        sharded = zeroshard.shard(
+            model, make_optimizer(model.parameters()), Policy.stage(2), precision=Precision(param_dtype=torch.bfloat16)
+        )
+        update(model(*tokens(rank, 0)), sharded.optimizer)
+        before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
+        old = weakref.ref(units(sharded)[1])
+        policy = units(sharded)[1].policy
+        model.blocks[0].up.requires_grad_(False)
+        sharded.update_trainable()
+        gc.collect()
+        assert old() is None
+        new = {unit.label: unit.policy.parameters for unit in units(sharded) if unit.label.startswith("blocks.0")}
+        assert new == {"blocks.0": policy.parameters, "blocks.0 (frozen)": policy.parameters}
+        for fqn, value in before.items():
+            # Of what is frozen, the parameter in its own dtype is all there is.
+            expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value
+            assert torch.equal(sharded.states.get(fqn), expected), fqn
+
+    on_ranks(body, 2)
+
+
+def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None:
+    def body(rank: int) -> None:
+        model = Stack(tied=False)
+        model.embedding.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+        sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
+        scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
+        model(*tokens(rank, 0)).backward()
+        with pytest.raises(UsageError, match="End the step first"):
+            sharded.update_trainable()
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        scheduler.step()
+        model.blocks[1].requires_grad_(True)
+        with zeroshard.unsharded(model):
+            before = model.blocks[1].up.weight.detach().clone()
+        sharded.update_trainable({"params": list(model.blocks[1].parameters()), "lr": 0.3})
+        assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.005, 0.3]
+        update(model(*tokens(rank, 1)), sharded.optimizer)
+        with zeroshard.unsharded(model):
+            assert not torch.equal(before, model.blocks[1].up.weight)
+        with pytest.raises(UsageError, match="were in another group when zeroshard took"):
+            sharded.update_trainable({"params": list(model.head.parameters())})
+
+    on_ranks(body, 2)
+
+
+def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
+    model = Stack(tied=False)
+    model.embedding.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
+    trained = list(model.blocks[:2].parameters())
+    sharded = zeroshard.shard(model, make_optimizer(trained), Policy.stage(0))
+    model(*tokens(0, 0)).backward()
+    sharded.optimizer.zero_grad()  # a backward that no step used
+    assert model.head.weight.grad is not None, "trainable, and outside of the optimizer: gathered, and nobody's"
+    model.embedding.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"embedding\.weight was unfrozen, but is in no param group"):
+        sharded.update_trainable()
+    sharded.update_trainable({"params": (p for m in (model.embedding, model.head) for p in m.parameters())})
+    assert model.head.weight.grad is None
+    before = model.embedding.weight.detach().clone()
+    model(*tokens(0, 1)).backward()
+    gradient = sharded.states.get("head.weight", "gradients")
+    (expected,) = torch.autograd.grad(model(*tokens(0, 1)), model.head.weight)
+    torch.testing.assert_close(gradient, expected)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    assert not torch.equal(before, model.embedding.weight)
+    layer = nn.Linear(3, 3)
+    two = zeroshard.shard(layer, [torch.optim.Muon([layer.weight]), torch.optim.AdamW([layer.bias])], Policy.stage(0))
+    with pytest.raises(UsageError, match="takes its groups when it is made"):
+        two.update_trainable({"params": []})
+    other = Stack(tied=False)
+    engine, *_ = zeroshard.initialize(
+        model=other, config=config(0, **ADAMW, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}})
+    )
+    with pytest.raises(UsageError, match="WarmupLR was made for the optimizer's existing param groups"):
+        engine.update_trainable({"params": []})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_adagrad_has_its_state_from_the_start(stage: int) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.3)
+
+    torch.manual_seed(0)
+    plain = Stack()
+    optimizer = make(plain.parameters())
+    for step in range(3):
+        update(plain(*tokens(0, step)), optimizer)
+    torch.manual_seed(0)
+    model = Stack()
+    sharded = zeroshard.shard(model, make(model.parameters()), Policy.stage(stage))
+    for step in range(3):
+        update(model(*tokens(0, step)), sharded.optimizer)
+    with zeroshard.unsharded(model):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_loaded_state_dict_is_the_one_in_force() -> None:
+    model = Stack()
+    sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(0))
+    sharded.optimizer.load_state_dict(sharded.optimizer.state_dict())
+    sharded.optimizer.param_groups[0]["lr"] = 0.5
+    assert sharded.optimizer.param_groups[0]["lr"] == 0.5
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, **more}
+
+
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_for_evaluation_ends_when_its_model_gets_another(stage: int) -> None:
+    """DPO evaluates the model once as its own reference, in an engine without an optimizer, before it trains it."""
+
+    def body(rank: int, evaluates: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Stack()
+        if evaluates:
+            reference, *_ = zeroshard.initialize(model=model, config=config(stage))
+            with torch.no_grad():
+                before = reference(*tokens(rank, 0))
+        else:
+            before = model(*tokens(rank, 0)).detach()
+        engine, *_ = zeroshard.initialize(model=model, config=config(stage, **ADAMW))
+        for step in range(2):
+            engine.backward(engine(*tokens(rank, step)))
+            engine.step()
+        if evaluates:
+            with pytest.raises(UsageError, match="the engine was destroyed"):
+                reference(*tokens(rank, 0))
+            reference.destroy()  # it ended already
+        with torch.no_grad():
+            return [before, engine(*tokens(rank, 0))]
+
+    for one, other in zip(on_ranks(body, 2, True), on_ranks(body, 2, False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_scheduler_without_an_optimizer_has_no_effect() -> None:
+    """Its "auto" values are those of a training run, which the engine is not asked for."""
+    params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
+    given = config(3, scheduler={"type": "WarmupDecayLR", "params": params})
+    engine, _, _, schedule = zeroshard.initialize(model=Stack(), config=given)
+    assert schedule is None and engine.scheduler_name() is None
+    assert torch.isfinite(engine(*tokens(0, 0)))
+    with pytest.raises(zeroshard.ConfigError, match="total_num_steps"):
+        zeroshard.initialize(model=Stack(), config={**given, **ADAMW})
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
+    """Distillation: two engines, one of them without gradients or optimizer; the result is that of plain modules."""
+
+    class Logits(Stack):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.run(self.embedding(tokens)))
+
+    def distilled(student: Any, teacher: Any, rank: int) -> list[Tensor]:
+        losses = []
+        for step in range(3):
+            (batch,) = tokens(rank, step)
+            with torch.no_grad():
+                target = teacher.eval()(batch).softmax(-1)
+            loss = F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
+            student.backward(loss)
+            student.step()
+            losses.append(loss.detach())
+        return losses
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        teacher, *_ = zeroshard.initialize(model=Logits(), config=config(stage))
+        torch.manual_seed(2)
+        student, *_ = zeroshard.initialize(model=Logits(), config=config(stage, **ADAMW))
+        memory = teacher.memory_report()
+        assert memory["gradients"] == memory["optimizer"] == 0
+        whole = sum(4 * p.numel() for p in teacher.module.parameters())
+        assert memory["parameters"] < 1.2 * whole if stage < 3 else memory["parameters"] < 0.7 * whole
+        losses = distilled(student, teacher, rank)
+        with torch.inference_mode():
+            losses.append(teacher(*tokens(rank, 9)).sum())
+        return losses
+
+    def expected(rank: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        teacher = Logits()
+        torch.manual_seed(2)
+        student, *_ = zeroshard.initialize(model=Logits(), config=config(0, **ADAMW))
+        return [*distilled(student, teacher, rank), teacher(*tokens(rank, 9)).sum().detach()]
+
+    for one, other in zip(on_ranks(body, 2), on_ranks(expected, 2), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_actor_and_critic_share_a_loss(stage: int) -> None:
+    """Two engines whose backwards are one: gradients of a sum reach both."""
+
+    def train(engines_at: int | None, rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)) for _ in range(2)]
+        made = [zeroshard.shard(m, make_optimizer(m.parameters()), Policy.stage(engines_at or 0)) for m in models]
+        for step in range(3):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            value, advantage = models[0](x), models[1](x)
+            (value.square().mean() + (advantage - value.detach()).square().mean()).backward()
+            for sharded in made:
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(models[0]), zeroshard.unsharded(models[1]):
+            return [p.detach().clone() for m in models for p in m.parameters()]
+
+    def body(rank: int) -> None:
+        assert all(map(torch.equal, train(None, rank), train(stage, rank)))
+
+    on_ranks(body, 2)
+
+
+def test_modes_and_exceptions_in_between() -> None:
+    """eval and no_grad between microbatches, and a forward that raises, change nothing of what follows."""
+
+    class Fragile(Stack):
+        fail = False
+
+        def run(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            if self.fail:
+                raise ValueError("in the middle")
+            return self.blocks[2](self.blocks[1](x))
+
+    def train(rank: int, stage: int, disturb: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Fragile()
+        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
+        for step in range(4):
+            if disturb:
+                with torch.no_grad():
+                    model.eval()(*tokens(rank, 50))
+                model.train()
+                with torch.inference_mode():
+                    model(*tokens(rank, 51))
+                model.fail = True
+                with pytest.raises(ValueError, match="in the middle"):
+                    model(*tokens(rank, step))
+                model.fail = False
+            update(model(*tokens(rank, step)), sharded.optimizer)
+        with zeroshard.unsharded(model):
+            return [p.detach().clone() for p in model.parameters()]
+
+    def body(rank: int) -> None:
+        for stage in (0, 2, 3):
+            assert all(map(torch.equal, train(rank, stage, False), train(rank, stage, True))), stage
+
+    on_ranks(body, 2)
+
+
+def test_a_module_whose_parameters_were_frozen_gathers_them_alone() -> None:
+    """Hooks of units that `update_trainable` replaces are gone; those of the new ones are there."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = Stack(tied=False)
+        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(3))
+        up = model.blocks[0].up
+        before = [len(module._forward_pre_hooks) for module in model.modules()]
+        for requires_grad in (False, True):
+            up.requires_grad_(requires_grad)
+            sharded.update_trainable()
+            with torch.no_grad():
+                found = up(torch.ones(1, up.in_features))
+                with zeroshard.unsharded(up):
+                    assert torch.equal(found, nn.functional.linear(torch.ones(1, up.in_features), up.weight, up.bias))
+        assert [len(module._forward_pre_hooks) for module in model.modules()] == before
+
+    on_ranks(body, 2)

@@ -1,0 +1,130 @@
+"""Stage 3 on the model families that people train, and on uses of these models other than training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, compare, llama, lora, text
+from ranks import on_ranks
+from twin import update
+
+import zeroshard
+from zeroshard import Policy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_once() -> None:
+    """The forked ranks find what takes seconds to import."""
+    import peft  # noqa: F401
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
+def sharded_llama(stage: int) -> tuple[Any, zeroshard.Sharded]:
+    torch.manual_seed(0)
+    model: Any = llama()
+    return model, zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("Llama", "Mixtral", "LoRA over Llama") else pytest.param(family, marks=pytest.mark.full)
+        for family in FAMILIES
+    ],
+)
+def test_families_are_bit_equal(family: str, ranks: int) -> None:
+    for outcome in on_ranks(compare, ranks, family):
+        # These two give other gradients when they are checkpointed, on one process, without any sharding.
+        changes = outcome.pop("checkpointing changes nothing")
+        assert changes or family in ("GPT-2", "T5")
+        assert outcome == dict.fromkeys(outcome, True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
+    """Held whole, the model runs without the other ranks; else transformers keeps the ranks in step by empty forwards."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        model, sharded = sharded_llama(stage)
+        prompt = text(0, 0)["input_ids"]
+        options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
+        with zeroshard.unsharded(model), torch.inference_mode():
+            alone = model.generate(prompt, max_new_tokens=3 + 4 * rank, **options)
+        together = model.generate(prompt, max_new_tokens=3 + 4 * rank, synced_gpus=True, **options)
+        assert torch.equal(alone, together)
+        model(**text(rank, 0)).loss.backward()
+        if stage == 3:
+            with zeroshard.unsharded(model), pytest.raises(zeroshard.UsageError, match="Call it outside"):
+                sharded.optimizer.step()
+        return [alone]
+
+    short, long = (result[0] for result in on_ranks(body, 2))
+    assert torch.equal(short, long[:, : short.shape[1]])
+    assert long.shape[1] == 15
+
+
+def test_evaluation_through_inner_modules() -> None:
+    def body(rank: int) -> None:
+        results = []
+        for stage in (0, 3):
+            model, sharded = sharded_llama(stage)
+            batch = text(rank, 0)
+            for _ in range(2):
+                update(model(**batch).loss, sharded.optimizer)
+            model.eval()
+            with torch.no_grad():
+                whole = model(**batch).logits
+                hidden = model.model(batch["input_ids"]).last_hidden_state
+            with torch.inference_mode():
+                assert torch.equal(model(**batch).logits, whole)
+            results.append((whole, model.lm_head(hidden).detach()))
+            model.train()
+            # Gradients through the inner model, without the outer one.
+            model.model(batch["input_ids"]).last_hidden_state.square().mean().backward()
+            sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            with zeroshard.unsharded(model):
+                results[-1] += tuple(p.detach().clone() for p in model.parameters())
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+    on_ranks(body, 2)
+
+
+def test_adapters_train_and_the_base_stays() -> None:
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model: Any = lora()
+        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        for step in range(3):
+            update(model(**text(rank, step)).loss, sharded.optimizer)
+        report = sharded.memory_report()
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert report["optimizer"] <= 4 * 2 * (trainable / 2 + 1000) + 1000, "states for the adapters alone"
+        assert report["parameters"] < 4 * sum(p.numel() for p in before.values()) * 0.6, (
+            "the frozen base is sharded too"
+        )
+        with zeroshard.unsharded(model):
+            for fqn, parameter in model.named_parameters():
+                assert torch.equal(parameter, before[fqn]) is not parameter.requires_grad, fqn
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.full
+def test_every_family_of_transformers_under_zero_init() -> None:
+    """At tiny sizes; the script names the families that it leaves out, and why."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = Path(__file__).with_name("zero_init_families.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -1,0 +1,285 @@
+"""`make accelerator` with tiny sizes on the simulated accelerator: each part ends in time, and the page takes its figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tarfile
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from simgpu import bodies, device, rare
+
+from zeroshard import Policy, Precision
+from zeroshard.engine.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("facts", "right", "memory", "speed", "offload")
+EXPECTED = {
+    "facts": "pinning, GB/s",
+    "right": '"feature: failing_disk", "result": "right"',
+    "memory": "peak_reserved_gib",
+    "speed": "zeroshard, stage 3, collectives forced",
+    "offload": '"row": 8, "model": "1.3 B", "where": "disk", "microbatches": 8, "ratio": 1.0, "parameters_b"',
+}
+"""A word of the last rows of each part."""
+
+
+def rehearse(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks/accelerator.py"), "--rehearse", "--out", str(out), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+def results(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
+    done = rehearse(tmp_path, "--part", part)
+    log = (tmp_path / f"{part}.log").read_text()
+    assert done.returncode == 0, log[-3000:]
+    found = results(tmp_path)["parts"][part]
+    assert found["end"] == "done"
+    assert found["about"]["rehearsal"]
+    assert EXPECTED[part] in json.dumps(found["rows"])
+    assert not [row for row in found["rows"] if "failed" in row]
+    assert not [row for row in found["rows"] if row.get("kept")]
+    if part == "right":  # on this device every policy has the bits of stage 0
+        said = {row["what"]: row["result"] for row in found["rows"]}
+        assert said.pop("deterministic kernels") == "requested where torch has them; CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        assert said.pop("stage 0 compared with plain AdamW").startswith("within")
+        assert set(said.values()) == {"equal", "right"}
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        names = set(archive.getnames())
+        logs = {path.name for path in tmp_path.iterdir()} - {"results.tar.gz"}
+    assert logs == {"results.json", f"{part}.log"}
+    traces = names - logs
+    assert len(traces) == (3 if part == "speed" else 0)
+    assert all(name.endswith(".json.gz") for name in traces)
+
+
+def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("accelerator")
+    known = {"parts": {"facts": {"rows": [{"fact": "x", "value": 1.0}], "end": "done", "seconds": 1.0}}}
+    (tmp_path / "results.json").write_text(json.dumps(known))
+    (tmp_path / "accelerator.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 1.0)
+    assert runner.run_part("speed", tmp_path, 2.0, rehearse=True).startswith("ended after its 2 s")
+    found = results(tmp_path)["parts"]
+    assert found["facts"] == known["parts"]["facts"]
+    assert found["speed"]["end"].startswith("ended after its 2 s")
+
+
+def test_a_part_counts_its_time_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    runner = importlib.import_module("accelerator")
+    lines = ["import json, os, sys, time", "end = float(sys.argv[sys.argv.index('--end') + 1])"]
+    lines.append("print(json.dumps([end - time.monotonic(), os.environ['GLOO_SOCKET_IFNAME']]))")
+    (tmp_path / "accelerator.py").write_text("\n".join(lines))
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    begin = time.monotonic()
+    assert runner.run_part("facts", tmp_path, 60.0, rehearse=True) == "done"
+    took = time.monotonic() - begin
+    left, interface = json.loads((tmp_path / "facts.log").read_text())
+    assert 55.0 - took <= left < 55.0
+    assert interface == "lo"
+
+
+def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
+    parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
+    assert len(rows) > 10
+    assert all(row["left_out"] == "no time" for row in rows)
+
+
+def test_bodies_that_need_pydantic_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    ran: list[str] = []
+    monkeypatch.setattr(rare, "EVERY_BODY", {name: lambda _, name=name: ran.append(name) for name in rare.EVERY_BODY})
+    monkeypatch.setattr(parts, "_version", lambda _: None)
+    monkeypatch.setattr(device, "use", lambda _: None)
+    setting = SimpleNamespace(rehearse=False, left=500.0, alone=lambda: None, device=None)
+    assert parts._bodies(setting, lambda **row: rows.append(row))
+    left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
+    assert left_out == [
+        "feature: checkpoints", "feature: asynchronous_checkpoints", "feature: engine", "feature: failing_disk",
+    ]  # fmt: skip
+    assert len(ran) == len(rare.EVERY_BODY) - 4
+
+
+def test_a_real_device_may_round_otherwise_than_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = torch.ones(3)
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="cuda"))
+    bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
+    with pytest.raises(AssertionError, match="not close"):
+        bodies.expect_the_cpus((one + 1.0,), (one,), "other bits")
+    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="simgpu"))
+    with pytest.raises(AssertionError, match="other bits"):
+        bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
+
+
+def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    runner = importlib.import_module("accelerator")
+    part = importlib.import_module("accelerator_offload")
+    monkeypatch.setattr(part, "_in_a_process", lambda _, row: {"tflops": 100.0 if row.where == "device" else 80.0})
+    for rows in ((1,), (6, 2), (2,)):
+        findings = runner.Findings(tmp_path, "offload")
+        findings.begin(rows)
+        part.offload(SimpleNamespace(rows=rows, left=500.0, rehearse=False, out=tmp_path), findings.add)
+    found = results(tmp_path)["parts"]["offload"]["rows"]
+    assert [(row["row"], row["share"]) for row in found] == [(1, 1.0), (2, 0.8), (6, 0.8)]
+    with pytest.raises(SystemExit, match="no row 9: its rows are 1 to 8"):
+        part.offload(SimpleNamespace(rows=(9,)), findings.add)
+    assert sum(row.seconds for row in part.ROWS[:6]) <= 9 * 60 - runner.GRACE_SECONDS - runner.RESERVE_SECONDS
+    done = rehearse(tmp_path, "--part", "speed", "--rows", "1")
+    assert done.returncode == 2
+    assert "--rows needs --part offload" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "base", "largest"), [(79, "3.2 B", "9.6 B"), (139, "5.4 B", "12.6 B"), (47, "1.3 B", "5.4 B")]
+)
+def test_models_are_those_that_the_device_holds(
+    device: int, base: str, largest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    part = importlib.import_module("accelerator_offload")
+    gib = 1 << 30
+    fitted = [part.fitted(row, device * gib, 118 * gib) for row in part.ROWS]
+    assert {row.model for row in fitted[:5]} == {base}
+    assert fitted[6].model == largest
+    host = part.host_bytes(fitted[6], part.SHAPES[largest].parameters)
+    assert host < 110 * gib
+    assert part.fitted(part.ROWS[1], device * gib, 10 * gib) is None
+
+
+def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    held: list[weakref.ref[Any]] = []
+    gone: list[bool] = []
+
+    def fails(*_: object) -> None:
+        model = torch.nn.Linear(2, 2)
+        held.append(weakref.ref(model))
+        raise AssertionError("a rival's own assertion\nof two lines")
+
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "systems", lambda: {"a rival": fails})
+    monkeypatch.setattr(parts, "TURNS", ("a rival",))
+    monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: make())
+    monkeypatch.setattr(parts, "forget", lambda: gone.append(held[-1]() is None))
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
+    setting = SimpleNamespace(left=500.0, rehearse=False, shape=lambda _: None, tokens=lambda *sizes: sizes)
+    parts.speed(setting, lambda **row: rows.append(row))
+    assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 4
+    assert gone == [True] * 4
+    assert [row["tokens"] for row in rows] == ["1 x 512, in turns", "8 x 2048", "1 x 512", "8 x 2048"]
+
+
+def test_systems_that_keep_memory_run_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(parts, "systems", lambda: {"first": 1, parts.KEEP_MEMORY[0]: 2, "last": 3})
+    monkeypatch.setattr(parts, "attempted", lambda work: work())
+    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
+    monkeypatch.setattr(parts, "_in_turns", lambda *_: None)
+    monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: {"ms": float(make)})
+    parts.speed(SimpleNamespace(left=500.0, rehearse=False), lambda **row: rows.append(row))
+    assert [row["system"] for row in rows] == ["first", "last"] * 3 + [parts.KEEP_MEMORY[0]] * 3
+    assert [row["x_first"] for row in rows] == [1.0, 3.0] * 3 + [2.0] * 3
+
+
+def test_traces_move_into_the_archive_and_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    findings = importlib.import_module("accelerator").Findings(tmp_path, "speed")
+    findings.begin()
+    for content in (b"one", b"two"):
+        (tmp_path / "a.json.gz").write_bytes(content)
+        findings.add(system="a")
+        findings.add(system="b")
+        assert not list(tmp_path.glob("*.json.gz"))
+        with tarfile.open(tmp_path / "results.tar.gz") as archive:
+            assert archive.getnames() == ["results.json", "a.json.gz"]
+            found = archive.extractfile("a.json.gz")
+            assert found is not None
+            assert found.read() == content
+
+
+def test_idle_time_counts_overlapping_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    assert parts.idle_share([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 8.0)]) == 3 / 8
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plan_is_of_what_is_trained(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("accelerator_parts")
+    config = load_config(parts.planned_config(stage, 4), world_size=1)
+    assert config.precision.resolve(torch.float32) == Precision(torch.bfloat16).resolve(torch.float32)
+    assert config.bucket_numel == parts.BUCKET_NUMEL
+    policy = Policy.stage(stage)
+    assert replace(config.policy, max_live_numel=None) == policy  # fewer parameters than the config's limit
+
+
+def test_the_page_takes_the_figures(tmp_path: Path) -> None:
+    row = {"system": "a", "ms": 12.345, "mfu": None}
+    part = {"rows": [row], "end": "done", "seconds": 61.2, "about": {"device": "D", "torch": "2", "rehearsal": False}}
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
+    command = [sys.executable, str(ROOT / "benchmarks/accelerator_page.py"), str(tmp_path / "results.json"), str(page)]
+    for is_rehearsal in (True, False):
+        part["about"]["rehearsal"] = is_rehearsal  # type: ignore[index]
+        (tmp_path / "results.json").write_text(json.dumps({"parts": {"speed": part}}))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode != 0) == is_rehearsal
+    text = page.read_text()
+    assert "| a | 12.35 |  |" in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "61 s" in text
+
+
+def test_the_page_of_results_shows_the_figures_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = json.loads((ROOT / "benchmarks/results/accelerator.json").read_text(encoding="utf-8"))
+    text = (ROOT / "benchmarks/results/accelerator.md").read_text(encoding="utf-8")
+    assert importlib.import_module("accelerator_page").filled(text, results) == text
+
+
+def test_results_are_counted_and_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    rows = [
+        {"what": "forced: stage 1", "result": "equal"},
+        {"what": "forced: stage 2", "result": "equal"},
+        {"what": "forced: stage 3", "result": "close: differs by 1.0e-04"},
+        {"what": "forced: stage 3, on disk", "result": "WRONG: differs by 2.0e+00"},
+        {"what": "twice", "result": "equal"},
+    ]
+    assert importlib.import_module("accelerator_page").counted(rows) == [
+        {"check": "forced", "result": "2 equal; 1 close; 1 WRONG (stage 3, on disk)", "largest difference": 2.0},
+        {"check": "twice", "result": "equal", "largest difference": None},
+    ]

@@ -1,0 +1,142 @@
+"""The promise: after a backward that raised, no step takes its gradients, and nothing else has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Stack, sgd, tokens
+from ranks import on_ranks
+from torch import Tensor, nn
+from twin import FEW_STAGES, abort, build, everything, same, step, steps, whole
+
+import zeroshard
+from zeroshard import StorageError, UsageError
+from zeroshard.core.gradient_bucket import GradientBucket
+
+
+def broken(model: nn.Module, rank: int, number: int) -> None:
+    """A backward that raises in its middle."""
+    abort(model(*tokens(rank, number)), model.blocks[1].norm.weight)
+
+
+@pytest.mark.quick(2)
+@FEW_STAGES
+@pytest.mark.parametrize("after", ["step", "norm", "forward and step", "backward"])
+def test_after_a_backward_that_aborted_the_step_says_so(stage: int, after: str) -> None:
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            model, sharded = build(stage, make_optimizer=sgd)
+            step(model, sharded, rank, 0)
+            if disturbed:
+                with sharded.accumulate():
+                    model(*tokens(rank, 20)).backward()
+                broken(model, rank, 21)
+                with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+                    if after == "norm":
+                        sharded.clip_grad_norm_(1.0)
+                    elif after == "backward":
+                        model(*tokens(rank, 22)).backward()
+                    else:
+                        if after == "forward and step":
+                            model(*tokens(rank, 22))
+                        sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            step(model, sharded, rank, 1)
+            step(model, sharded, rank, 2)
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+def test_a_backward_that_fails_at_its_end_aborted() -> None:
+    """A reduction of an earlier microbatch may fail when the gradients of a later one are taken."""
+
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            torch.manual_seed(0)
+            model = nn.Linear(8, 1)
+            model.unused = nn.Parameter(torch.ones(3))  # so that gradients wait for the end of the backward
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            sharded = zeroshard.shard(model, optimizer, 2)
+
+            def microbatch(number: int) -> None:
+                with sharded.accumulate():
+                    model(torch.full((4, 8), float(number))).sum().backward()
+
+            if disturbed:
+                microbatch(1)
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(GradientBucket, "finish_reduction", no_room)
+                    with pytest.raises(StorageError, match="no room"):
+                        microbatch(2)
+                for call in (lambda: microbatch(3), sharded.optimizer.step):
+                    with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+                        call()
+                sharded.optimizer.zero_grad()
+            for number in (1, 2, 3):
+                microbatch(number)
+            sharded.optimizer.step()
+            return whole(model)
+
+        assert same(run(False), run(True))
+
+    def no_room(bucket: GradientBucket) -> None:
+        raise StorageError("no room")
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.quick(2)
+@FEW_STAGES
+def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(stage: int) -> None:
+    def body(rank: int) -> None:
+        def run(disturbed: bool) -> dict[str, Tensor]:
+            torch.manual_seed(0)
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 3,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": stage},
+            }
+            engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+
+            def microbatch(number: int) -> None:
+                engine.backward(engine(*tokens(rank, number)))
+                engine.step()
+
+            for number in range(3):
+                microbatch(number)
+            if disturbed:
+                microbatch(10)
+                handle = engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    microbatch(11)
+                handle.remove()
+                with pytest.raises(UsageError, match=r"engine\.zero_grad"):
+                    microbatch(12)
+                engine.zero_grad()
+            for number in range(3, 6):
+                microbatch(number)
+            assert engine.global_steps == 2 and engine.micro_steps == 6
+            return whole(engine.module)
+
+        assert same(run(False), run(True))
+
+    on_ranks(body, 2)
+
+
+@FEW_STAGES
+def test_a_backward_that_aborted_changes_no_parameter_and_no_state(stage: int) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(stage, precision=torch.bfloat16)
+        steps(model, sharded, rank, range(2))
+        before = everything(sharded)
+        broken(model, rank, 2)
+        with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+            sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        assert same(everything(sharded), before)
+
+    on_ranks(body, 2)

@@ -1,1 +1,0 @@
-"""User access to sharded parameters: reads, writes and model states."""

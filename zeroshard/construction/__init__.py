@@ -1,1 +1,0 @@
-"""Models whose parameters are sharded or divided while the model is built."""

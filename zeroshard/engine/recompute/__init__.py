@@ -1,0 +1,5 @@
+"""Activation checkpointing."""
+
+from zeroshard.engine.recompute import checkpointing
+
+__all__ = ["checkpointing"]

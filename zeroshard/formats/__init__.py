@@ -1,1 +1,0 @@
-"""Foreign file formats: Hugging Face, DeepSpeed, torch's distributed checkpoint."""

@@ -1,1 +1,0 @@
-"""Gradients: collected from autograd, reduced over ranks."""

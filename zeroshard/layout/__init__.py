@@ -1,1 +1,0 @@
-"""The layout: which rank holds which element, and which parameters are one unit. Integers and names."""

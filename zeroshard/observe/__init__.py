@@ -1,1 +1,0 @@
-"""Reports of a run: memory, progress, monitors and pictures."""

@@ -1,1 +1,0 @@
-"""Parameters: sharded at rest, unsharded, resharded."""

@@ -1,6 +1,0 @@
-"""Plans: dry runs of the engine itself, which give the memory of a training run before it is queued."""
-
-from zeroshard.planning.planner import plan
-from zeroshard.planning.table import Plan, Row
-
-__all__ = ["Plan", "Row", "plan"]

@@ -1,5 +1,0 @@
-"""Activation checkpointing."""
-
-from zeroshard.recompute import checkpointing
-
-__all__ = ["checkpointing"]

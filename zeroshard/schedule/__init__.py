@@ -1,1 +1,0 @@
-"""The order of events in a step: hooks, units, and the schedule between them."""

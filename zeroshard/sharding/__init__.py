@@ -1,1 +1,0 @@
-"""Training with a policy: `shard`, and the object that it returns."""

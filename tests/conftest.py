@@ -54,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the quick set and the rest: not every combination, see --rest")
     rest = "only the rest: of each test every two values of two parameters together, of one marked `every` all combinations"
     parser.addoption("--rest", action="store_true", help=rest)
+    long = "how many times as many random sequences the tests `at_length` try as they do in --rest"
+    parser.addoption("--times", type=int, default=1, metavar="N", help=long)
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
 
 
@@ -62,6 +64,12 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Set the transport between ranks, and return its name."""
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0" if request.param == "gloo" else "1")
     return str(request.param)
+
+
+@pytest.fixture
+def times(request: pytest.FixtureRequest) -> int:
+    """The factor by which a test of random sequences is longer than in CI."""
+    return int(request.config.getoption("--times"))
 
 
 @pytest.fixture(autouse=True)

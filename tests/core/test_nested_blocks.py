@@ -381,8 +381,8 @@ def test_what_is_shown_and_what_rests_agree_after_nested_blocks(
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_nested_blocks_at_length(name: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    on_ranks(run, RANKS, name, dtype, range(100, 300), tmp_path)
+def test_nested_blocks_at_length(name: str, dtype: torch.dtype | None, tmp_path: Path, times: int) -> None:
+    on_ranks(run, RANKS, name, dtype, range(100, 100 + 60 * times), tmp_path, timeout=300.0 * times)
 
 
 def test_writes_through_data_in_a_block_that_only_reads_are_lost_with_a_warning() -> None:

@@ -168,5 +168,5 @@ def test_whatever_users_do_is_as_torch_does_it(ranks: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_whatever_users_do_at_length(ranks: int) -> None:
-    on_ranks(run, ranks, range(100, 400))
+def test_whatever_users_do_at_length(ranks: int, times: int) -> None:
+    on_ranks(run, ranks, range(100, 100 + 100 * times))

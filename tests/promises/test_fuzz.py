@@ -56,12 +56,12 @@ def test_whatever_users_do_is_as_plain_pytorch_does_it_or_refused_by_name(
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(5))
-def test_whatever_users_do_at_length(part: int) -> None:
-    """Run 2,500 sequences, in parts that processes share."""
+def test_whatever_users_do_at_length(part: int, times: int) -> None:
+    """Run 1,000 sequences, in parts that processes share, or with `--times 5` 5,000."""
 
     @seed(part)
     @given(SETTINGS, sequences(25))
-    @settings(profile(500), derandomize=False)
+    @settings(profile(200 * times), derandomize=False)
     def at_length(setting: Setting, actions: list[Action]) -> None:
         run(setting, actions)
 

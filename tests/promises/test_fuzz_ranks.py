@@ -146,8 +146,8 @@ def test_ranks_that_differ_by_design_are_as_plain_pytorch(ranks: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_differ_at_length(ranks: int) -> None:
-    for start in range(100, 250, 50):
+def test_ranks_that_differ_at_length(ranks: int, times: int) -> None:
+    for start in range(100, 100 + 50 * times, 50):
         on_ranks(run_all, ranks, ranks, range(start, start + 50))
 
 
@@ -197,5 +197,6 @@ def test_whatever_users_do_on_two_ranks_is_as_plain_pytorch_does_it_or_refused_b
 
 
 @pytest.mark.parametrize("part", range(5))
-def test_whatever_users_do_on_two_ranks_at_length(part: int, tmp_path: Path) -> None:
-    on_ranks(act, 2, tmp_path, range(100 * part + 100, 100 * part + 200), timeout=600.0)
+def test_whatever_users_do_on_two_ranks_at_length(part: int, tmp_path: Path, times: int) -> None:
+    first = 100 + 40 * times * part
+    on_ranks(act, 2, tmp_path, range(first, first + 40 * times), timeout=300.0 * times)

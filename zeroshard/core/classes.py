@@ -328,7 +328,7 @@ class TakenGradient(Tensor):
         look_up = _LOOK_UPS.get(func)
         if look_up is not None and len(args) == 2 and not kwargs and type(args[0]) is cls:
             operations = args[0].live.step.operations
-            answer = None if operations is None else look_up(operations, args[0], args[1])
+            answer = None if operations is None else getattr(operations, look_up)(*args)
             if answer is not None:
                 return answer
         attribute = attribute_of(func)
@@ -367,11 +367,11 @@ def _shape_of(parameter: Tensor) -> TakenGradient:
         return nothing.expand(parameter.shape).as_subclass(TakenGradient)
 
 
-_LOOK_UPS: dict[Callable[..., Any], Callable[[Any, TakenGradient, Any], Tensor | None]] = {
-    torch.linalg.vector_norm: lambda operations, gradient, order: operations.known_norm(gradient.key, order),
-    Tensor.mul_: lambda operations, gradient, factor: gradient if operations.multiplies(gradient.key, factor) else None,
+_LOOK_UPS: dict[Callable[..., Any], str] = {
+    torch.linalg.vector_norm: "known_norm",
+    Tensor.mul_: "multiplied",
 }
-"""torch's operations with a short path. The functions return None where the whole path must decide."""
+"""torch's operations with a short path, a method of `GradientOperations`. It returns None where the whole path must decide."""
 _FOR_EACH: dict[str, Callable[..., Tensor]] = {
     "_foreach_norm": torch.linalg.vector_norm,
     "_foreach_mul_": Tensor.mul_,

@@ -9,7 +9,7 @@ shards' numbers.
 
 [Note: one call for each gradient]
 torch calls each operation once for each gradient. The first call does the work for all of them, and the others look its result up
-(`known_norm`, `multiplies`).
+(`known_norm`, `multiplied`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.core.classes import TakenGradient
 from zeroshard.core.context import Context
 from zeroshard.core.norm import sums_of_squares
 from zeroshard.core.resident import MeanGradients, Resident, ShardView
@@ -101,7 +102,7 @@ class GradientOperations:
         self._factor: tuple[Tensor, int, float] | None = None
         """The factor that a gradient was multiplied by last, the count of writes to it, and its value."""
         self._multiplied: list[int] = []
-        """The `id`s of the parameters whose gradients `multiplies` has multiplied by it. `_take_multiplied` empties the list."""
+        """The `id`s of the parameters whose gradients `multiplied` has multiplied by it. `_take_multiplied` empties the list."""
         self._visible_ids: Set[int] = set()
         """The `id`s of the parameters whose gradients were visible when `_norms` were exchanged."""
 
@@ -152,25 +153,21 @@ class GradientOperations:
 
     # ------------------------------------------------------------------ the short path
 
-    def known_norm(self, parameter: int, order: Any) -> Tensor | None:
-        """Return the norm of a parameter's gradient if the last exchange computed it; None if `operate` must decide.
-
-        Args:
-            parameter: the parameter's `id`.
-        """
+    def known_norm(self, gradient: TakenGradient, order: Any) -> Tensor | None:
+        """Return the norm of a gradient if the last exchange computed it; None if `operate` must decide."""
         known = self._known.get(order)
         # Each is returned once, since the caller may write to it.
-        return None if known is None else known.pop(parameter, None)
+        return None if known is None else known.pop(gradient.key, None)
 
-    def multiplies(self, parameter: int, factor: Any) -> bool:
-        """Multiply a parameter's gradient by the factor that another was multiplied by last. False: `operate` must decide."""
+    def multiplied(self, gradient: TakenGradient, factor: Any) -> TakenGradient | None:
+        """Multiply a gradient by the factor that another was multiplied by last. None: `operate` must decide."""
         last = self._factor
         if last is None or factor is not last[0] or version_of(factor) != last[1]:
-            return False
-        if parameter not in self._visible_ids:
-            return False
-        self._multiplied.append(parameter)
-        return True
+            return None
+        if gradient.key not in self._visible_ids:
+            return None
+        self._multiplied.append(gradient.key)
+        return gradient
 
     def _take_multiplied(self) -> None:
         if self._multiplied:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from zeroshard.core.context import OwnWrites
 from zeroshard.core.unit import Unit
 from zeroshard.errors import UsageError
 from zeroshard.torch_private import (
@@ -35,27 +36,24 @@ from zeroshard.torch_private import (
     wrapper_tensor,
 )
 
+Read = Callable[[], Any]
+"""A saved tensor: a function that returns it."""
+
 
 class _Place(NamedTuple):
     """The place of views of a unit's flat buffer. Each step saves the same places, so each is made once."""
 
     unit: Unit
-    parameter: int
-    """The index of the parameter in which the views begin."""
+    parameter: Tensor
+    """The parameter in which the views begin."""
+    own_writes: OwnWrites
+    """The writes to it that are not the user's."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     shows_attributes: bool
     """Whether they are a whole parameter with attributes, which a Python autograd function may read."""
-
-
-class _View(NamedTuple):
-    """A saved view of a unit's flat buffer."""
-
-    place: _Place
-    version: int
-    trained: bool
 
 
 class SavedParameters:
@@ -184,7 +182,7 @@ class SavedParameters:
     # [Note: hooks on saved tensors]
     # torch calls these two for each tensor that autograd saves, about 30 times for a block of a model. There is no other way to
     # learn of a read, since outputs may escape, and a parameter that is read without its memory ends the process. Together they
-    # take 2 microseconds for a tensor that is not of a unit, two thirds of them torch's, and 6 for one that is.
+    # take 2 microseconds for a tensor that is not of a unit, two thirds of them torch's, and 5 for one that is.
 
     def _pack_of(self, others: tuple[Callable[[Tensor], Any], Callable[[Any], Any]] | None) -> Callable[[Tensor], Any]:
         """Return the hook that packs tensors.
@@ -198,14 +196,18 @@ class SavedParameters:
 
         def pack(tensor: Tensor) -> Any:
             # One frame, which calls only C for tensors outside the units.
-            try:
-                is_foreign = type(tensor) in ordinary and number_of_storage(storage_of(tensor)) not in owners
-            except (RuntimeError, NotImplementedError):  # no storage, such as inside a torch.func transform
-                is_foreign = True
-            if not is_foreign:
+            packed = None
+            if type(tensor) in ordinary:
+                try:
+                    storage = number_of_storage(storage_of(tensor))
+                except (RuntimeError, NotImplementedError):  # no storage, such as inside a torch.func transform
+                    storage = 0
+                if storage in owners:
+                    packed = self._view_of(tensor, storage)
+            else:
                 packed = self._pack(tensor)
-                if packed is not None:
-                    return packed
+            if packed is not None:
+                return packed
             if others is not None:
                 return partial(others[1], others[0](tensor))
             # Detached: an operation's own output would keep itself alive.
@@ -213,22 +215,24 @@ class SavedParameters:
 
         return pack
 
-    def _pack(self, tensor: Tensor) -> Any:
-        """Pack a tensor that may be of a unit. Return None if it is not."""
-        if type(tensor) in self._ordinary:
-            return self._view_of(tensor)
-        if self._has_distributed and is_distributed(tensor):
-            local = self._view_of(local_of(tensor))
-            return None if local is None else partial(self._distributed, local, distribution_of(tensor))
+    def _pack(self, tensor: Tensor) -> Read | None:
+        """Pack a tensor of another class, which may be of a unit. Return None if it is not."""
+        divided = self._has_distributed and is_distributed(tensor)
         with past_torch_function():  # a parameter whose values are elsewhere may be saved without being read
-            return self._view_of(tensor)
+            local = local_of(tensor) if divided else tensor
+            try:
+                storage = storage_id(local)
+            except (RuntimeError, NotImplementedError):
+                return None
+            read = self._view_of(local, storage)
+        return partial(self._distributed, read, distribution_of(tensor)) if divided and read is not None else read
 
-    def _view_of(self, tensor: Tensor) -> _View | None:
-        """Return the part of a unit that a tensor views; None if it views none."""
-        try:
-            storage = storage_id(tensor)
-        except (RuntimeError, NotImplementedError):  # no storage, such as inside a torch.func transform
-            return None
+    def _view_of(self, tensor: Tensor, storage: int) -> Read | None:
+        """Return a function that reads the part of a unit that a tensor views; None if it views none.
+
+        Args:
+            storage: the number of the tensor's storage.
+        """
         unit = self._unit_of.get(storage)
         if unit is None:
             unit = self._placeholders.get(storage)
@@ -245,10 +249,9 @@ class SavedParameters:
         place = places.get(key)
         if place is None:
             place = places[key] = self._place_of(unit, tensor)
-        parameter = unit.parameters[place.parameter]
-        # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_unpack` made have counters of their own.
-        version = version_of(parameter) - unit.appearance.own_writes[place.parameter].frees
-        return _View(place, version, parameter.requires_grad)
+        parameter = place.parameter
+        # Not the tensor's own count: `.data`, local tensors of DTensors and tensors that `_read` made have counters of their own.
+        return partial(self._read, place, version_of(parameter) - place.own_writes.frees, parameter.requires_grad)
 
     def _place_of(self, unit: Unit, tensor: Tensor) -> _Place:
         offset = int(tensor.storage_offset())
@@ -261,28 +264,28 @@ class SavedParameters:
         itself = unit.appearance.views[index]
         is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
         return _Place(
-            unit, index, tensor.dtype, size, stride, offset, shows_attributes=is_itself and not entry.is_distributed
-        )
+            unit, unit.parameters[index], unit.appearance.own_writes[index], tensor.dtype, size, stride, offset,
+            shows_attributes=is_itself and not entry.is_distributed,
+        )  # fmt: skip
 
-    def _distributed(self, local: _View, distribution: Any) -> Tensor:
+    def _distributed(self, read: Read, distribution: Any) -> Tensor:
         with torch.no_grad():
-            return distributed_by(distribution, self._unpack(local))
+            return distributed_by(distribution, read())
 
     def _unpack(self, packed: Any) -> Any:
-        kind = type(packed)
-        if kind is tuple:
-            tensor, version = packed
-            if version_of(tensor) != version:
-                _refuse_changed(version, version_of(tensor), f"a tensor of shape {tuple(tensor.shape)}")
-            return tensor
-        if kind is partial:
+        if type(packed) is partial:
             return packed()
-        place, version, is_trained = packed
-        unit, index, dtype, size, stride, offset, is_whole = place
-        parameter = unit.parameters[index]
-        now = version_of(parameter) - unit.appearance.own_writes[index].frees
+        tensor, version = packed
+        if version_of(tensor) != version:
+            _refuse_changed(version, version_of(tensor), f"a tensor of shape {tuple(tensor.shape)}")
+        return tensor
+
+    def _read(self, place: _Place, version: int, is_trained: bool) -> Any:
+        """Return a saved view of a unit, with its values."""
+        unit, parameter, own_writes, dtype, size, stride, offset, is_whole = place
+        now = version_of(parameter) - own_writes.frees
         if now != version:
-            _refuse_changed(version, now, unit.named[index].fqn)
+            _refuse_changed(version, now, unit.named[unit.index_of(parameter)].fqn)
         self._before_read(unit)
         shows_attributes = is_whole and (vars(parameter) or unit.appearance.whole_class is not nn.Parameter)
         if shows_attributes and not is_trained:

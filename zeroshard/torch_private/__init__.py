@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -563,12 +563,11 @@ def in_transform() -> bool:
 _of_thread = _find("torch._guards._TLS", Feature.SHARDING)
 
 
-def is_traced() -> bool:
-    """Return whether torch.compile is tracing on this thread.
+is_traced: Callable[[], object] = partial(getattr, _of_thread, "tracing_context", None)
+"""Return an object while torch.compile is tracing on this thread, otherwise None. Each read of a gradient asks.
 
-    torch's public functions are correct in traced code, but not in code that the compiler calls while it traces.
-    """
-    return getattr(_of_thread, "tracing_context", None) is not None
+torch's public functions are correct in traced code, but not in code that the compiler calls while it traces.
+"""
 
 
 _profiles = _find("torch.autograd._profiler_enabled", Feature.SHARDING)

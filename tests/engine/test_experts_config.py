@@ -210,12 +210,13 @@ def test_each_rank_generates_other_lengths(stage: int) -> None:
     def body(rank: int) -> list[Any]:
         engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2))
         whole = built("Qwen3-MoE")
+        model: Any = engine.module
         found = []
         prompt = torch.arange(2 + rank)[None]
         how: dict[str, Any] = {"max_new_tokens": 2 + 2 * rank, "do_sample": False}
-        with zeroshard.unsharded(engine.module):
-            found.append(engine.module.generate(prompt, synced_gpus=True, **how))
-        found += [engine.module.generate(prompt, synced_gpus=True, **how), whole.generate(prompt, **how)]
+        with zeroshard.unsharded(model):
+            found.append(model.generate(prompt, synced_gpus=True, **how))
+        found += [model.generate(prompt, synced_gpus=True, **how), whole.generate(prompt, **how)]
         engine.destroy()
         return found
 

@@ -203,6 +203,27 @@ def test_experts_that_the_caller_divided() -> None:
         assert norm == other_norm and torch.equal(value, other)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_generates_other_lengths(stage: int) -> None:
+    """As the docs say: ranks that have finished take part in the exchange of tokens until all have."""
+
+    def body(rank: int) -> list[Any]:
+        engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2))
+        whole = built("Qwen3-MoE")
+        model: Any = engine.module
+        found = []
+        prompt = torch.arange(2 + rank)[None]
+        how: dict[str, Any] = {"max_new_tokens": 2 + 2 * rank, "do_sample": False}
+        with zeroshard.unsharded(model):
+            found.append(model.generate(prompt, synced_gpus=True, **how))
+        found += [model.generate(prompt, synced_gpus=True, **how), whole.generate(prompt, **how)]
+        engine.destroy()
+        return found
+
+    for inside, outside, expected in on_ranks(body, RANKS):
+        assert torch.equal(inside, expected) and torch.equal(outside, expected)
+
+
 # ---------------------------------------------------------------------- refusals
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import FAMILIES, gpt2, llama, text
 from insides import settle
-from models import MODELS, floats
+from models import MODELS, floats, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
 from twin import ACCELERATOR, CPU, DISK, PRECISIONS, Setting, as_set, build, update
@@ -134,6 +134,22 @@ def test_buffers_come_once(stage: int) -> None:
     found = put_together([own for own, _ in results])
     same(found, results[0][1])
     assert found["net.1.running_mean"].any()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_elements_come_once(stage: int) -> None:
+    def body(rank: int) -> tuple[list[tuple[str, WeightShard]], dict[str, Tensor]]:
+        model, sharded = build(stage, make_model=MODELS["tied"])
+        version = sharded.weights_version()
+        update(model(*tokens(rank, 0)), sharded.optimizer)
+        own = sent_by(sharded, lambda: parts(sharded))
+        assert "blocks.0.empty" not in {name for name, *_ in sharded.changed_since(version)}
+        return own, copied(sharded.named_weights())
+
+    results = on_ranks(body, 2)
+    found = put_together([own for own, _ in results])
+    same(found, results[0][1])
+    assert found["blocks.0.empty"].shape == (0, 3)
 
 
 def test_a_rank_alone_takes_its_own() -> None:

@@ -69,12 +69,18 @@ def named_weights(
     live: LiveModel, to: int | None, *, merge_adapters: bool, names: str = "checkpoint"
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator over the weights of a model; see `Sharded.named_weights`. Raise for wrong arguments at once."""
-    refuse_distributed(live.model.named_parameters(), "named_weights()")
+    refuse_divided(live)
     if to is not None:
         refuse_no_rank(f"named_weights(to={to})", to, live.collectives.world_size)
     refuse_other_names(names)
     targets = targets_of(live, merge_adapters=merge_adapters) if names == "checkpoint" else None
     return _hand_over(live, to, merge_adapters=merge_adapters, targets=targets)
+
+
+def refuse_divided(live: LiveModel) -> None:
+    """Raise `UsageError` if the model has DTensors."""
+    remedy = "Get whole tensors from sharded.states.get(name) or sharded.consolidated_state_dict(), or write files: sharded.export."
+    refuse_distributed(live.model.named_parameters(), "named_weights()", remedy)
 
 
 def refuse_other_names(names: str) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint.live_model import LiveModel
 from zeroshard.core.blocks import Copy, Target, row_major
-from zeroshard.core.named_parameter import named_parameters, refuse_distributed
 from zeroshard.errors import UsageError
-from zeroshard.model.named_weights import parts_of, refuse_other_names, targets_of
+from zeroshard.model.named_weights import parts_of, refuse_divided, refuse_other_names, targets_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtypes that show the bits of values, by their size: -0.0 is not 0.0, and a NaN equals itself."""
@@ -72,7 +71,7 @@ class WeightsVersion:
 
 def weight_shards(live: LiveModel, names: str) -> Iterator[tuple[str, WeightShard]]:
     """Return an iterator over this rank's parts; see `Sharded.named_weights`. Raise for wrong arguments at once."""
-    refuse_distributed(named_parameters(live.model), "named_weights()")
+    refuse_divided(live)
     refuse_other_names(names)
     return _own_parts(live, targets_of(live, merge_adapters=False) if names == "checkpoint" else None)
 
@@ -121,8 +120,10 @@ def _own_parts(live: LiveModel, targets: Sequence[Target] | None) -> Iterator[tu
         if live.rank == 0:  # buffers are whole on every rank, and no rank holds a part of an empty parameter
             parameters = {id(entry.parameter) for unit in live.units for entry in unit.named}
             for name, tensor in plain:
-                if id(tensor) not in parameters or not tensor.shape.numel():
+                if id(tensor) not in parameters:
                     yield from placed(name, tensor.detach().reshape(-1), 0, tensor.shape)
+                elif not tensor.shape.numel():  # at stage 3, it may not be read
+                    yield from placed(name, torch.empty(0, dtype=tensor.dtype, device=tensor.device), 0, tensor.shape)
 
     for name, shard in found():
         yield name, shard

@@ -220,18 +220,20 @@ def build(
     precision: Precision | torch.dtype | None = None,
     make_model: Callable[[], nn.Module] = Stack,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = OPTIMIZERS["fused AdamW"],
+    seed: int = 0,
     bucket_numel: int = SMALL_BUCKETS,
-    elementwise: bool | None = None,
+    **options: Any,
 ) -> tuple[Any, Sharded]:
-    """Return the same model on every rank, and its `Sharded`. `policy` may be a stage, and `precision` a dtype."""
-    torch.manual_seed(0)
+    """Return the same model on every rank, and its `Sharded`, whose optimizer has the parameters that are trained.
+
+    `policy` may be a stage, and `precision` a dtype. The options are those of `zeroshard.shard`.
+    """
+    torch.manual_seed(seed)
     model = make_model()
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
     precision = precision if isinstance(precision, Precision) else Precision(precision)
-    optimizer = make_optimizer(model.parameters())
-    return model, zeroshard.shard(
-        model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, elementwise=elementwise
-    )
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 
 def update(loss: Tensor, optimizer: Any) -> None:
@@ -251,6 +253,17 @@ def steps(model: nn.Module, optimizer: Any, rank: int, numbers: Iterable[int]) -
     """Take a `step` for each number."""
     for number in numbers:
         step(model, optimizer, rank, number)
+
+
+def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
+    """Run an engine on this rank's batch of each number, a microbatch, and return the losses."""
+    losses = []
+    for number in numbers:
+        loss = engine(*tokens(rank, number))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return losses
 
 
 class Boom(Exception):

@@ -17,7 +17,7 @@ import torch
 from models import Stack, tokens
 from ranks import on_ranks, run_ranks
 from torch import nn
-from twin import step
+from twin import build, step
 
 import zeroshard
 from zeroshard import CheckpointError, CollectiveError, Policy, ZeroshardError
@@ -158,9 +158,7 @@ def test_a_parameter_among_the_values_is_true_or_refused(stage: int, tmp_path: P
     """Under stage 3 its values are elsewhere: it is refused by name, or what is loaded is what it was. Never NaN."""
 
     def body(rank: int) -> bool:
-        torch.manual_seed(0)
-        model = Stack()
-        made = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+        model, made = build(stage)
         step(model, made, rank, 0)
         weight = model.blocks[0].up.weight
         with zeroshard.unsharded(model):

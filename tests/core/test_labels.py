@@ -9,13 +9,13 @@ from models import tokens
 from ranks import on_ranks
 from torch import nn
 from torch.profiler import profile
-from twin import build
+from twin import LARGE_BUCKETS, build
 
 from zeroshard import torch_private
 
 
 def labels_of_a_step(rank: int, stage: int) -> Counter[str]:
-    model, sharded = build(stage)
+    model, sharded = build(stage, bucket_numel=LARGE_BUCKETS)
     for number in range(3):
         with profile() as found:
             model(*tokens(rank, number)).backward()

@@ -47,7 +47,7 @@ def test_ddp_around_a_sharded_model_is_named(stage: int) -> None:
 
 @pytest.mark.parametrize("how", ["bfloat16", "to", "half"])
 def test_a_conversion_of_a_model_at_stage_3_says_when_to_convert_it(how: str) -> None:
-    model, _ = build(3, make_optimizer=sgd)
+    model, _ = build(3)
     with pytest.raises(UsageError, match=r"`\w+` was called for it\. Convert the whole model .* before shard\(\)"):
         model.to(torch.bfloat16) if how == "to" else getattr(model, how)()
 
@@ -240,7 +240,7 @@ def test_memory_that_the_system_refuses_has_a_hint() -> None:
             def run(self, x: Tensor) -> Tensor:
                 return super().run(x) + torch.empty(2**34).sum()
 
-        model, _ = build(2, make_model=Greedy, make_optimizer=sgd)
+        model, _ = build(2, make_model=Greedy)
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
         try:

@@ -401,7 +401,7 @@ def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
 
 def test_lists_of_factors_are_refused_by_name() -> None:
     def body(rank: int) -> None:
-        model, _ = build(2, make_optimizer=sgd)
+        model, _ = build(2)
         model(*tokens(rank, 0)).backward()
         found = [gradient for gradient in gradients(model) if gradient.numel()]
         with pytest.raises(UsageError, match="_foreach_mul_ does not"):
@@ -456,7 +456,7 @@ def test_a_gradient_that_was_set_after_a_backward_is_named(clip: Clip) -> None:
     """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
 
     def body(rank: int) -> None:
-        model, _ = build(2, make_model=Sometimes, make_optimizer=sgd)
+        model, _ = build(2, make_model=Sometimes)
         model(torch.ones(2, 4), is_open=False).sum().backward()
         model.side.weight.grad = torch.ones(4, 4)
         with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):

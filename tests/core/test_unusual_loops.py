@@ -414,7 +414,7 @@ def test_a_copied_model_trains_on_its_own() -> None:
 @pytest.mark.parametrize("what", ["model", "parameter"])
 def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model, _ = build(3, make_optimizer=sgd)
+        model, _ = build(3)
         with pytest.raises(UsageError, match=r"unsharded.*export"):
             torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
 
@@ -526,7 +526,7 @@ def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
     """At stage 3 the one gave back the parameters that the other read: the process died. One after the other they may."""
 
     def body(rank: int) -> None:
-        model, _ = build(stage, make_optimizer=sgd)
+        model, _ = build(stage)
         batches = [tokens(0, number) for number in range(3)]
         expected = [model(*batch).item() for batch in batches]
         found: list[Any] = []
@@ -558,7 +558,7 @@ def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
 
 def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
     def body(rank: int) -> None:
-        model, _ = build(3, make_optimizer=sgd)
+        model, _ = build(3)
 
         def abort() -> None:
             with pytest.raises(IndexError):

@@ -375,7 +375,7 @@ def test_a_roots_parameter_in_the_loss(between: str) -> None:
 
 def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
     def body(rank: int) -> None:
-        model, _ = build(3, make_model=Net, make_optimizer=sgd)
+        model, _ = build(3, make_model=Net)
         x = batch(rank, 0)
         with pytest.raises(zeroshard.UsageError, match=r"torch\.func.*torch\.autograd\.grad"):
             torch.func.grad(model)(x)
@@ -393,7 +393,7 @@ def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_copy_names_nothing_of_zeroshards(stage: int) -> None:
     """It can be unpickled where zeroshard is not installed."""
-    model, _ = build(stage, make_model=Net, make_optimizer=sgd)
+    model, _ = build(stage, make_model=Net)
     copied = copy.deepcopy(model)
     data = pickle.dumps(copied)
     assert b"zeroshard" not in data

@@ -36,6 +36,7 @@ def _plain(world_size: int, name: str = "tied"):
 
     backward(0)
     optimizer.step()
+    optimizer.zero_grad()
     backward(1)
     return model, optimizer
 

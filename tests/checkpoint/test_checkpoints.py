@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
+from memory import resident
 from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -793,10 +794,6 @@ def test_nothing_is_ever_whole(tmp_path: Path) -> None:
     """A GPT of 19 M parameters on 4 ranks, 290 MiB of states: save and load take less than a unit beyond what rests."""
     gpt = GPTConfig(layers=24, width=256, heads=4)
 
-    def memory(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
-
     def body(rank: int) -> tuple[int, int, int]:
         ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
         with zeroshard.sharded_init():
@@ -809,9 +806,9 @@ def test_nothing_is_ever_whole(tmp_path: Path) -> None:
         for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
-            start = memory("VmRSS")
+            start = resident("VmRSS")
             work()
-            peaks.append(memory("VmHWM") - start)
+            peaks.append(resident("VmHWM") - start)
         return sharded.load(tmp_path, "a").nbytes, *peaks
 
     numel = sum(p.numel() for p in GPT(gpt).parameters())

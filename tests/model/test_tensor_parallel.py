@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from divided import Run, adamw, expect_near, expect_same, states_of, values_of
+from experts import loss_of
 from insides import across_model, padded_numel
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -153,10 +154,6 @@ def made(change: Callable[[Any], None] = ordinary) -> Gpt:
 
 def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def loss(model: nn.Module, number: int, rank: int) -> Tensor:

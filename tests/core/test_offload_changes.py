@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from insides import units
-from models import Stack, tokens
+from models import Stack, sgd, tokens
 from ranks import on_ranks
 from test_offload import keep_places_apart, take_steps
 from test_offload_states import policies, trained
 from torch import Tensor, nn
-from twin import CPU, DISK, LARGE_BUCKETS, SMALL_BUCKETS, build, every_state, same, update
+from twin import CPU, DISK, LARGE_BUCKETS, SMALL_BUCKETS, build, every_state, same, steps, update, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, StorageError, UsageError, ZeroshardError
@@ -425,29 +425,13 @@ def test_a_write_through_data_is_parked_with_parameters_that_rest_in_cpu_memory(
 # ---------------------------------------------------------------------- whole parameters that rest in CPU memory
 
 
-class Deep(nn.Module):
-    """Six blocks, and a root unit that is small beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def deep_model() -> Stack:
+    """Six equal blocks, and a root unit that is small beside them."""
+    return Stack(widths=[64] * 6)
 
 
-def deep(stage: int) -> tuple[Deep, Sharded]:
-    return build(Policy.stage(stage).offloaded(parameters=CPU), make_model=Deep, bucket_numel=LARGE_BUCKETS)
-
-
-def train_deep(model: Deep, sharded: Sharded, rank: int, steps: int) -> None:
-    for step in range(steps):
-        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        update(model(x.to(next(model.parameters()).dtype)).square().mean(), sharded.optimizer)
+def deep(stage: int) -> tuple[Stack, Sharded]:
+    return build(Policy.stage(stage).offloaded(parameters=CPU), make_model=deep_model, bucket_numel=LARGE_BUCKETS)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -461,9 +445,9 @@ def test_two_blocks_are_on_the_accelerator_while_the_model_runs(stage: int) -> N
             most[0] = max(most[0], sharded.memory_report()["parameters"])
 
         for block in model.blocks:
-            block[1].register_forward_hook(look)
-            block[1].register_full_backward_hook(look)
-        train_deep(model, sharded, rank, 3)
+            block.down.register_forward_hook(look)
+            block.down.register_full_backward_hook(look)
+        steps(model, sharded, rank, range(3))
         root, block = (unit.layout.numel for unit in (units(sharded)[0], units(sharded)[1]))  # with padding
         assert 4 * block < most[0] <= 4 * (root + 2 * block)
         assert sharded.memory_report()["parameters"] == 0
@@ -478,18 +462,18 @@ def test_one_rank_alone_runs_and_reads_the_model(stage: int) -> None:
         results = []
         for is_alone in (False, True):
             model, sharded = deep(stage)
-            train_deep(model, sharded, rank, 2)
-            x = torch.linspace(-1, 1, 16)[None]
+            steps(model, sharded, rank, range(2))
+            (x,) = tokens(0, 9)
             if rank == 0 and is_alone:
                 with torch.no_grad():
                     expected = copy.deepcopy(model)(x)
                     assert torch.equal(model(x), expected)
                 for _ in range(2):  # with a graph that nobody differentiates
                     assert torch.equal(model(x).detach(), expected)
-                assert torch.equal(model.state_dict()["first.weight"], model.first.weight)
-                assert torch.autograd.grad(model(x).sum(), model.blocks[3][0].weight)[0].any()
-            train_deep(model, sharded, rank, 2)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
+                assert torch.equal(model.state_dict()["embedding.weight"], model.embedding.weight)
+                assert torch.autograd.grad(model(x), model.blocks[3].up.weight)[0].any()
+            steps(model, sharded, rank, range(2))
+            results.append(whole(model))
         assert same(results[1], results[0])
 
     on_ranks(body, 2)
@@ -510,22 +494,22 @@ def test_a_write_in_a_forward_stays_when_the_block_leaves(way: str, trained: boo
         else:
             weight.data = weight.data * 0.5
 
+    def partly_trained() -> Stack:
+        model = deep_model().to(dtype)
+        model.blocks[2].requires_grad_(trained)
+        return model
+
     def body(rank: int) -> None:
         keep_places_apart()
         results = []
         for place in (None, CPU):
-            torch.manual_seed(0)
-            model = Deep().to(dtype)
-            model.blocks[2].requires_grad_(trained)
-            written = [p for p in model.parameters() if p.requires_grad]
-            sharded = zeroshard.shard(
-                model, torch.optim.SGD(written, lr=0.25), Policy.stage(2).offloaded(parameters=place)
-            )
-            hook = model.blocks[2][0].register_forward_pre_hook(write)
-            train_deep(model, sharded, rank, 1)
+            policy = Policy.stage(2).offloaded(parameters=place)
+            model, sharded = build(policy, make_model=partly_trained, make_optimizer=sgd)
+            hook = model.blocks[2].up.register_forward_pre_hook(write)
+            steps(model, sharded, rank, [0])
             hook.remove()
-            train_deep(model, sharded, rank, 2)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
+            steps(model, sharded, rank, range(2))
+            results.append(whole(model))
         assert same(results[1], results[0])
 
     on_ranks(body, 2)
@@ -538,14 +522,12 @@ def test_a_graph_outside_of_the_model_keeps_what_it_reads() -> None:
         keep_places_apart()
         results = []
         for place in (None, CPU):
-            model, sharded = build(Policy.stage(2).offloaded(parameters=place), make_model=Deep)
-            for step in range(3):
+            model, sharded = build(Policy.stage(2).offloaded(parameters=place), make_model=deep_model)
+            for number in range(3):
                 with torch.no_grad():
-                    assert all(float(p.norm()) for p in model.parameters())
+                    assert all(p.norm().isfinite() for p in model.parameters())
                 penalty = sum((p * p).sum() for p in model.parameters())
-                update(
-                    model(torch.full((2, 16), step + rank + 1.0)).square().mean() + 1e-2 * penalty, sharded.optimizer
-                )
+                update(model(*tokens(rank, number)) + 1e-2 * penalty, sharded.optimizer)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
             assert place is None or sharded.memory_report()["parameters"] == 0
         assert same(results[1], results[0])
@@ -558,7 +540,7 @@ def test_a_transform_of_torch_func_names_the_place() -> None:
         keep_places_apart()
         model, _ = deep(2)
         with pytest.raises(zeroshard.UsageError, match=r"at rest in CPU memory, .*without offloaded parameters"):
-            torch.func.vmap(model)(torch.ones(2, 3, 16))
+            torch.func.vmap(model)(torch.stack([*tokens(0, 0), *tokens(0, 1)]))
 
     on_ranks(body, 1)
 
@@ -569,10 +551,10 @@ def test_a_graph_of_a_part_outlives_another_step_after_a_state_was_set() -> None
     def body(rank: int) -> None:
         keep_places_apart()
         model, sharded = deep(1)
-        sharded.states.set("first.weight", "parameters", torch.eye(16))
+        sharded.states.set("embedding.weight", "parameters", torch.ones(31, 12))
         assert sharded.memory_report()["parameters"] == 0
-        loss = model.first(torch.ones(1, 16)).sum()
-        model(torch.ones(2, 16)).sum().backward()
+        loss = model.head(torch.ones(1, 12)).sum()
+        model(*tokens(rank, 0)).backward()
         loss.backward()
         sharded.optimizer.step()
 

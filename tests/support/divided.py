@@ -93,6 +93,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expect_same(one: Run, other: Run) -> None:
+    assert one.keys() == other.keys()
     assert one["norms"] == other["norms"] and one.get("losses") == other.get("losses")
     for part in ("values", "states"):
         for name, value in one.get(part, {}).items():

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens
+from models import Stack, Untied, tokens
 from ranks import on_ranks, run_ranks
 from torch import nn
-from twin import step
+from twin import build, step
 
 import zeroshard
 from zeroshard import CheckpointError, CollectiveError, Policy, ZeroshardError
@@ -158,9 +159,7 @@ def test_a_parameter_among_the_values_is_true_or_refused(stage: int, tmp_path: P
     """Under stage 3 its values are elsewhere: it is refused by name, or what is loaded is what it was. Never NaN."""
 
     def body(rank: int) -> bool:
-        torch.manual_seed(0)
-        model = Stack()
-        made = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
+        model, made = build(stage)
         step(model, made, rank, 0)
         weight = model.blocks[0].up.weight
         with zeroshard.unsharded(model):
@@ -368,27 +367,21 @@ def test_after_a_step_without_an_optimizer_the_model_still_evaluates() -> None:
     made.remove()
 
 
-class Tied(nn.Module):
-    """Two linear layers, which may share a weight."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        if tied:
-            self.last.weight = self.first.weight
+def two_layers() -> Any:
+    return nn.Sequential(OrderedDict(first=nn.Linear(8, 8, bias=False), last=nn.Linear(8, 8, bias=False)))
 
 
 def test_two_parameters_do_not_load_into_one(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        models = [Tied(tied=tied) for tied in (False, True)]
-        first, other = (zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 2) for model in models)
-        first.save(tmp_path, "one")
+        untied, made = build(2, make_model=Untied)
+        tied, other = build(2, seed=1)
+        made.save(tmp_path, "one")
         with pytest.raises(
-            CheckpointError, match=r"first\.weight and last\.weight were saved as two tensors.*strict=False"
+            CheckpointError, match=r"embedding\.weight and head\.weight were saved as two tensors.*strict=False"
         ):
             other.load(tmp_path)
         other.load(tmp_path, strict=False, optimizer_states=False)
-        assert torch.equal(models[1].last.weight, models[0].first.weight)
+        assert torch.equal(tied.head.weight, untied.embedding.weight)
 
     on_ranks(body, 2)
 
@@ -396,9 +389,9 @@ def test_two_parameters_do_not_load_into_one(tmp_path: Path) -> None:
 def test_parameters_that_were_left_out_do_not_count_as_loaded_if_this_run_trains_them(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         def made(frozen: bool) -> zeroshard.Sharded:
-            model = Tied(tied=False)
+            model = two_layers()
             model.first.requires_grad_(not frozen)
-            return zeroshard.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), 2)
+            return build(2, make_model=lambda: model)[1]
 
         made(frozen=True).save(tmp_path, "adapters", exclude_frozen=True)
         made(frozen=True).load(tmp_path)
@@ -411,12 +404,12 @@ def test_parameters_that_were_left_out_do_not_count_as_loaded_if_this_run_trains
 def test_states_of_several_optimizers_load_only_into_the_same_classes(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         def made(first: Any, last: Any, turned: bool = False) -> tuple[nn.Module, zeroshard.Sharded]:
-            model = Tied(tied=False)
+            model = two_layers()
             members = [first(model.first.parameters(), lr=0.1), last(model.last.parameters(), lr=0.2)]
             return model, zeroshard.shard(model, members[::-1] if turned else members, 1)
 
         model, sharded = made(torch.optim.SGD, torch.optim.AdamW)
-        model.last(model.first(torch.ones(2, 8))).sum().backward()
+        model(torch.ones(2, 8)).sum().backward()
         sharded.optimizer.step()
         sharded.save(tmp_path, "one")
         for first, last, name in (

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
-from models import MODELS, Stack, floats, muon_with_adamw, tokens
+from memory import resident
+from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import everything, same, update
+from twin import build, engine_steps, everything, same, steps, update
 
 import zeroshard
 from zeroshard import CheckpointError, Place, Policy, Precision, UsageError
@@ -70,33 +72,6 @@ def test_a_load_under_other_names(stage: int, tmp_path: Path) -> None:
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build(
-    stage: int,
-    name: str = "tied",
-    dtype: torch.dtype | None = None,
-    group: Any = None,
-    seed: int = 0,
-    fused: bool = True,
-) -> tuple[nn.Module, zeroshard.Sharded]:
-    torch.manual_seed(seed)
-    model = MODELS[name]()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=fused)
-    sharded = zeroshard.shard(
-        model, optimizer, Policy.stage(stage), precision=Precision(param_dtype=dtype), bucket_numel=700
-    )
-    return model, sharded
-
-
-def train(model: nn.Module, sharded: zeroshard.Sharded, rank: int, steps: range, name: str = "tied") -> list[Tensor]:
-    losses = []
-    for step in steps:
-        batch = floats(rank, step) if name in ("batch norm", "tiny") else tokens(rank, step)
-        loss = model(*batch)
-        update(loss, sharded.optimizer)
-        losses.append(loss.detach())
-    return losses
-
-
 def holds(model: nn.Module, sharded: zeroshard.Sharded, whole: dict[str, Tensor]) -> bool:
     """Whether this rank's parts, and what the model shows, are those of `everything`. Quick: two messages, not hundreds."""
     parts = [
@@ -120,8 +95,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
         folder = tmp_path_factory.mktemp("checkpoint")
 
         def body(rank: int) -> None:
-            model, sharded = build(stage, dtype=DTYPES[dtype])
-            train(model, sharded, rank, range(2))
+            model, sharded = build(stage, precision=DTYPES[dtype])
+            steps(model, sharded, rank, range(2))
             sharded.save(folder, "step2")
             whole = everything(sharded)
             if rank == 0:
@@ -145,11 +120,11 @@ def test_any_world_size_and_stage_to_any_other(
 
     def load(rank: int) -> None:
         for stage in range(4):
-            model, sharded = build(stage, dtype=DTYPES[dtype], seed=5)
+            model, sharded = build(stage, precision=DTYPES[dtype], seed=5)
             loaded = sharded.load(folder)
             assert (loaded.tag, loaded.world_size) == ("step2", saved_size)
             assert holds(model, sharded, torch.load(folder / "whole.pt")), stage
-            train(model, sharded, rank, range(2, 3))
+            steps(model, sharded, rank, range(2, 3))
 
     on_ranks(load, size)
 
@@ -167,7 +142,7 @@ def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
         model = Stack()
         optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
         sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
-        train(model, sharded, rank, range(2))
+        steps(model, sharded, rank, range(2))
         sharded.save(tmp_path, "a")
         before = everything(sharded)
         for target, dtype in DTYPES.items():
@@ -190,11 +165,10 @@ def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
 def test_optimizer_states_get_the_dtype_of_the_model(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
     """torch's optimizers step only if a parameter and its states have one dtype."""
     for dtype in (saved, loaded):
-        model = Stack().to(dtype)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 3)
+        model, sharded = build(3, make_model=lambda: Stack().to(dtype))  # noqa: B023
         if dtype is loaded:
             sharded.load(tmp_path)
-        train(model, sharded, 0, range(1))
+        steps(model, sharded, 0, range(1))
         states = [value for name, value in everything(sharded).items() if "exp_avg" in name]
         assert {value.dtype for value in states if value.numel()} == {dtype}
         if dtype is saved:
@@ -221,13 +195,9 @@ def test_every_policy_follows_a_layout(policy: str, whole: bool, tmp_path: Path)
     """Also where ranks own rows in another order than their own, with frozen parameters, and with whole ones (Muon)."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        model.blocks[0].requires_grad_(False)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = muon_with_adamw(trained) if whole else torch.optim.AdamW(trained)
-        sharded = zeroshard.shard(model, optimizer, POLICIES[policy], bucket_numel=700)
-        train(model, sharded, rank, range(1), "plain")
+        make_optimizer = muon_with_adamw if whole else torch.optim.AdamW
+        model, sharded = build(POLICIES[policy], make_model=MODELS["frozen"], make_optimizer=make_optimizer)
+        steps(model, sharded, rank, range(1))
         sharded.save(tmp_path, "a")
         assert follows_a_layout(files.read_manifest(tmp_path / "a"))
         before = everything(sharded)
@@ -241,18 +211,19 @@ def test_every_policy_follows_a_layout(policy: str, whole: bool, tmp_path: Path)
 @pytest.mark.parametrize("name", [name for name in MODELS if "checkpointed" not in name])
 def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
     """Tied, frozen, uneven, 0 elements, buffers; saved under stage 3, resumed under each, at 2 ranks."""
+    make_batch = workload(name).make_batch
 
     def body(rank: int) -> None:
-        model, sharded = build(3, name)
-        train(model, sharded, rank, range(2), name)
+        model, sharded = build(3, make_model=MODELS[name])
+        steps(model, sharded, rank, range(2), make_batch)
         sharded.save(tmp_path, "a", {"note": [1, "x"]})
         assert follows_a_layout(files.read_manifest(tmp_path / "a"))
-        expected = train(model, sharded, rank, range(2, 4), name)
+        expected = steps(model, sharded, rank, range(2, 4), make_batch)
         final = everything(sharded)
         for stage in range(4):
-            other, again = build(stage, name, seed=3)
+            other, again = build(stage, make_model=MODELS[name], seed=3)
             assert again.load(tmp_path).values == {"note": [1, "x"]}
-            assert all(map(torch.equal, train(other, again, rank, range(2, 4), name), expected)), stage
+            assert all(map(torch.equal, steps(other, again, rank, range(2, 4), make_batch), expected)), stage
             assert same(everything(again), final), stage
 
     on_ranks(body, 2)
@@ -410,10 +381,10 @@ def test_a_load_of_what_may_be_missing(stage: int, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             sharded.load(folder)
         assert all(map(torch.equal, before, model.state_dict().values()))
-        train(model, sharded, rank, range(2))
+        steps(model, sharded, rank, range(2))
         sharded.save(folder, "a", {"step": 2})
         saved = [one.clone() for one in model.state_dict().values()]
-        train(model, sharded, rank, range(2, 3))
+        steps(model, sharded, rank, range(2, 3))
         assert sharded.load(folder, "b", missing_ok=True) is None
         loaded = sharded.load(folder, missing_ok=True)
         assert loaded is not None and loaded.values == {"step": 2} and loaded.tag == "a"
@@ -432,9 +403,9 @@ def test_tags_latest_and_retention(tmp_path: Path) -> None:
     model, sharded = build(0)
     with pytest.raises(CheckpointError, match="no file 'latest'"):
         sharded.load(tmp_path)
-    for step in range(5):
-        train(model, sharded, 0, range(step, step + 1))
-        sharded.save(tmp_path, f"step{step}", {"step": step}, keep_last=2, save_latest=step != 4)
+    for number in range(5):
+        steps(model, sharded, 0, [number])
+        sharded.save(tmp_path, f"step{number}", {"step": number}, keep_last=2, save_latest=number != 4)
     assert files.tags(tmp_path) == ["step4", "step3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step3", "step4"]
     assert sharded.load(tmp_path).values == {"step": 3}
@@ -454,7 +425,7 @@ def test_tags_latest_and_retention(tmp_path: Path) -> None:
 
 
 def test_retention_never_removes_what_latest_names(tmp_path: Path) -> None:
-    _model, sharded = build(0)
+    _, sharded = build(0)
     sharded.save(tmp_path, "good")
     for step in range(3):
         sharded.save(tmp_path, f"aside{step}", save_latest=False, keep_last=1)
@@ -462,7 +433,7 @@ def test_retention_never_removes_what_latest_names(tmp_path: Path) -> None:
 
 
 def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
-    _model, sharded = build(0)
+    _, sharded = build(0)
     sharded.save(tmp_path, "a")
     strange = tmp_path / "a" / "notes.txt"
     strange.write_text("mine")
@@ -484,7 +455,7 @@ def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
 
 
 def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
-    _model, sharded = build(0)
+    _, sharded = build(0)
     state = {
         "tuple": (1, 2.5, None), "keys": {1: "a", (2, 3): [True]}, "counter": Counter({5: 2}), "$dollar": {"$x": 1},
         "array": np.arange(3, dtype=np.uint32), "number": np.float32(0.1), "bytes": b"\x00\xff", "dtype": torch.bfloat16,
@@ -538,9 +509,9 @@ def test_what_one_rank_cannot_save_none_does(tmp_path: Path) -> None:
 
 def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
     model, sharded = build(0)
-    train(model, sharded, 0, range(1))
+    steps(model, sharded, 0, range(1))
     sharded.save(tmp_path, "a")
-    _other, again = build(0, "skipping")
+    _, again = build(0, make_model=MODELS["skipping"])
     with pytest.raises(
         CheckpointError, match=r"blocks\.0\.up\.weight was saved with shape \(7, 12\), but has \(9, 12\)"
     ):
@@ -550,28 +521,26 @@ def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"it lacks 0\.weight, 0\.bias, and the model lacks embedding\.weight"):
         small.load(tmp_path)
     small.load(tmp_path, strict=False)
-    torch.manual_seed(0)
-    third = Stack()
-    sgd = zeroshard.shard(third, torch.optim.SGD(third.parameters()), Policy.stage(2))
+    third, by_sgd = build(2, make_optimizer=sgd)
     with pytest.raises(CheckpointError, match="was saved with AdamW, and this run has SGD"):
-        sgd.load(tmp_path)
-    sgd.load(tmp_path, optimizer_states=False)
+        by_sgd.load(tmp_path)
+    by_sgd.load(tmp_path, optimizer_states=False)
     assert torch.equal(third.head.weight, model.head.weight)
     third(*tokens(0, 0)).backward()
     with pytest.raises(UsageError, match="between backward and step"):
-        sgd.save(tmp_path, "b")
+        by_sgd.save(tmp_path, "b")
     with pytest.raises(UsageError, match="between backward and step"):
-        sgd.load(tmp_path)
+        by_sgd.load(tmp_path)
 
 
 def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model, sharded = build(3, "frozen base")
-        train(model, sharded, rank, range(2))
+        model, sharded = build(3, make_model=MODELS["frozen base"])
+        steps(model, sharded, rank, range(2))
         sharded.save(tmp_path, "whole")
         sharded.save(tmp_path, "adapters", exclude_frozen=True)
         after = everything(sharded)
-        _, loaded = build(3, "frozen base")  # the same base, by the same seed
+        _, loaded = build(3, make_model=MODELS["frozen base"])  # the same base, by the same seed
         loaded.load(tmp_path)
         assert same(everything(loaded), after)
 
@@ -582,17 +551,13 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
 
 def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, muon_with_adamw(model.parameters()), Policy.stage(2))
-        train(model, sharded, rank, range(2))
+        model, sharded = build(2, make_optimizer=muon_with_adamw)
+        steps(model, sharded, rank, range(2))
         sharded.save(tmp_path, "muon")
-        expected = train(model, sharded, rank, range(2, 4))
-        torch.manual_seed(4)
-        other = Stack()
-        again = zeroshard.shard(other, muon_with_adamw(other.parameters()), Policy.stage(3))
+        expected = steps(model, sharded, rank, range(2, 4))
+        other, again = build(3, make_optimizer=muon_with_adamw, seed=4)
         again.load(tmp_path)
-        assert all(map(torch.equal, train(other, again, rank, range(2, 4)), expected))
+        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
         if rank == 0:  # as earlier releases wrote it, which had one class for both
             path = tmp_path / "muon" / "manifest.json"
             body = json.loads(path.read_text())
@@ -603,7 +568,7 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path
             write_manifest(path, body)
         dist.barrier()
         again.load(tmp_path)
-        assert all(map(torch.equal, train(other, again, rank, range(2, 4)), expected))
+        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
         third = Stack()
         evaluated = zeroshard.shard(third, None, Policy.stage(3))
         evaluated.load(tmp_path)
@@ -780,10 +745,10 @@ def test_states_keep_their_shape_where_they_have_as_many_elements_as_the_paramet
 def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(stage: int, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, sharded = build(stage)
-        train(model, sharded, rank, range(2))
+        steps(model, sharded, rank, range(2))
         before = everything(sharded)
         sharded.save(tmp_path, "a", {"x": 1}, asynchronous=True)
-        train(model, sharded, rank, range(2, 6))
+        steps(model, sharded, rank, range(2, 6))
         sharded.save(tmp_path, "b", asynchronous=True)  # waits for the first
         assert "a" in files.tags(tmp_path)
         sharded.checkpoints.wait()
@@ -801,9 +766,7 @@ def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         torch.manual_seed(0)
         engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
-        for _ in range(2):
-            engine.backward(engine(*tokens(rank, 0)))
-            engine.step()
+        engine_steps(engine, rank, [0, 0])
         checkpoints = sharded_of(engine).checkpoints
         write_behind = getattr(checkpoints, WRITE_BEHIND)
 
@@ -816,9 +779,7 @@ def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
         setattr(checkpoints, WRITE_BEHIND, late)
         engine.save_checkpoint(blocked, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-            for _ in range(2000):
-                engine.backward(engine(*tokens(rank, 0)))
-                engine.step()
+            engine_steps(engine, rank, [0] * 2000)
         engine.save_checkpoint(tmp_path / "good")
         engine.load_checkpoint(tmp_path / "good")
 
@@ -833,10 +794,6 @@ def test_nothing_is_ever_whole(tmp_path: Path) -> None:
     """A GPT of 19 M parameters on 4 ranks, 290 MiB of states: save and load take less than a unit beyond what rests."""
     gpt = GPTConfig(layers=24, width=256, heads=4)
 
-    def memory(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
-
     def body(rank: int) -> tuple[int, int, int]:
         ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
         with zeroshard.sharded_init():
@@ -849,9 +806,9 @@ def test_nothing_is_ever_whole(tmp_path: Path) -> None:
         for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")
-            start = memory("VmRSS")
+            start = resident("VmRSS")
             work()
-            peaks.append(memory("VmHWM") - start)
+            peaks.append(resident("VmHWM") - start)
         return sharded.load(tmp_path, "a").nbytes, *peaks
 
     numel = sum(p.numel() for p in GPT(gpt).parameters())
@@ -867,7 +824,7 @@ def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:
 
     def body(rank: int) -> dict[str, Tensor]:
         model, sharded = build(2)
-        train(model, sharded, rank, range(2))
+        steps(model, sharded, rank, range(2))
         sharded.save(tmp_path, "a")
         return everything(sharded)
 
@@ -907,7 +864,7 @@ def test_ranks_that_hold_different_states_list_their_ranges(is_missing: bool, tm
 
     def body(rank: int) -> dict[str, Tensor]:
         model, sharded = build(2)
-        train(model, sharded, rank, range(2))
+        steps(model, sharded, rank, range(2))
         for state in sharded.optimizer.state.values():
             if rank == 1 and is_missing:
                 del state["exp_avg"]
@@ -957,10 +914,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> None:
     """Each rank its own; on another number of ranks, rank 0's."""
-
-    def made() -> tuple[Counting, zeroshard.Sharded]:
-        model = Counting()
-        return model, zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    made = partial(build, stage, make_model=Counting)
 
     def body(rank: int) -> None:
         model, sharded = made()

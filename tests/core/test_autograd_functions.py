@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twin import update
+from twin import build, same, steps, whole
 
-import zeroshard
-from zeroshard import Policy
 from zeroshard.testing.ranks import run_ranks
 
 SEEN: list[Any] = []
@@ -32,10 +30,13 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ inputs, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
+def batch(rank: int, number: int) -> tuple[Tensor]:
+    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + rank)),)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.head = nn.Linear(6, 5), nn.Linear(5, 7)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -45,22 +46,21 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_saved_parameter_has_its_attributes(frozen: bool) -> None:
+    def marked() -> Model:
+        model = Model()
+        model.head.weight.mark = "mine"  # type: ignore[attr-defined]
+        model.head.weight.requires_grad_(not frozen)
+        return model
+
     def body(rank: int) -> None:
         found = []
         for stage in (0, 3):
             SEEN.clear()
-            model = Model()
-            model.head.weight.mark = "mine"  # type: ignore[attr-defined]
-            model.head.weight.requires_grad_(not frozen)
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage))
-            for step in range(3):
-                torch.manual_seed(2 * step + rank)
-                update(model(torch.randn(4, 6)), sharded.optimizer)
+            model, sharded = build(stage, make_model=marked)
+            steps(model, sharded, rank, range(3), batch)
             assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
-            found.append(model.state_dict())
-        for name, value in found[0].items():
-            assert torch.equal(value, found[1][name]), name
+            found.append(whole(model))
+        assert same(*found)
 
     run_ranks(body, 2)
 
@@ -95,7 +95,6 @@ class Borrower(nn.Module):
 class Borrowing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         first = nn.Linear(6, 6)
         self.blocks = nn.ModuleList([first, nn.Linear(6, 6), Borrower(first)])
 
@@ -109,13 +108,9 @@ def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward
     def body(rank: int) -> None:
         found = []
         for stage in (0, 3):
-            model = Borrowing()
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
-            for step in range(3):
-                torch.manual_seed(2 * step + rank)
-                update(model(torch.randn(4, 6)), sharded.optimizer)
-            found.append(model.state_dict())
-        for name, value in found[0].items():
-            assert torch.equal(value, found[1][name]), name
+            model, sharded = build(stage, make_model=Borrowing)
+            steps(model, sharded, rank, range(3), batch)
+            found.append(whole(model))
+        assert same(*found)
 
     run_ranks(body, 2)

@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from insides import STAGED, is_posted, read_others, transport_of
-from models import Stack, tokens, workload
+from models import tokens, workload
 from ranks import Lines, RankError, on_ranks, run_ranks
 from torch import nn
+from twin import build
 
 import zeroshard
 from zeroshard import CollectiveError, Policy, UsageError, launch
@@ -186,13 +187,6 @@ def test_a_mean_is_the_sum_in_rank_order() -> None:
 # ---------------------------------------------------------------------- who is missing
 
 
-def made(stage: int, group: dist.ProcessGroup | None = None) -> zeroshard.Sharded:
-    model = Stack()
-    return zeroshard.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Policy.stage(stage), group=group
-    )
-
-
 def enter_unsharded(sharded: zeroshard.Sharded) -> None:
     with zeroshard.unsharded(sharded.model):
         pass
@@ -248,7 +242,7 @@ def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path
             until(tmp_path / "done")
             return
         said = Lines()
-        sharded = made(stage, group)
+        _, sharded = build(stage, group=group)
         if rank != over[0]:
             until(tmp_path / "done")  # in other code
             assert not said.lines
@@ -285,7 +279,7 @@ def test_an_operation_never_pairs_with_a_forward(
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", str(int(shares_memory)))
 
     def body(rank: int) -> str:
-        sharded = made(3, None)
+        _, sharded = build(3)
         with pytest.raises(CollectiveError) as caught:
             if rank == 0:
                 OTHER_THAN_A_FORWARD[name](sharded)
@@ -318,7 +312,7 @@ def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where:
         said = Lines()
         try:
             with pytest.raises(CollectiveError) as caught:
-                made(2, group)
+                build(2, group=group)
         finally:
             (tmp_path / "done").touch()
         assert f"rank {rank} waited for shard()" in str(caught.value)
@@ -334,7 +328,7 @@ def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
 
     def body(rank: int) -> list[str]:
         said = Lines()
-        sharded = made(2)
+        _, sharded = build(2)
         dist.barrier()  # they begin to wait together
         if rank == 1:
             for other in (0, 2, 3):
@@ -364,7 +358,7 @@ def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, mon
 
     def body(rank: int) -> list[str]:
         said = Lines()
-        sharded = made(3)
+        _, sharded = build(3)
         with pytest.raises(CollectiveError) as caught:
             sharded.save(tmp_path, "x") if rank == 0 else sharded.model(*tokens(rank, 0))
         assert 'rank 0 waited for save "x"' in str(caught.value)
@@ -389,7 +383,7 @@ def test_a_rank_that_is_late_is_waited_for(impatient: None, tmp_path: Path, capf
     def body(rank: int) -> None:
         logging.getLogger().handlers.clear()  # pytest's
         logging.getLogger("zeroshard").addFilter(note)
-        sharded = made(2)
+        _, sharded = build(2)
         if rank == 1:
             until(tmp_path / "said")
         sharded.save(tmp_path, "x")
@@ -485,7 +479,7 @@ def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, w
         if rank not in over:
             until(tmp_path / "done")
             os._exit(0)
-        sharded = made(stage, group)
+        _, sharded = build(stage, group=group)
         if name == "load":
             sharded.save(tmp_path, "x")
         for number in (1, 3) if name in ("save", "load", "export") else (1,):
@@ -519,7 +513,7 @@ def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, whe
         if rank == count - 1:
             die_at(1)
         try:
-            made(2)
+            build(2)
         except CollectiveError as error:
             (tmp_path / f"error.{rank}").write_text(str(error))
             os._exit(0)

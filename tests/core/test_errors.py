@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from twin import refusal
+from twin import build, refusal
 
 import zeroshard
 from zeroshard import ConfigError, Place, Policy, PolicyError, Precision, Residency, Units, UsageError
@@ -193,8 +193,7 @@ def test_policies_without_meaning() -> None:
 
 
 def test_call_order_of_the_plain_road() -> None:
-    model = Stack()
-    sharded = zeroshard.shard(model, sgd(model), Policy.stage(1))
+    model, sharded = build(1)
     with sharded.accumulate():
         model(*tokens(0, 0)).backward()
     assert "not declared the last microbatch" in refusal(sharded.optimizer.step)

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
-from models import Stack, tokens
+from models import tokens
 from ranks import on_ranks
 from torch import nn
 from torch.profiler import profile
+from twin import LARGE_BUCKETS, build
 
-import zeroshard
 from zeroshard import torch_private
 
 
 def labels_of_a_step(rank: int, stage: int) -> Counter[str]:
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, stage)
+    model, sharded = build(stage, bucket_numel=LARGE_BUCKETS)
     for number in range(3):
         with profile() as found:
             model(*tokens(rank, number)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
     return Counter({event.key: event.count for event in found.key_averages()})
 
 

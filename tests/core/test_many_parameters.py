@@ -302,9 +302,7 @@ def test_tiny_blocks_are_one_unit_where_there_are_many() -> None:
     assert len(find_units(Deep(127))) == 128
 
     def run(rank: int, stage: int, rule: Units | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = Deep()
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage, units=rule)
+        model, sharded = build(stage, make_model=Deep, units=rule)
         for number in range(2):
             model(batch(rank, number)[0]).backward()
             sharded.clip_grad_norm_(0.1)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens
+from models import Stack, sgd, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import update
+from twin import build, step, update
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, Precision, UsageError
@@ -29,25 +29,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> None:
-    update(model(*batch), optimizer)
-
-
 # ---------------------------------------------------------------------- wrappers and conversions
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ddp_around_a_sharded_model_is_named(stage: int) -> None:
     def body(rank: int) -> str:
-        model = Stack()
-        optimizer = sgd(model)
-        zeroshard.shard(model, optimizer, stage)
+        model, sharded = build(stage, make_optimizer=sgd)
         with pytest.raises(UsageError) as caught:
-            step(nn.parallel.DistributedDataParallel(model), optimizer, *tokens(rank, 0))
+            step(nn.parallel.DistributedDataParallel(model), sharded, rank, 0)
         return str(caught.value)
 
     for message in on_ranks(body, 2):
@@ -57,8 +47,7 @@ def test_ddp_around_a_sharded_model_is_named(stage: int) -> None:
 
 @pytest.mark.parametrize("how", ["bfloat16", "to", "half"])
 def test_a_conversion_of_a_model_at_stage_3_says_when_to_convert_it(how: str) -> None:
-    model = Stack()
-    zeroshard.shard(model, sgd(model), 3)
+    model, _ = build(3)
     with pytest.raises(UsageError, match=r"`\w+` was called for it\. Convert the whole model .* before shard\(\)"):
         model.to(torch.bfloat16) if how == "to" else getattr(model, how)()
 
@@ -90,12 +79,10 @@ def test_a_save_by_an_engine_on_one_rank_is_named() -> None:
 
 def test_a_save_on_one_rank_speaks_of_no_other_save() -> None:
     def body(rank: int) -> str:
-        model = Stack()
-        optimizer = sgd(model)
-        sharded = zeroshard.shard(model, optimizer, 2)
+        model, sharded = build(2, make_optimizer=sgd)
         with pytest.raises(CollectiveError) as caught:
             for number in range(3):
-                step(model, optimizer, *tokens(rank, number))
+                step(model, sharded, rank, number)
                 if rank == 0:
                     sharded.save("unused", "a")
         return str(caught.value)
@@ -108,16 +95,14 @@ def test_a_failed_gather_is_told_once() -> None:
     """torch runs the hook after a forward that raised, too, and would print what it raises."""
 
     def body(rank: int) -> None:
-        model = Stack()
-        optimizer = sgd(model)
-        zeroshard.shard(model, optimizer, 3)
-        step(model, optimizer, *tokens(rank, 0))
+        model, sharded = build(3, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with pytest.raises(CollectiveError, match=r"rank 1 closed .*\n.*out-of-memory killer.* dmesg"):
-                step(model, optimizer, *tokens(rank, 1))
+                step(model, sharded, rank, 1)
         assert not [one for one in told if "always_call" in str(one.message)], "told by torch, too"
         os._exit(7)
 
@@ -171,15 +156,13 @@ def test_an_object_and_its_block_in_the_config_is_a_warning() -> None:
 @pytest.mark.parametrize("batches", ["same", "different", "of one rank"])
 def test_a_first_batch_that_is_the_same_on_all_ranks_is_one_warning(stage: int, batches: str) -> None:
     def body(rank: int) -> list[str]:
-        model = Stack()
-        optimizer = sgd(model)
-        zeroshard.shard(model, optimizer, stage)
+        model, sharded = build(stage, make_optimizer=sgd)
         with torch.no_grad():
             model(*tokens(0, 0))  # an evaluation of the same data is no mistake
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for number in range(3):
-                step(model, optimizer, *tokens(rank if batches == "different" else 0, number))
+                step(model, sharded, rank if batches == "different" else 0, number)
         return [str(one.message) for one in told if "first batch" in str(one.message)]
 
     if batches == "of one rank":
@@ -205,12 +188,10 @@ def test_any_batch_can_be_compared(kind: str) -> None:
     }[kind]  # fmt: skip
 
     def body(rank: int) -> int:
-        model = Model(3, 1)
-        optimizer = sgd(model)
-        zeroshard.shard(model, optimizer, 2)
+        model, sharded = build(2, make_model=lambda: Model(3, 1), make_optimizer=sgd)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            step(model, optimizer, batch)
+            update(model(batch), sharded.optimizer)
         return len([one for one in told if "first batch" in str(one.message)])
 
     assert on_ranks(body, 2) == [int(kind != "empty"), 0]
@@ -232,16 +213,14 @@ def test_out_of_memory_has_a_hint(where: str, kind: type[Exception], monkeypatch
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    model = Stack()
     if where == "engine":
-        engine, *_ = zeroshard.initialize(model=model, config=CONFIG)
+        engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
         loss = engine(*tokens(0, 0))
         loss.register_hook(fail)
         with pytest.raises(kind):
             engine.backward(loss)
     else:
-        optimizer = sgd(model)
-        zeroshard.shard(model, optimizer, 3)
+        model, sharded = build(3, make_optimizer=sgd)
         if where == "forward":
             monkeypatch.setattr(model.blocks[1].up, "forward", fail)
             with pytest.raises(kind):
@@ -250,7 +229,7 @@ def test_out_of_memory_has_a_hint(where: str, kind: type[Exception], monkeypatch
             model(*tokens(0, 0)).backward()
             monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", fail)
             with pytest.raises(kind):
-                optimizer.step()
+                sharded.optimizer.step()
     assert notes_of(error).count("ran out of memory") == 1, "told once, whatever modules it passed"
     assert "zeroshard plan" in notes_of(error) and "memory_report" in notes_of(error)
 
@@ -261,8 +240,7 @@ def test_memory_that_the_system_refuses_has_a_hint() -> None:
             def run(self, x: Tensor) -> Tensor:
                 return super().run(x) + torch.empty(2**34).sum()
 
-        model = Greedy()
-        zeroshard.shard(model, sgd(model), 2)
+        model, _ = build(2, make_model=Greedy)
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
         try:
@@ -278,7 +256,7 @@ def test_memory_that_the_system_refuses_has_a_hint() -> None:
 
 def test_inputs_of_another_dtype_have_a_hint() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    zeroshard.shard(model, sgd(model), 2, precision=Precision(torch.bfloat16))
+    zeroshard.shard(model, sgd(model.parameters()), 2, precision=Precision(torch.bfloat16))
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 3))
     assert "Cast the inputs" in notes_of(caught.value)
@@ -286,7 +264,7 @@ def test_inputs_of_another_dtype_have_a_hint() -> None:
 
 def test_other_errors_of_a_model_have_none() -> None:
     model = nn.Linear(3, 1)
-    zeroshard.shard(model, sgd(model), 3)
+    zeroshard.shard(model, sgd(model.parameters()), 3)
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 4))
     assert notes_of(caught.value) == ""

@@ -12,19 +12,21 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fuzzing import Boom
+from models import sgd
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import CPU, DISK, as_set, kept, same, update, whole
+from twin import CPU, DISK, as_set, build, kept, same, update, whole
 from twin import Setting as Twin
 
 import zeroshard
-from zeroshard import Offload, Policy, Precision, Residency, UsageError
+from zeroshard import Offload, Policy, Residency, UsageError
 
 BLOCKS, RANKS, WIDTH = 3, 2, 5
 
@@ -48,6 +50,9 @@ class Net(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x.square().mean()
+
+
+small = partial(build, make_model=Net, make_optimizer=partial(sgd, lr=0.5), bucket_numel=16)
 
 
 @dataclass
@@ -348,16 +353,7 @@ NAMES = [*settings(Path())]
 def run(rank: int, name: str, dtype: torch.dtype | None, seeds: Sequence[int], folder: Path) -> None:
     with as_set(settings(folder)[name]):
         for seed in seeds:
-            torch.manual_seed(0)
-            model = Net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-            sharded = zeroshard.shard(
-                model,
-                optimizer,
-                settings(folder)[name].policy,
-                precision=None if dtype is None else Precision(dtype),
-                bucket_numel=16,
-            )
+            model, sharded = small(settings(folder)[name].policy, precision=dtype)
             program = Program(rank, model, sharded, random.Random(seed), is_sharded=name.startswith("stage 3"))
             try:
                 for _ in range(4):
@@ -389,7 +385,7 @@ def test_writes_through_data_in_a_block_that_only_reads_are_lost_with_a_warning(
     """PEFT's merges write so, and take the change back. Pickles, copies and reads are no writes."""
 
     def body(rank: int) -> None:
-        model, sharded = made(3)
+        model, sharded = small(3)
         weight = model.blocks[0].weight
         before = whole(model)["blocks.0.weight"]
         for _ in range(2):  # the second time, between a backward and its step
@@ -421,19 +417,12 @@ def test_writes_through_data_in_a_block_that_only_reads_are_lost_with_a_warning(
     on_ranks(body, 2)
 
 
-def made(stage: int) -> tuple[Net, zeroshard.Sharded]:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return model, zeroshard.shard(model, optimizer, stage, bucket_numel=16)
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_copy_inside_a_borrowers_forward_borrows_nothing(stage: int) -> None:
     """One rank alone can run it: its hooks do not gather the parameters of the original."""
 
     def body(rank: int) -> None:
-        model, _ = made(stage)
+        model, _ = small(stage)
         zeroshard.borrow(model.runs[0], model.blocks[0].weight)
         copies: list[Net] = []
 

@@ -19,21 +19,17 @@ from typing import Any
 import pytest
 import torch
 from insides import around_requests
-from models import two_groups, workload
+from models import tokens, two_groups, workload
 from ranks import on_ranks, run_ranks
-from twin import refusal, update
+from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, build, refusal, steps, update
 
-import zeroshard
-from zeroshard import Offload, Place, Policy, Precision, Sharded, ZeroshardError
+from zeroshard import Offload, Place, Policy, Sharded, ZeroshardError
 from zeroshard.core.storage import storages
 from zeroshard.core.storage.disk import DirectFile, DiskStorage
 from zeroshard.core.storage.transfers import Copies, Staging, aligned_bytes
 from zeroshard.errors import StorageError
-from zeroshard.testing import Workload, train
-
-PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
-BUCKETS = 256
-ACCELERATOR, CPU, DISK = Place.ACCELERATOR, Place.CPU, Place.DISK
+from zeroshard.testing import train
+from zeroshard.testing.parity import adamw
 
 
 def keep_places_apart() -> None:
@@ -50,7 +46,7 @@ def test_parked_states_come_back(apart: bool, place: Place, precision: str, stag
     work = workload("tied", param_groups=two_groups, steps=4, microbatches=2)
 
     def body(rank: int) -> None:
-        expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS)
+        expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS)
         if apart:
             keep_places_apart()
 
@@ -78,7 +74,7 @@ def test_parked_states_come_back(apart: bool, place: Place, precision: str, stag
                 assert torch.equal(sharded.states.get(fqn, "exp_avg"), value)
 
         run = train(
-            rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=BUCKETS, inspect=park
+            rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS, inspect=park
         )
         assert run.equals(expected)
         assert not list(tmp_path.iterdir())
@@ -112,17 +108,15 @@ def test_what_is_read_ahead_is_what_was_written_before(tmp_path: Path) -> None:
     apart.close()
 
 
-def trained(policy: Policy, steps: int = 1) -> tuple[Sharded, Workload]:
-    work = workload("tied")
-    model, optimizer = work.build()
-    sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS)
-    for step in range(steps):
-        take_step(sharded, work, step)
-    return sharded, work
+def take_steps(sharded: Sharded, *numbers: int) -> None:
+    """Take a step for each number, on rank 0's batch on every rank."""
+    steps(sharded.model, sharded, 0, numbers)
 
 
-def take_step(sharded: Sharded, work: Workload, step: int) -> None:
-    update(sharded.model(*work.make_batch(0, step)), sharded.optimizer)
+def trained(policy: Policy, steps: int = 1) -> Sharded:
+    _, sharded = build(policy, make_optimizer=adamw)
+    take_steps(sharded, *range(steps))
+    return sharded
 
 
 def disk_files(folder: Path) -> list[int]:
@@ -166,16 +160,16 @@ def test_calls_that_fail(call: str, error: int, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, call, maybe)
     folder, checkpoints = tmp_path / "nvme", tmp_path / "checkpoints"
     folder.mkdir()
-    sharded, _ = trained(stage3_on_disk(folder))
+    sharded = trained(stage3_on_disk(folder))
     sharded.save(checkpoints, "last")
     kept = {fqn: sharded.states.get(fqn) for fqn, _ in sharded.model.named_parameters()}
 
     def use() -> None:
         nonlocal count
         count = 0
-        sharded, work = trained(stage3_on_disk(folder))
+        sharded = trained(stage3_on_disk(folder))
         sharded.save(tmp_path / "other", "other")
-        take_step(sharded, work, 1)
+        take_steps(sharded, 1)
         sharded.sharded_step.sub_groups.settle()
 
     use()
@@ -184,7 +178,7 @@ def test_calls_that_fail(call: str, error: int, tmp_path: Path, monkeypatch: pyt
         said = refusal(use)
         assert os.strerror(error) in said and str(folder) in said, said
     failing[0], count = 10**9, 0
-    fresh, _ = trained(stage3_on_disk(folder), steps=0)
+    fresh = trained(stage3_on_disk(folder), steps=0)
     fresh.load(checkpoints)
     for fqn, value in kept.items():
         assert torch.equal(fresh.states.get(fqn), value)
@@ -204,7 +198,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["flip", "cut"])
 def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
-    sharded, work = trained(stage3_on_disk(tmp_path))
+    sharded = trained(stage3_on_disk(tmp_path))
     sharded.sharded_step.sub_groups.settle()
     files = disk_files(tmp_path)
     assert len(files) == 2
@@ -217,7 +211,7 @@ def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
                 for at in range(0, size, 512):
                     byte = os.pread(named.fileno(), 1, at)
                     os.pwrite(named.fileno(), bytes([byte[0] ^ 64]), at)
-    said = refusal(lambda: take_step(sharded, work, 1))
+    said = refusal(lambda: take_steps(sharded, 1))
     assert ("does not match its checksum" if change == "flip" else "it was truncated") in said and str(
         tmp_path
     ) in said, said
@@ -225,12 +219,12 @@ def test_a_file_that_somebody_changes(change: str, tmp_path: Path) -> None:
 
 def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
     """Files have no names, so neither job can meet the other's."""
-    alone = [train(0, workload("tied", steps=4), Policy.stage(3), bucket_numel=BUCKETS).losses]
+    alone = [train(0, workload("tied", steps=4), Policy.stage(3), bucket_numel=SMALL_BUCKETS).losses]
     both = [trained(stage3_on_disk(tmp_path), steps=0) for _ in range(2)]
     for step in range(4):
         losses = []
-        for sharded, work in both:
-            loss = sharded.model(*work.make_batch(0, step))
+        for sharded in both:
+            loss = sharded.model(*tokens(0, step))
             update(loss, sharded.optimizer)
             losses.append(loss.detach())
         assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], alone[0][step])
@@ -257,7 +251,7 @@ def test_a_killed_job_leaves_nothing(tmp_path: Path) -> None:
 def test_everything_is_given_back(tmp_path: Path) -> None:
     gc.collect()
     before = set(threading.enumerate())
-    sharded, _ = trained(stage3_on_disk(tmp_path), steps=2)
+    sharded = trained(stage3_on_disk(tmp_path), steps=2)
     assert len(disk_files(tmp_path)) == 2 and set(threading.enumerate()) - before
     value = sharded.states.get("embedding.weight")
     sharded.remove()
@@ -273,11 +267,11 @@ def test_buffers_that_are_too_small(tmp_path: Path) -> None:
 
 def test_buffered_where_direct_io_is_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = workload("tied", steps=3)
-    expected = train(0, work, stage3_on_disk(tmp_path), bucket_numel=BUCKETS)
+    expected = train(0, work, stage3_on_disk(tmp_path), bucket_numel=SMALL_BUCKETS)
     monkeypatch.delattr(os, "O_DIRECT")
     monkeypatch.setattr(os, "posix_fallocate", fails_with(errno.EOPNOTSUPP))
     assert not DirectFile(tmp_path, 4096, 1).is_direct
-    assert train(0, work, stage3_on_disk(tmp_path), bucket_numel=BUCKETS).equals(expected)
+    assert train(0, work, stage3_on_disk(tmp_path), bucket_numel=SMALL_BUCKETS).equals(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in one transfer", "in parts"])

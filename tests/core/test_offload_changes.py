@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 from insides import units
-from models import Stack, two_groups, workload
+from models import Stack, sgd, tokens
 from ranks import on_ranks
-from test_offload import BUCKETS, CPU, DISK, keep_places_apart, take_step
-from test_offload_states import build, policies, same
+from test_offload import keep_places_apart, take_steps
+from test_offload_states import policies, trained
 from torch import Tensor, nn
-from twin import every_state, update
+from twin import CPU, DISK, LARGE_BUCKETS, SMALL_BUCKETS, build, every_state, same, steps, update, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, StorageError, UsageError, ZeroshardError
@@ -88,10 +89,10 @@ def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
         ):
             if number == 1:
                 keep_places_apart()
-            sharded, work = build(policy, precision, "frozen")
-            for step in range(3):
+            sharded = trained(policy, precision, "frozen")
+            for batch in (2, 3, 4):
                 apply(sharded)
-                take_step(sharded, work, step + 2)
+                take_steps(sharded, batch)
             apply(sharded)
             with zeroshard.unsharded(sharded.model):
                 shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
@@ -117,30 +118,26 @@ def test_after_an_optimizer_raised_in_a_later_sub_group_a_checkpoint_goes_on(
         step_inner(self, optimizer, *evaluated)
 
     monkeypatch.setattr(ShardedStep, "step_inner", counted)
-    work = workload("frozen", param_groups=two_groups)
     how = Offload(str(tmp_path), buffer_numel=6000, sub_group_numel=400, block_nbytes=4096)
     for stage in (1, 2, 3):
         policy = Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else None, offload=how)
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=BUCKETS)
+        _, sharded = build(policy)
         noted.calls = noted.fails_in = 0
-        take_step(sharded, work, 0)
+        take_steps(sharded, 0)
         noted.fails_in = noted.calls  # in the last sub-group
         assert noted.calls > 1 or place is CPU
         sharded.save(tmp_path / str(stage), "last")
         noted.calls = noted.calls * 10
-        take_step(sharded, work, 1)
+        take_steps(sharded, 1)
         expected = every_state(sharded)
         sharded.load(tmp_path / str(stage))
         noted.calls = 0
         with pytest.raises(ValueError, match="in the middle of a step"):
-            take_step(sharded, work, 1)
+            take_steps(sharded, 1)
         noted.calls = 10 * noted.fails_in
         sharded.optimizer.zero_grad()
         sharded.load(tmp_path / str(stage))
-        take_step(sharded, work, 1)
+        take_steps(sharded, 1)
         assert same(every_state(sharded), expected), stage
 
 
@@ -160,26 +157,23 @@ def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, m
         return int(real(*arguments))
 
     policy = policies(tmp_path)["stage 3, on disk"]
-    sharded, work = build(policy)
+    sharded = trained(policy)
     sharded.save(tmp_path / "checkpoints", "last")
-    for step in (2, 3):
-        take_step(sharded, work, step)
+    take_steps(sharded, 2, 3)
     expected = every_state(sharded)
     monkeypatch.setattr(os, call, failing)
     raised = 0
     for number in range(1, 120, 6):
         left[0] = number
         try:
-            for step in (2, 3):
-                take_step(sharded, work, step)
+            take_steps(sharded, 2, 3)
             sharded.sharded_step.sub_groups.settle()
         except StorageError:
             raised += 1
         left[0] = 10**9
         sharded.optimizer.zero_grad()
         sharded.load(tmp_path / "checkpoints")
-        for step in (2, 3):
-            take_step(sharded, work, step)
+        take_steps(sharded, 2, 3)
         assert same(every_state(sharded), expected), number
         sharded.load(tmp_path / "checkpoints")
     assert raised >= 5
@@ -201,10 +195,10 @@ def test_a_write_that_failed_is_reported_once() -> None:
 
 
 def test_writes_that_go_nowhere_are_refused(tmp_path: Path) -> None:
-    sharded, work = build(policies(tmp_path)["stage 3, on disk"])
+    sharded = trained(policies(tmp_path)["stage 3, on disk"])
     state = next(iter(sharded.optimizer.state.values()))
     state["exp_avg"].zero_()
-    sharded.model(*work.make_batch(0, 2)).backward()
+    sharded.model(*tokens(0, 2)).backward()
     with pytest.raises(UsageError, match=r"sharded\.states\.set"):
         sharded.optimizer.step()
 
@@ -230,9 +224,8 @@ def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path)
         values = special.detach().clone()
         trained = [parameter for parameter in model.parameters() if parameter is not special]
         policy = policies(tmp_path)["stage 2, whole in CPU memory"]
-        sharded = zeroshard.shard(model, torch.optim.AdamW(trained), policy, bucket_numel=BUCKETS)
-        _, work = build(Policy.stage(2), steps=0)
-        take_step(sharded, work, 0)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(trained), policy, bucket_numel=SMALL_BUCKETS)
+        take_steps(sharded, 0)
         assert type(special) is Special
         assert torch.equal(special, values)
         assert torch.equal(sharded.states.get("blocks.0.up.weight"), values)
@@ -251,7 +244,7 @@ def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path)
 def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         keep_places_apart()
-        sharded, work = build(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
+        sharded = trained(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
         parameters = list(sharded.model.parameters())
 
         def away() -> bool:
@@ -266,7 +259,7 @@ def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
             assert not next(sharded.model.parameters()).isnan().any()
         assert away(), "after a look inside"
         assert not next(sharded.model.parameters()).isnan().any() and not away()
-        take_step(sharded, work, 0)
+        take_steps(sharded, 0)
         assert away(), "after a step"
 
     on_ranks(body, 1)
@@ -275,14 +268,14 @@ def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> None:
     how = Offload(str(tmp_path), ratio=0.5, buffer_numel=4096, block_nbytes=4096)
-    sharded, work = build(Policy.stage(2).offloaded(optimizer=DISK, offload=how), model="tied")
+    sharded = trained(Policy.stage(2).offloaded(optimizer=DISK, offload=how), model="tied")
     report = sharded.memory_report()
     assert report["disk"] and report["optimizer"], "each place has a part"
     sizes = []
     for step in range(6):
         sharded.model.get_submodule("blocks.0").requires_grad_(step % 2 == 1)
         sharded.update_trainable()
-        take_step(sharded, work, step)
+        take_steps(sharded, step)
         gc.collect()
         sizes.append(sharded.memory_report()["disk"])
     assert sizes[1] == sizes[3] == sizes[5]
@@ -290,7 +283,7 @@ def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded, _ = build(Policy.stage(2), precision)
+    sharded = trained(Policy.stage(2), precision)
     expected = every_state(sharded)
     with zeroshard.unsharded(sharded.model), pytest.raises(UsageError, match="Call it outside"):
         sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
@@ -321,18 +314,11 @@ def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: 
 
 def test_more_states_than_were_thought(tmp_path: Path) -> None:
     """amsgrad keeps three."""
-
-    def made(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
-
     results: list[dict[str, Tensor]] = []
     for name in ("memory", "stage 3, on disk"):
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, made(model.parameters()), policies(tmp_path)[name], bucket_numel=BUCKETS)
-        _, work = build(Policy.stage(2), steps=0)
-        for step in range(3):
-            take_step(sharded, work, step)
+        amsgrad = partial(torch.optim.AdamW, lr=1e-2, amsgrad=True)
+        _, sharded = build(policies(tmp_path)[name], make_optimizer=amsgrad)
+        take_steps(sharded, *range(3))
         results.append(every_state(sharded))
     assert same(*results) and any("max_exp_avg_sq" in name for name in results[0])
 
@@ -439,32 +425,13 @@ def test_a_write_through_data_is_parked_with_parameters_that_rest_in_cpu_memory(
 # ---------------------------------------------------------------------- whole parameters that rest in CPU memory
 
 
-class Deep(nn.Module):
-    """Six blocks, and a root unit that is small beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 16, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def deep_model() -> Stack:
+    """Six equal blocks, and a root unit that is small beside them."""
+    return Stack(widths=[64] * 6)
 
 
-def deep(stage: int, dtype: torch.dtype = torch.float32) -> tuple[Deep, Sharded]:
-    torch.manual_seed(0)
-    model = Deep().to(dtype)
-    policy = Policy.stage(stage).offloaded(parameters=CPU)
-    return model, zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy)
-
-
-def train_deep(model: Deep, sharded: Sharded, rank: int, steps: int) -> None:
-    for step in range(steps):
-        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        update(model(x.to(next(model.parameters()).dtype)).square().mean(), sharded.optimizer)
+def deep(stage: int) -> tuple[Stack, Sharded]:
+    return build(Policy.stage(stage).offloaded(parameters=CPU), make_model=deep_model, bucket_numel=LARGE_BUCKETS)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -478,9 +445,9 @@ def test_two_blocks_are_on_the_accelerator_while_the_model_runs(stage: int) -> N
             most[0] = max(most[0], sharded.memory_report()["parameters"])
 
         for block in model.blocks:
-            block[1].register_forward_hook(look)
-            block[1].register_full_backward_hook(look)
-        train_deep(model, sharded, rank, 3)
+            block.down.register_forward_hook(look)
+            block.down.register_full_backward_hook(look)
+        steps(model, sharded, rank, range(3))
         root, block = (unit.layout.numel for unit in (units(sharded)[0], units(sharded)[1]))  # with padding
         assert 4 * block < most[0] <= 4 * (root + 2 * block)
         assert sharded.memory_report()["parameters"] == 0
@@ -495,18 +462,18 @@ def test_one_rank_alone_runs_and_reads_the_model(stage: int) -> None:
         results = []
         for is_alone in (False, True):
             model, sharded = deep(stage)
-            train_deep(model, sharded, rank, 2)
-            x = torch.linspace(-1, 1, 16)[None]
+            steps(model, sharded, rank, range(2))
+            (x,) = tokens(0, 9)
             if rank == 0 and is_alone:
                 with torch.no_grad():
                     expected = copy.deepcopy(model)(x)
                     assert torch.equal(model(x), expected)
                 for _ in range(2):  # with a graph that nobody differentiates
                     assert torch.equal(model(x).detach(), expected)
-                assert torch.equal(model.state_dict()["first.weight"], model.first.weight)
-                assert torch.autograd.grad(model(x).sum(), model.blocks[3][0].weight)[0].any()
-            train_deep(model, sharded, rank, 2)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
+                assert torch.equal(model.state_dict()["embedding.weight"], model.embedding.weight)
+                assert torch.autograd.grad(model(x), model.blocks[3].up.weight)[0].any()
+            steps(model, sharded, rank, range(2))
+            results.append(whole(model))
         assert same(results[1], results[0])
 
     on_ranks(body, 2)
@@ -527,22 +494,22 @@ def test_a_write_in_a_forward_stays_when_the_block_leaves(way: str, trained: boo
         else:
             weight.data = weight.data * 0.5
 
+    def partly_trained() -> Stack:
+        model = deep_model().to(dtype)
+        model.blocks[2].requires_grad_(trained)
+        return model
+
     def body(rank: int) -> None:
         keep_places_apart()
         results = []
         for place in (None, CPU):
-            torch.manual_seed(0)
-            model = Deep().to(dtype)
-            model.blocks[2].requires_grad_(trained)
-            written = [p for p in model.parameters() if p.requires_grad]
-            sharded = zeroshard.shard(
-                model, torch.optim.SGD(written, lr=0.25), Policy.stage(2).offloaded(parameters=place)
-            )
-            hook = model.blocks[2][0].register_forward_pre_hook(write)
-            train_deep(model, sharded, rank, 1)
+            policy = Policy.stage(2).offloaded(parameters=place)
+            model, sharded = build(policy, make_model=partly_trained, make_optimizer=sgd)
+            hook = model.blocks[2].up.register_forward_pre_hook(write)
+            steps(model, sharded, rank, [0])
             hook.remove()
-            train_deep(model, sharded, rank, 2)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
+            steps(model, sharded, rank, range(2))
+            results.append(whole(model))
         assert same(results[1], results[0])
 
     on_ranks(body, 2)
@@ -555,17 +522,12 @@ def test_a_graph_outside_of_the_model_keeps_what_it_reads() -> None:
         keep_places_apart()
         results = []
         for place in (None, CPU):
-            torch.manual_seed(0)
-            model = Deep()
-            policy = Policy.stage(2).offloaded(parameters=place)
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy)
-            for step in range(3):
+            model, sharded = build(Policy.stage(2).offloaded(parameters=place), make_model=deep_model)
+            for number in range(3):
                 with torch.no_grad():
-                    assert all(float(p.norm()) for p in model.parameters())
+                    assert all(p.norm().isfinite() for p in model.parameters())
                 penalty = sum((p * p).sum() for p in model.parameters())
-                update(
-                    model(torch.full((2, 16), step + rank + 1.0)).square().mean() + 1e-2 * penalty, sharded.optimizer
-                )
+                update(model(*tokens(rank, number)) + 1e-2 * penalty, sharded.optimizer)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
             assert place is None or sharded.memory_report()["parameters"] == 0
         assert same(results[1], results[0])
@@ -578,7 +540,7 @@ def test_a_transform_of_torch_func_names_the_place() -> None:
         keep_places_apart()
         model, _ = deep(2)
         with pytest.raises(zeroshard.UsageError, match=r"at rest in CPU memory, .*without offloaded parameters"):
-            torch.func.vmap(model)(torch.ones(2, 3, 16))
+            torch.func.vmap(model)(torch.stack([*tokens(0, 0), *tokens(0, 1)]))
 
     on_ranks(body, 1)
 
@@ -589,10 +551,10 @@ def test_a_graph_of_a_part_outlives_another_step_after_a_state_was_set() -> None
     def body(rank: int) -> None:
         keep_places_apart()
         model, sharded = deep(1)
-        sharded.states.set("first.weight", "parameters", torch.eye(16))
+        sharded.states.set("embedding.weight", "parameters", torch.ones(31, 12))
         assert sharded.memory_report()["parameters"] == 0
-        loss = model.first(torch.ones(1, 16)).sum()
-        model(torch.ones(2, 16)).sum().backward()
+        loss = model.head(torch.ones(1, 12)).sum()
+        model(*tokens(rank, 0)).backward()
         loss.backward()
         sharded.optimizer.step()
 

@@ -19,14 +19,14 @@ from models import VOCABULARY, Stack, tokens, two_groups, workload
 from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
-from test_offload import BUCKETS, CPU, DISK, PRECISIONS, keep_places_apart, take_step
+from test_offload import keep_places_apart, take_steps
 from torch import Tensor, nn
-from twin import every_state, refusal, same, update
+from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, engine_steps, every_state, refusal, same, update
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
 from zeroshard.core.model_states import PARAMETERS, Range
-from zeroshard.testing import train
+from zeroshard.testing import Workload, train
 
 NUMEL = sum(parameter.numel() for parameter in Stack().parameters())
 
@@ -42,13 +42,12 @@ def policies(folder: Path) -> dict[str, Policy]:
     }
 
 
-def build(policy: Policy, precision: str = "fp32", model: str = "frozen", steps: int = 2) -> tuple[Sharded, Any]:
+def trained(policy: Policy, precision: str = "fp32", model: str = "frozen", steps: int = 2) -> Sharded:
     work = workload(model, param_groups=two_groups)
     module, optimizer = work.build()
-    sharded = zeroshard.shard(module, optimizer, policy, precision=PRECISIONS[precision], bucket_numel=BUCKETS)
-    for step in range(steps):
-        take_step(sharded, work, step)
-    return sharded, work
+    sharded = zeroshard.shard(module, optimizer, policy, precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS)
+    take_steps(sharded, *range(steps))
+    return sharded
 
 
 PLACES = list(policies(Path()))
@@ -64,11 +63,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
         def body(rank: int) -> None:
             keep_places_apart()
-            sharded, work = build(policies(folder)[source], precision)
+            sharded = trained(policies(folder)[source], precision)
             sharded.save(folder, "a")
             sharded.export(folder / "export")
             states = [every_state(sharded)]
-            take_step(sharded, work, 2)
+            take_steps(sharded, 2)
             states.append(every_state(sharded))
             if rank == 0:
                 torch.save(states, folder / "states.pt")
@@ -91,10 +90,10 @@ def test_checkpoints_go_from_any_place_to_any(
     def body(rank: int) -> None:
         keep_places_apart()
         saved, expected = torch.load(folder / "states.pt")
-        fresh, work = build(policies(tmp_path)[target], precision, steps=1)
+        fresh = trained(policies(tmp_path)[target], precision, steps=1)
         fresh.load(folder, "a")
         assert same(every_state(fresh), saved)
-        take_step(fresh, work, 2)
+        take_steps(fresh, 2)
         assert same(every_state(fresh), expected), "a step later"
 
     on_ranks(body, 2)
@@ -114,7 +113,7 @@ def test_states_by_name(tmp_path: Path) -> None:
         keep_places_apart()
         results = []
         for policy in policies(tmp_path).values():
-            sharded, work = build(policy)
+            sharded = trained(policy)
             states = sharded.states
             states.set("embedding.weight", "exp_avg", torch.full((VOCABULARY, 12), 0.25))
             for name in (PARAMETERS, "exp_avg_sq"):
@@ -123,7 +122,7 @@ def test_states_by_name(tmp_path: Path) -> None:
             frozen = states.get("blocks.1.up.weight")
             assert frozen is not None
             states.set("blocks.1.up.weight", PARAMETERS, frozen + 1)
-            sharded.model(*work.make_batch(rank, 2)).backward()
+            sharded.model(*tokens(rank, 2)).backward()
             gradient = states.get("embedding.weight", "gradients")
             states.set("embedding.weight", "gradients", gradient * 0 + 0.125)
             sharded.clip_grad_norm_(0.1)
@@ -131,7 +130,7 @@ def test_states_by_name(tmp_path: Path) -> None:
             norm = float(sharded.clip_grad_norm_(None))
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
-            take_step(sharded, work, 3)
+            take_steps(sharded, 3)
             results.append(every_state(sharded) | {"gradient": gradient, "norm": torch.tensor(norm)})
             sharded.remove()
         for result in results[1:]:
@@ -145,11 +144,11 @@ def test_frozen_and_freed(tmp_path: Path) -> None:
         keep_places_apart()
         results = []
         for policy in policies(tmp_path).values():
-            sharded, work = build(policy, model="tied")
+            sharded = trained(policy, model="tied")
             for trains in (False, True):
                 sharded.model.get_submodule("blocks.0").requires_grad_(trains)
                 sharded.update_trainable()
-                take_step(sharded, work, 2 + trains)
+                take_steps(sharded, 2 + trains)
             results.append(every_state(sharded))
             sharded.remove()
         for result in results[1:]:
@@ -160,12 +159,12 @@ def test_frozen_and_freed(tmp_path: Path) -> None:
 
 def test_optimizer_state_dicts(tmp_path: Path) -> None:
     for name, policy in policies(tmp_path).items():
-        sharded, work = build(policy)
+        sharded = trained(policy)
         saved = copy.deepcopy(sharded.optimizer.state_dict())
         before = every_state(sharded)
         assert all(not v.isnan().any() for s in saved["state"].values() for v in s.values()), name
         masters = {fqn: sharded.states.get(fqn) for fqn, _ in sharded.model.named_parameters()}
-        take_step(sharded, work, 2)
+        take_steps(sharded, 2)
         assert not same(every_state(sharded), before)
         kept = copy.deepcopy(saved)
         for _ in range(2):  # what was loaded stays the caller's, who may load it again
@@ -173,13 +172,13 @@ def test_optimizer_state_dicts(tmp_path: Path) -> None:
             for fqn, value in masters.items():
                 sharded.states.set(fqn, PARAMETERS, value)
             assert same(every_state(sharded), before), name
-            take_step(sharded, work, 2)
+            take_steps(sharded, 2)
             for number, state in kept["state"].items():
                 assert all(torch.equal(saved["state"][number][key], value) for key, value in state.items()), name
 
 
 def test_what_needs_memory_says_so(tmp_path: Path) -> None:
-    sharded, _ = build(policies(tmp_path)["stage 3, on disk"])
+    sharded = trained(policies(tmp_path)["stage 3, on disk"])
     assert "sharded.save" in refusal(lambda: DistributedState(sharded).state_dict())
     assert "without asynchronous=True" in refusal(lambda: sharded.save(tmp_path, "a", asynchronous=True))
 
@@ -193,7 +192,7 @@ def reports(policy: Policy) -> dict[str, int]:
     def look(sharded: Sharded) -> None:
         seen.update(sharded.memory_report())
 
-    train(0, workload("tied", steps=2), policy, bucket_numel=BUCKETS, inspect=look)
+    train(0, workload("tied", steps=2), policy, bucket_numel=SMALL_BUCKETS, inspect=look)
     return seen
 
 
@@ -231,7 +230,9 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
     work = workload("tied", param_groups=two_groups, max_norm=0.5)
     how = Offload(str(tmp_path), ratio=ratio, buffer_numel=4096, block_nbytes=4096)
     policy = Policy.stage(2).offloaded(optimizer=DISK, offload=how)
-    assert train(0, work, policy, bucket_numel=BUCKETS).equals(train(0, work, Policy.stage(2), bucket_numel=BUCKETS))
+    assert train(0, work, policy, bucket_numel=SMALL_BUCKETS).equals(
+        train(0, work, Policy.stage(2), bucket_numel=SMALL_BUCKETS)
+    )
     on_disk = reports(policy).get("disk", 0)
     most = 12 * NUMEL * 1.2 + 64 * 4096
     assert (on_disk == 0) if ratio == 0 else (0 < on_disk <= most)
@@ -244,15 +245,10 @@ def test_states_that_were_looked_at_before_parameters_are_freed(look: str, tmp_p
     torch.manual_seed(0)
     model = Stack(tied=False)
     model.blocks[0].requires_grad_(False)
-    policy = Policy.stage(2).offloaded(
-        optimizer=DISK, offload=Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
-    )
+    how = Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
+    policy = Policy.stage(2).offloaded(optimizer=DISK, offload=how)
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), policy)
-
-    def train(number: int) -> None:
-        update(model(*tokens(0, number)), sharded.optimizer)
-
-    train(0)
+    take_steps(sharded, 0)
     if look == "save":
         sharded.save(tmp_path / "checkpoints", "one")
     elif look == "state_dict":
@@ -262,7 +258,7 @@ def test_states_that_were_looked_at_before_parameters_are_freed(look: str, tmp_p
     model.blocks[0].requires_grad_(True)
     sharded.update_trainable()
     before = sharded.states.get("blocks.0.up.weight")
-    train(1)
+    take_steps(sharded, 1)
     after = sharded.states.get("blocks.0.up.weight")
     assert before is not None and after is not None and not torch.equal(before, after)
 
@@ -280,31 +276,26 @@ def test_pipelines_are_bit_equal(ahead: bool, behind: bool, tmp_path: Path) -> N
     work = workload("tied", param_groups=two_groups, max_norm=0.5, microbatches=2)
     how = Offload(str(tmp_path), read_ahead=ahead, write_behind=behind, buffer_numel=4096, block_nbytes=4096)
     policy = Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
-    assert train(0, work, policy, bucket_numel=BUCKETS).equals(train(0, work, Policy.stage(3), bucket_numel=BUCKETS))
+    assert train(0, work, policy, bucket_numel=SMALL_BUCKETS).equals(
+        train(0, work, Policy.stage(3), bucket_numel=SMALL_BUCKETS)
+    )
 
 
 @pytest.mark.parametrize("sub_group", [1, 300, 10**9])
 @pytest.mark.parametrize("buffers", [6000, 20_000])
 def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_path: Path) -> None:
-    """Whatever the model's size: here 16 layers of it."""
-
-    class Deep(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks.extend(type(self.blocks[0])(33) for _ in range(16))
-
+    """Whatever the model's size: here 19 layers of it."""
     how = Offload(str(tmp_path), buffer_count=2, buffer_numel=buffers, sub_group_numel=sub_group, block_nbytes=4096)
     policy = Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
-    base = workload("tied", steps=3)
-    work = type(base)(Deep, base.make_batch, steps=3)
+    work = Workload(lambda: Stack(widths=[7, *[33] * 18]), tokens, steps=3)
     most = 0
 
     def look(sharded: Sharded) -> None:
         nonlocal most
         most = max(most, sharded.memory_report()["cpu"])
 
-    run = train(0, work, policy, bucket_numel=BUCKETS, inspect=look)
-    assert run.equals(train(0, work, Policy.stage(3), bucket_numel=BUCKETS))
+    run = train(0, work, policy, bucket_numel=SMALL_BUCKETS, inspect=look)
+    assert run.equals(train(0, work, Policy.stage(3), bucket_numel=SMALL_BUCKETS))
     for_optimizer, for_parameters, blocks = 2 * buffers * 4, 2 * buffers * 4, 2 * 4 * 4096
     assert blocks < most <= for_optimizer + for_parameters + blocks
 
@@ -363,13 +354,7 @@ SHARED = {
 def run_engine(config: dict[str, Any], rank: int, steps: int = 3) -> tuple[zeroshard.Engine, list[Tensor]]:
     torch.manual_seed(0)
     engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-    work, losses = workload("tied"), []
-    for step in range(steps):
-        loss = engine(*work.make_batch(rank, step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    return engine, losses
+    return engine, engine_steps(engine, rank, range(steps))
 
 
 def test_a_config_with_both_on_disk(tmp_path: Path) -> None:
@@ -406,17 +391,13 @@ def test_overflows_in_the_middle(microbatches: int, tmp_path: Path) -> None:
     ]
 
     def body(rank: int) -> list[bool]:
-        torch.manual_seed(0)
-        work, runs = workload("tied"), []
+        runs = []
         for zero in ({"stage": 2}, *offloads):
             torch.manual_seed(0)
             engine, *_ = zeroshard.initialize(model=Stack(), config={**config, "zero_optimization": zero})
             losses, applied = [], []
-            for step in range(10 * microbatches):
-                loss = engine(*work.make_batch(rank, step))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
+            for number in range(10 * microbatches):
+                losses += engine_steps(engine, rank, [number])
                 applied.append(engine.was_step_applied())
             runs.append((torch.stack(losses), applied, every_state(sharded_of(engine))))
             engine.destroy()
@@ -437,9 +418,9 @@ def test_both_offloads_of_a_stage_2_config_do_something() -> None:
     def losses_and_memory(rank: int) -> tuple[list[Tensor], list[int], dict[str, int]]:
         torch.manual_seed(0)
         engine, *_ = zeroshard.initialize(model=Stack(), config=ZERO2, auto=auto)
-        work, losses, unsharded = workload("tied"), [], []
-        for step in range(3):
-            loss = engine(*work.make_batch(rank, step))
+        losses, unsharded = [], []
+        for number in range(3):
+            loss = engine(*tokens(rank, number))
             engine.backward(loss)
             unsharded.append(engine.memory_report()["parameters"])
             engine.step()
@@ -488,7 +469,7 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
     freed = engine.offload_states(["optim_states", "hp_params", "lp_grads"], device="nvme", nvme_path=tmp_path)
     assert freed >= 12 * NUMEL  # there are no gradients between zero_grad and the next backward
     with torch.no_grad():
-        engine.module(*workload("tied").make_batch(0, 0))  # the parameters are here
+        engine.module(*tokens(0, 0))  # the parameters are here
     with pytest.raises(ZeroshardError, match="parked"):
         engine.save_checkpoint(tmp_path)
     engine.reload_states()
@@ -498,12 +479,7 @@ def test_an_engine_parks_its_states(tmp_path: Path) -> None:
     sharded.reload_states()
     assert "the place 'tape'" in refusal(lambda: sharded.offload_states(**on_disk, place="tape"))  # type: ignore[arg-type]
     assert "the ranks are 0 to 0" in refusal(lambda: sharded.consolidated_state_dict(1))
-    work = workload("tied")
-    for step in (2, 3):
-        loss = engine(*work.make_batch(0, step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
+    losses += engine_steps(engine, 0, (2, 3))
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
 
 

@@ -8,18 +8,19 @@ import operator
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from insides import transport_of
-from models import Stack, tokens
+from models import Stack, Untied, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twin import FEW_STAGES, abort, same, same_on_all_ranks, step, update, whole
+from twin import FEW_STAGES, abort, build, same, same_on_all_ranks, step, steps, update, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
@@ -44,29 +45,32 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def sharded_of(stage: int, make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS["AdamW"], **policy: Any) -> Any:
+def sharded_of(
+    policy: Policy | int, make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS["AdamW"], **options: Any
+) -> Any:
+    """Return a model, the user's optimizer, and what `shard` returns."""
+    model, sharded = build(policy, make_optimizer=make, bucket_numel=100, **options)
+    return model, sharded.optimizer, sharded
+
+
+def plain_of(make: Callable[..., torch.optim.Optimizer]) -> tuple[Stack, Any]:
+    """Return the same model, and an optimizer, in plain PyTorch."""
     torch.manual_seed(0)
-    model = Stack()
-    optimizer = make(model.parameters())
-    how = Policy.stage(stage)
-    if policy and stage:
-        how = how.offloaded(**policy)
-    return model, optimizer, zeroshard.shard(model, optimizer, how, bucket_numel=100)
+    plain = Stack()
+    return plain, make(plain.parameters())
+
+
+def assert_equal_masters(sharded: zeroshard.Sharded, plain: nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(sharded.states.get(name), parameter), name
 
 
 @FEW_STAGES
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_its_step_is_the_sharded_step(optimizer: str, stage: int) -> None:
-    """The one line: clipping, `step` and `zero_grad` are those of plain PyTorch."""
+    """The one line: clipping, `step` and `zero_grad` are those of plain PyTorch, with the same bits at every stage."""
 
-    def body(rank: int) -> None:
-        model, ours, sharded = sharded_of(stage, OPTIMIZERS[optimizer])
-        for number in range(3):
-            model(*tokens(rank, number)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        expected = whole(model)
+    def trained(rank: int, stage: int) -> dict[str, Tensor]:
         model, own, _ = sharded_of(stage, OPTIMIZERS[optimizer])
         parameters = [*model.parameters()]
         for number in range(3):
@@ -76,22 +80,23 @@ def test_its_step_is_the_sharded_step(optimizer: str, stage: int) -> None:
             own.zero_grad()
             assert all(parameter.grad is None for parameter in parameters)
             assert [*map(id, own.param_groups[0]["params"])] == [*map(id, parameters)]
-        assert type(own) is type(ours)
-        assert same(expected, whole(model))
+        return whole(model)
+
+    def body(rank: int) -> None:
+        assert same(trained(rank, 0), trained(rank, stage))
 
     on_ranks(body, 2)
 
 
-@FEW_STAGES
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("place", [Place.CPU, Place.DISK])
-def test_states_that_rest_elsewhere(place: Place, stage: int, tmp_path: Any) -> None:
+def test_states_that_rest_elsewhere(place: Place, stage: int, tmp_path: Path) -> None:
     def body(rank: int) -> None:
         results = []
-        for is_own in (False, True):
-            model, own, sharded = sharded_of(stage, optimizer=place, path=str(tmp_path))
-            optimizer = own if is_own else sharded.optimizer
-            for number in range(3):
-                step(model, optimizer, rank, number)
+        here = Policy.stage(stage)
+        for policy in (here, here.offloaded(optimizer=place, path=str(tmp_path))):
+            model, own, sharded = sharded_of(policy)
+            steps(model, own, rank, range(3))
             results.append(whole(model))
             sharded.remove()
         assert same(*results)
@@ -200,10 +205,7 @@ class Scaled(torch.optim.SGD):
 
 def test_arguments_of_the_optimizers_own_reach_it() -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = Scaled(model.parameters(), lr=0.1)
-        zeroshard.shard(model, optimizer, 2, elementwise=True)
+        model, optimizer, _ = sharded_of(2, partial(Scaled, lr=0.1), elementwise=True)
         model(*tokens(rank, 0)).backward()
         optimizer.step(scale=0.5)
         optimizer.step(lambda: model(*tokens(rank, 0)), 0.25)
@@ -224,12 +226,8 @@ class Counting(torch.optim.SGD):
 @FEW_STAGES
 def test_what_it_keeps_of_a_group_counts_one_step(stage: int) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = Counting(model.parameters(), lr=0.1)
-        zeroshard.shard(model, optimizer, stage, elementwise=True)
-        for number in range(3):
-            step(model, optimizer, rank, number)
+        model, optimizer, _ = sharded_of(stage, partial(Counting, lr=0.1), elementwise=True)
+        steps(model, optimizer, rank, range(3))
         assert optimizer.param_groups[0]["count"] == 3
 
     on_ranks(body, 2)
@@ -271,20 +269,16 @@ def test_what_it_counts_by_itself_counts_one_step(stage: int, place: Place) -> N
         if stage == 0:
             return
         policy = policy.offloaded(optimizer=place, offload=Offload(sub_group_numel=400))
-    torch.manual_seed(0)
-    model = Stack()
-    plain = copy.deepcopy(model)
-    optimizer, expected = (CountingItself(one.parameters(), lr=0.1) for one in (model, plain))
-    sharded = zeroshard.shard(model, optimizer, policy, elementwise=True, bucket_numel=256)
-    for number in range(3):
-        for one, stepping in ((model, optimizer), (plain, expected)):
-            step(one, stepping, 0, number)
+    make = partial(CountingItself, lr=0.1)
+    model, optimizer, sharded = sharded_of(policy, make, elementwise=True)
+    plain, expected = plain_of(make)
+    for one, stepping in ((model, optimizer), (plain, expected)):
+        steps(one, stepping, 0, range(3))
     for counted in (optimizer, expected):
         assert (counted.count, counted.log, float(counted.total), counted.last) == (3, [3], 3.0, 3)
         assert float(counted.param_groups[0]["seen"]) == 3.0 and set(counted.of_each.values()) == {3}
     assert all(len(group["params"]) == len(list(plain.parameters())) for group in optimizer.param_groups)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(sharded.states.get(name), parameter), name
+    assert_equal_masters(sharded, plain)
 
 
 class Twice(torch.optim.SGD):
@@ -305,20 +299,13 @@ def test_a_class_that_calls_the_step_of_the_class_that_it_extends(stage: int) ->
     """torch runs the object's hooks for each of the calls."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
         torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch wraps the step of a class when it is made first
-        model = Stack()
-        plain = copy.deepcopy(model)
-        optimizer, expected = (Twice(one.parameters(), lr=0.1) for one in (model, plain))
-        sharded = zeroshard.shard(model, optimizer, stage, elementwise=True)
-        for number in range(3):
-            model(*tokens(0, number)).backward()
-            plain(*tokens(0, number)).backward()
-            for one in (optimizer, expected):
-                one.step()
-                one.zero_grad()
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(sharded.states.get(name, "parameters"), parameter), name
+        make = partial(Twice, lr=0.1)
+        model, optimizer, sharded = sharded_of(stage, make, elementwise=True)
+        plain, expected = plain_of(make)
+        for one, its in ((model, optimizer), (plain, expected)):
+            steps(one, its, 0, range(3))
+        assert_equal_masters(sharded, plain)
 
     on_ranks(body, 2)
 
@@ -340,11 +327,9 @@ def test_a_class_that_evaluates_its_closure(stage: int) -> None:
     """Once is what zeroshard does before; an optimizer that compares two evaluations, as SAM does, is refused by name."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        plain = copy.deepcopy(model)
-        optimizer, expected = (Evaluates(one.parameters(), lr=0.1) for one in (model, plain))
-        sharded = zeroshard.shard(model, optimizer, stage, elementwise=True)
+        make = partial(Evaluates, lr=0.1)
+        model, optimizer, sharded = sharded_of(stage, make, elementwise=True)
+        plain, expected = plain_of(make)
         for number in range(2):
             losses = []
             for one, its in ((model, optimizer), (plain, expected)):
@@ -357,8 +342,7 @@ def test_a_class_that_evaluates_its_closure(stage: int) -> None:
 
                 losses.append(its.step(closure))
             assert torch.equal(*losses)
-        for name, parameter in plain.named_parameters():
-            assert torch.equal(sharded.states.get(name, "parameters"), parameter), name
+        assert_equal_masters(sharded, plain)
         optimizer.zero_grad()
         optimizer.times = 2
         with pytest.raises(UsageError, match=r"Evaluates\.step evaluates its closure more than once"):
@@ -431,9 +415,7 @@ def test_a_parameter_whose_gradient_is_set_to_none_is_left_out_of_the_step(
         return whole(model)
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        model, optimizer = plain_of(OPTIMIZERS["AdamW"])
         mean = lambda number: (model(*tokens(0, number)) + model(*tokens(1, number))) / 2  # noqa: E731
         expected = trained(mean, model, optimizer, None)
         model, own, sharded = sharded_of(stage)
@@ -459,12 +441,8 @@ class Parts(nn.Module):
         return x.square().mean()
 
 
-def sharded_parts(model: Parts, optimizer: torch.optim.Optimizer, stage: int, **options: Any) -> Any:
-    """Shard a model whose ranks run different layers: at stage 3 these have to be in one unit."""
-    units = None
-    if stage == 3:
-        units = zeroshard.Units(min_numel=100)
-    return zeroshard.shard(model, optimizer, stage, units=units, **options)
+UNITS = [None, None, None, zeroshard.Units(min_numel=100)]
+"""By stage. Layers of which ranks run different ones have to be in one unit at stage 3."""
 
 
 @FEW_STAGES
@@ -473,8 +451,7 @@ def test_a_dropped_gradient_that_another_rank_has_not_made_is_refused(is_late: b
     """The other rank has a part of its mean, and no `grad` that could be set to None."""
 
     def body(rank: int) -> None:
-        model = Parts()
-        sharded = sharded_parts(model, OPTIMIZERS["AdamW"](model.parameters()), stage)
+        model, sharded = build(stage, make_model=Parts, units=UNITS[stage])
         model(torch.ones(2, 5), *((0,) if rank else (0, 1))).backward()
         if is_late:
             sharded.clip_grad_norm_(1.0)
@@ -505,7 +482,7 @@ def test_a_factor_multiplies_no_gradient_that_only_other_ranks_made(drops: bool,
             if is_plain:
                 ((model(inputs[0], 0) + model(inputs[1], 0, 1)) / 2).backward()
             else:
-                sharded_parts(model, optimizer, stage)
+                zeroshard.shard(model, optimizer, stage, units=UNITS[stage])
                 model(inputs[rank], *((0, 1) if rank else (0,))).backward()
             model.units[0].weight.grad.mul_(0.25)
             if drops:
@@ -523,9 +500,8 @@ def test_a_dropped_gradient_does_not_round_the_others(stage: int) -> None:
     """A factor multiplies 16-bit gradients in fp32, when the optimizer gets them."""
 
     def scaled(rank: int, *, drops: bool) -> Tensor:
-        model = Parts()
         precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
-        sharded = sharded_parts(model, OPTIMIZERS["AdamW"](model.parameters()), stage, precision=precision)
+        model, sharded = build(stage, make_model=Parts, units=UNITS[stage], precision=precision)
         model(torch.ones(2, 5, dtype=torch.bfloat16) * (rank + 1), 0, 1).backward()
         if drops:
             model.units[1].weight.grad = None
@@ -630,22 +606,18 @@ def test_its_state_dict_is_the_sharded_one(stage: int) -> None:
     def body(rank: int) -> None:
         model, own, sharded = sharded_of(stage)
 
-        def train(first: int) -> None:
-            for number in range(first, first + 2):
-                step(model, own, rank, number)
-
-        train(0)
+        steps(model, own, rank, range(2))
         kept, values = copy.deepcopy(own.state_dict()), whole(model)
         assert kept.keys() == sharded.optimizer.state_dict().keys()
         assert kept["state"]
-        train(2)
+        steps(model, own, rank, range(2, 4))
         expected = whole(model)
         with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
             for fqn, parameter in model.named_parameters():
                 parameter.copy_(values[fqn])
         own.load_state_dict(kept)
         assert [*map(id, own.param_groups[0]["params"])] == [*map(id, model.parameters())]
-        train(2)
+        steps(model, own, rank, range(2, 4))
         assert same(expected, whole(model))
 
     on_ranks(body, 2)
@@ -843,8 +815,9 @@ def test_its_states_are_refused_by_a_parameter(stage: int) -> None:
 @FEW_STAGES
 def test_it_stays_the_same_object(stage: int) -> None:
     def body(rank: int) -> None:
-        model, own, sharded = sharded_of(stage)
-        assert sharded.optimizer is own
+        model = Stack()
+        own = torch.optim.AdamW(model.parameters())
+        assert zeroshard.shard(model, own, stage).optimizer is own
         assert type(own) is torch.optim.AdamW
         assert [*map(id, own.param_groups[0]["params"])] == [*map(id, model.parameters())]
 
@@ -1141,8 +1114,7 @@ class Numbering(torch.optim.Optimizer):
 
 
 def test_states_that_are_no_tensors_survive_a_change_of_what_is_trained() -> None:
-    model = Stack(tied=False)
-    sharded = zeroshard.shard(model, Numbering(model.parameters()), 1, elementwise=True)
+    model, sharded = build(1, make_model=Untied, make_optimizer=Numbering, elementwise=True)
     for number in range(3):
         step(model, sharded, 0, number)
         if number == 0:
@@ -1155,9 +1127,7 @@ def test_states_that_are_no_tensors_survive_a_change_of_what_is_trained() -> Non
 
 
 def test_an_error_in_its_own_code_aborts_the_step(tmp_path: Path) -> None:
-    model = Stack(tied=False)
-    optimizer = Numbering(model.parameters())
-    sharded = zeroshard.shard(model, optimizer, 1, elementwise=True)
+    model, optimizer, sharded = sharded_of(1, Numbering, make_model=Untied, elementwise=True)
     step(model, sharded, 0, 0)
     sharded.save(tmp_path, "one")
     before = [p.detach().clone() for p in model.parameters()]
@@ -1178,24 +1148,18 @@ def test_an_error_in_its_own_code_aborts_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_unknown_optimizer_with_states_on_disk_is_refused(stage: int, tmp_path: Path) -> None:
-    model = Stack(tied=False)
     policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, offload=Offload(path=str(tmp_path)))
     with pytest.raises(UsageError, match=r"Numbering\.step\(\) is not torch's.*Use a torch\.optim class"):
-        zeroshard.shard(model, Numbering(model.parameters()), policy, elementwise=True)
+        build(policy, make_optimizer=Numbering, elementwise=True)
 
 
-KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "fused, two groups": lambda model: torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-         {"params": [p for p in model.parameters() if p.ndim > 1]}], lr=0.01, fused=True,
-    ),
-    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
-    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
-    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.1),
-    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
-}  # fmt: skip
+def fused_with_two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW([vectors, {"params": [p for p in parameters if p.ndim > 1]}], lr=0.01, fused=True)
+
+
+KINDS = {name: OPTIMIZERS[name] for name in ("AdamW", "SGD", "Adafactor", "NAdam", "ASGD", "Rprop")}
+KINDS["fused, two groups"] = fused_with_two_groups
 
 
 class WithScale(nn.Sequential):
@@ -1227,11 +1191,11 @@ def test_it_loads_the_states_of_an_unsharded_optimizer(place: Place, kind: str, 
     def body(rank: int) -> None:
         torch.manual_seed(0)
         plain = WithScale(empty=int(kind == "Adafactor"))
-        one = KINDS[kind](plain)
+        one = KINDS[kind]([*plain.parameters()])
         train(plain, one, range(2))
         model, states = copy.deepcopy(plain), copy.deepcopy(one.state_dict())
         train(plain, one, range(2, 4))
-        other = KINDS[kind](model)
+        other = KINDS[kind]([*model.parameters()])
         policy = Policy.stage(stage)
         if place is Place.DISK:
             policy = policy.offloaded(optimizer=place, path=str(tmp_path))

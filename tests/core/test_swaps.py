@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens
+from models import tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import SMALL_BUCKETS, Setting, as_set, everything, same, step, steps, whole
+from twin import Setting, as_set, build, everything, same, step, steps, whole
 
 import zeroshard
-from zeroshard import Place, Policy, Precision, UsageError
+from zeroshard import Place, Policy, UsageError
 
 Values = dict[str, Tensor]
 
@@ -74,16 +74,6 @@ def use_of(use: str, model: Any, sharded: zeroshard.Sharded, rank: int, folder: 
         sharded.states.get("blocks.0.up.weight")
 
 
-def made(stage: Policy | int, dtype: torch.dtype | None, rank: int) -> tuple[Stack, zeroshard.Sharded]:
-    torch.manual_seed(0)
-    model = Stack()
-    precision = None if dtype is None else Precision(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sharded = zeroshard.shard(model, optimizer, stage, precision=precision, bucket_numel=SMALL_BUCKETS)
-    steps(model, sharded, rank, range(2))
-    return model, sharded
-
-
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("way", WAYS)
@@ -95,7 +85,8 @@ def test_training_goes_on_after_a_swap_as_without_it_or_the_swap_is_refused(
         exchange = WAYS[way]
 
         def trained(*, swaps: bool) -> tuple[dict[str, Tensor], bool]:
-            model, sharded = made(stage, None, rank)
+            model, sharded = build(stage)
+            steps(model, sharded, rank, range(2))
             own = {fqn: value.clone() for fqn, value in whole(model).items()}
             average = {fqn: value * 0.5 for fqn, value in own.items()}
             # A write to sharded parameters is refused outside of such a block, but for state dicts.
@@ -149,7 +140,8 @@ def test_a_swap_inside_one_block_costs_no_digit_of_16_bit_masters(
 
     def body(rank: int) -> None:
         def trained(*, swaps: bool) -> dict[str, Tensor]:
-            model, sharded = made(stage, torch.bfloat16, rank)
+            model, sharded = build(stage, precision=torch.bfloat16)
+            steps(model, sharded, rank, range(2))
             own = {fqn: value.clone() for fqn, value in whole(model).items()}
             average = {fqn: value * 0.5 for fqn, value in own.items()}
             if swaps:
@@ -180,7 +172,8 @@ def test_weights_that_were_exchanged_are_not_trained(stage: int, place: Place) -
 
     def body(rank: int) -> None:
         def trained(*, swaps: bool) -> dict[str, Tensor]:
-            model, sharded = made(policy, None, rank)
+            model, sharded = build(policy)
+            steps(model, sharded, rank, range(2))
             average = {fqn: value * 0.5 for fqn, value in whole(model).items()}
             if swaps:
                 by_data(model, average)
@@ -194,8 +187,7 @@ def test_weights_that_were_exchanged_are_not_trained(stage: int, place: Place) -
                 ):
                     by_data(model, average)
                 by_data(model, average)
-            for number in range(2, 4):
-                step(model, sharded, rank, number)
+            steps(model, sharded, rank, range(2, 4))
             return everything(sharded)
 
         with as_set(Setting(policy, apart=True)):
@@ -211,7 +203,8 @@ def test_new_data_of_each_parameter_is_no_swap(place: Place) -> None:
 
     def body(rank: int) -> None:
         with as_set(Setting(policy, apart=True)):
-            model, sharded = made(policy, None, rank)
+            model, sharded = build(policy)
+            steps(model, sharded, rank, range(2))
             for parameter in model.parameters():
                 data = parameter.data
                 parameter.data = data * 0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, tokens
+from models import OPTIMIZERS, Stack, sgd, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import FEW_STAGES, same_on_all_ranks, whole
+from twin import FEW_STAGES, build, same_on_all_ranks, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
@@ -172,16 +172,8 @@ def test_what_is_clipped_in_each_microbatch(stage: int, clip: str, place: Place,
 Result = tuple[dict[str, Tensor], list[Any]]
 
 
-def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1)
-
-
-def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def train(
-    rank: int, clip: Clip, policy: Policy | None, *, make: Callable[..., Any] = adamw,
+    rank: int, clip: Clip, policy: Policy | None, *, make: Callable[..., Any] = OPTIMIZERS["AdamW"],
     dtype: torch.dtype | None = None, microbatches: int = 1
 ) -> Result:  # fmt: skip
     """Two steps, under a policy, or, without one, of plain PyTorch with gradients averaged by hand."""
@@ -249,9 +241,7 @@ def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(stage: int) -> N
     """Also on a rank that holds no part of it."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, adamw(model.parameters()), stage, bucket_numel=100)
+        model, sharded = build(stage, bucket_numel=100)
         model(*tokens(rank, 0)).backward()
         norms = {}
         for fqn, parameter in model.named_parameters():
@@ -269,10 +259,8 @@ def test_values_are_set_after_a_factor_of_zero(stage: int, tmp_path: Path) -> No
     """Gradients on disk keep their factors, and a value that is set is divided by them."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
         policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, path=str(tmp_path))
-        sharded = zeroshard.shard(model, sgd(model.parameters()), policy)
+        model, sharded = build(policy, make_model=lambda: nn.Linear(4, 4), make_optimizer=sgd)
         model(torch.ones(2, 4)).sum().backward()
         model.weight.grad.mul_(0.0)
         model.bias.grad.mul_(0.0)
@@ -307,9 +295,7 @@ def test_in_16_bits_every_policy_gives_the_same_bits(clip: str, microbatches: in
 @FEW_STAGES
 def test_clipping_by_torch_and_by_us_agree(stage: int) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model, sharded = build(stage, make_optimizer=sgd)
         model(*tokens(rank, 0)).backward()
         ours = float(sharded.clip_grad_norm_(0.3))
         assert ours > 0.3
@@ -328,9 +314,7 @@ def test_a_parameter_that_some_ranks_do_not_use_is_named(stage: int) -> None:
     """On the others its `grad` is None, so torch's clipping cannot be one operation of all ranks."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Sometimes()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model, sharded = build(stage, make_model=Sometimes, make_optimizer=sgd)
         model(torch.ones(2, 4), is_open=rank == 0).sum().backward()
         with pytest.raises(UsageError, match=r"side.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -343,9 +327,7 @@ def test_a_parameter_that_some_ranks_do_not_use_is_named(stage: int) -> None:
 @FEW_STAGES
 def test_a_change_on_one_rank_is_named_at_the_step(stage: int) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model, sharded = build(stage, make_optimizer=sgd)
         model(*tokens(rank, 0)).backward()
         if rank == 1:
             model.head.weight.grad.mul_(0.5)
@@ -361,9 +343,7 @@ def test_a_change_on_one_rank_is_named_at_the_step(stage: int) -> None:
 @FEW_STAGES
 def test_other_operations_are_refused_by_name(stage: int) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model, sharded = build(stage, make_optimizer=sgd)
         assert all(parameter.grad is None for parameter in model.parameters())
         model(*tokens(rank, 0)).backward()
         gradient = model.head.weight.grad
@@ -387,9 +367,7 @@ def test_gradients_that_are_multiplied_between_backwards(all_use_it: bool) -> No
     """Before the first step, when ranks have not agreed on an order: a backward sends no message of its own for it."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Sometimes()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        model, sharded = build(3, make_model=Sometimes, make_optimizer=sgd)
         model(torch.ones(2, 4), is_open=True).sum().backward()
         for gradient in gradients(model):
             gradient.mul_(0.5)
@@ -404,9 +382,7 @@ def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
     """`p.grad *= x` assigns the sum itself; another shape of the same memory is another gradient, or torch's error."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4, bias=False)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        model, sharded = build(1, make_model=lambda: nn.Linear(4, 4, bias=False), make_optimizer=sgd)
         with sharded.accumulate():
             model(torch.ones(2, 4)).sum().backward()
             model.weight.grad *= 0.5
@@ -425,9 +401,7 @@ def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
 
 def test_lists_of_factors_are_refused_by_name() -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        model, _ = build(2)
         model(*tokens(rank, 0)).backward()
         found = [gradient for gradient in gradients(model) if gradient.numel()]
         with pytest.raises(UsageError, match="_foreach_mul_ does not"):
@@ -441,9 +415,7 @@ def test_a_model_that_is_pickled_before_clipping_is_clipped(stage: int) -> None:
     def body(rank: int) -> None:
         norms = []
         for is_pickled in (False, True):
-            torch.manual_seed(0)
-            model = Stack()
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+            model, sharded = build(stage, make_optimizer=sgd)
             model(*tokens(rank, 0)).backward()
             if is_pickled:
                 torch.save(model, io.BytesIO())
@@ -484,8 +456,7 @@ def test_a_gradient_that_was_set_after_a_backward_is_named(clip: Clip) -> None:
     """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
 
     def body(rank: int) -> None:
-        model = Sometimes()
-        zeroshard.shard(model, sgd(model.parameters()), 2)
+        model, _ = build(2, make_model=Sometimes)
         model(torch.ones(2, 4), is_open=False).sum().backward()
         model.side.weight.grad = torch.ones(4, 4)
         with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):

@@ -139,20 +139,18 @@ def test_a_replaced_parameter_is_refused_by_name(stage: int) -> None:
 @pytest.mark.parametrize("option", ["lr", "betas"])
 def test_options_that_differ_between_ranks_are_refused_by_name(stage: int, option: str) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        sharded = zeroshard.shard(model, optimizer, stage)
+        model, sharded = build(stage)
+        (group,) = sharded.optimizer.param_groups
         step(model, sharded, rank, 0)
-        kept = optimizer.param_groups[0][option]
-        optimizer.param_groups[0][option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
-        values = {"lr": "0.1 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
+        kept = group[option]
+        group[option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
+        values = {"lr": "0.01 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
         with pytest.raises(
             UsageError, match=f"{option} of param group 0 of AdamW is {values[option]}.*ReduceLROnPlateau"
         ):
             step(model, sharded, rank, 1)
-        optimizer.param_groups[0][option] = kept
-        optimizer.zero_grad()
+        group[option] = kept
+        sharded.optimizer.zero_grad()
         step(model, sharded, rank, 1)
         assert same_on_all_ranks(whole(model))
 
@@ -173,6 +171,12 @@ def by_set(model: nn.Module) -> Tensor:
     return model.blocks[1].up.weight
 
 
+def parametrized() -> Stack:
+    model = Stack()
+    nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Doubled())
+    return model
+
+
 def by_parametrization(model: nn.Module) -> Tensor:
     model.blocks[0].up.weight = torch.full((7, 12), 1.0)
     return model.blocks[0].up.parametrizations.weight.original
@@ -186,10 +190,7 @@ def test_a_write_that_torch_hides_takes_effect_or_is_refused_by_name(
     """`Tensor.set_`, with which parametrized weights are assigned too, comes to no class."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        torch.nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Doubled())
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), stage)
+        model, sharded = build(stage, make_model=parametrized, make_optimizer=partial(sgd, lr=0.0))
         step(model, sharded, rank, 0)
         written = write(model)
         if stage < 3:
@@ -413,7 +414,7 @@ def test_a_copied_model_trains_on_its_own() -> None:
 @pytest.mark.parametrize("what", ["model", "parameter"])
 def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        model, _ = build(3, make_optimizer=sgd)
+        model, _ = build(3)
         with pytest.raises(UsageError, match=r"unsharded.*export"):
             torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
 
@@ -525,8 +526,7 @@ def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
     """At stage 3 the one gave back the parameters that the other read: the process died. One after the other they may."""
 
     def body(rank: int) -> None:
-        model = Stack()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        model, _ = build(stage)
         batches = [tokens(0, number) for number in range(3)]
         expected = [model(*batch).item() for batch in batches]
         found: list[Any] = []
@@ -558,8 +558,7 @@ def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
 
 def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
     def body(rank: int) -> None:
-        model = Stack()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        model, _ = build(3)
 
         def abort() -> None:
             with pytest.raises(IndexError):
@@ -647,14 +646,11 @@ class WithNothing(nn.Module):
 
 @FEW_STAGES
 def test_a_unit_of_empty_parameters_trains(stage: int) -> None:
-    torch.manual_seed(0)
-    model = WithNothing()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, stage)
+    model, sharded = build(stage, make_model=WithNothing, make_optimizer=sgd)
     losses = []
     for _ in range(3):
         losses.append(model(torch.ones(2, 8)))
-        update(losses[-1], optimizer)
+        update(losses[-1], sharded.optimizer)
     assert losses[0] > losses[1] > losses[2]
 
 

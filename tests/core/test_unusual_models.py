@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import sgd
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import update
+from twin import build, update
 from unusual import WIDTH, Block, Net, batch
 
 import zeroshard
@@ -317,9 +318,7 @@ class Prompted(Net):
 def test_views_that_modules_return_stay_readable(stage: int) -> None:
     def body(rank: int) -> None:
         def run(policy: Policy) -> list[Tensor]:
-            torch.manual_seed(0)
-            model = Prompted()
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+            model, sharded = build(policy, make_model=Prompted, make_optimizer=sgd)
             seen = []
             for number in range(3):
                 with torch.no_grad():
@@ -356,9 +355,7 @@ def test_a_roots_parameter_in_the_loss(between: str) -> None:
 
     def body(rank: int) -> None:
         def run(stage: int) -> list[Tensor]:
-            torch.manual_seed(0)
-            model = Net()
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+            model, sharded = build(stage, make_model=Net, make_optimizer=sgd)
             if stage == 3 and between != "nothing":
                 with pytest.raises(RuntimeError, match="inplace operation"):
                     penalised(model, batch(rank, 0), between)
@@ -378,8 +375,7 @@ def test_a_roots_parameter_in_the_loss(between: str) -> None:
 
 def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
     def body(rank: int) -> None:
-        model = Net()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        model, _ = build(3, make_model=Net)
         x = batch(rank, 0)
         with pytest.raises(zeroshard.UsageError, match=r"torch\.func.*torch\.autograd\.grad"):
             torch.func.grad(model)(x)
@@ -397,8 +393,7 @@ def test_transforms_and_traces_of_a_sharded_model_are_refused_by_name() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_copy_names_nothing_of_zeroshards(stage: int) -> None:
     """It can be unpickled where zeroshard is not installed."""
-    model = Net()
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+    model, _ = build(stage, make_model=Net)
     copied = copy.deepcopy(model)
     data = pickle.dumps(copied)
     assert b"zeroshard" not in data
@@ -408,9 +403,7 @@ def test_a_copy_names_nothing_of_zeroshards(stage: int) -> None:
 
 def test_a_graph_from_before_remove_leaves_the_model_alone() -> None:
     def body(rank: int) -> None:
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+        model, sharded = build(3, make_model=Net, make_optimizer=sgd)
         loss = model(batch(rank, 0))
         sharded.remove()
         loss.backward()
@@ -418,7 +411,7 @@ def test_a_graph_from_before_remove_leaves_the_model_alone() -> None:
             torch.isfinite(parameter).all() and type(parameter) is nn.Parameter for parameter in model.parameters()
         )
         with pytest.raises(zeroshard.UsageError, match=r"after remove"):
-            optimizer.step()
+            sharded.optimizer.step()
 
     on_ranks(body, 2)
 

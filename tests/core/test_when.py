@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import tokens
 from ranks import RankError, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import update
+from twin import LARGE_BUCKETS, build, same, step, whole
 
 import zeroshard
 from zeroshard import Policy, Units, UsageError
@@ -53,18 +52,11 @@ def run(
     prepare: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> dict[str, object]:  # fmt: skip
     """Losses, parameters, and the most elements that were whole at once in the last step, by 2: forward and backward."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    sharded = zeroshard.shard(model, optimizer, policy, units=units)
+    model, sharded = build(policy, make_model=make, units=units, bucket_numel=LARGE_BUCKETS)
     live = {"forward": 0, "backward": 0}
 
-    def whole() -> int:
-        report = sharded.memory_report()["parameters"] // 4
-        return report - at_rest
-
     def look(phase: str) -> None:
-        live[phase] = max(live[phase], whole())
+        live[phase] = max(live[phase], sharded.memory_report()["parameters"] // 4 - at_rest)
 
     at_rest = sharded.memory_report()["parameters"] // 4
     for module in model.modules():
@@ -72,19 +64,15 @@ def run(
             module.linear.register_forward_hook(lambda *_: look("forward"))
             module.linear.register_full_backward_pre_hook(lambda *_: look("backward"))
     losses, sent = [], 0
-    for step in range(steps):
-        prepare(model, step)
+    for number in range(steps):
+        prepare(model, number)
         live.update(forward=0, backward=0)
         sharded.comm_report()
-        loss = model(*tokens(rank, step))
-        update(loss, sharded.optimizer)
-        losses.append(loss.detach())
+        losses.append(step(model, sharded, rank, number))
         sent = sharded.comm_report().get("all_gather", 0)
-    with zeroshard.unsharded(model):
-        parameters = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
     return {
         "losses": torch.stack(losses),
-        "parameters": parameters,
+        "parameters": whole(model),
         "live": dict(live),
         "sent": sent,
         "at_rest": at_rest,
@@ -100,7 +88,7 @@ def on_two_ranks(**options: object) -> dict[str, object]:
 
 
 def same_parameters(one: dict[str, object], other: dict[str, object]) -> bool:
-    return all(torch.equal(one["parameters"][fqn], value) for fqn, value in other["parameters"].items())
+    return same(one["parameters"], other["parameters"])
 
 
 @pytest.fixture(scope="module")

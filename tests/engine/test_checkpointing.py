@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from folders import PYTHONPATH
+from memory import resident
 from models import tokens
 from quiet import no_warnings
 from ranks import on_ranks
@@ -23,7 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from twin import update
+from twin import engine_steps, update
 
 import zeroshard
 from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
@@ -187,11 +188,7 @@ def test_a_config_checkpoints_units_without_touching_the_model(chosen: Any) -> N
                 return
             engine, *_ = zeroshard.initialize(model=model, config=config)
             assert list(dict(model.named_parameters())) == [key for key in keys if key != "positions"]
-            for step in range(3):
-                loss = engine(*tokens(rank, step))
-                engine.backward(loss)
-                engine.step()
-            losses.append(loss.detach())
+            losses.append(engine_steps(engine, rank, range(3))[-1])
             copy.deepcopy(engine.module.blocks[0].up)
             if block:
                 names = (
@@ -249,12 +246,6 @@ def test_a_second_backward_and_eval() -> None:
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
-def _memory(key: str) -> int:
-    """Bytes of this process: VmRSS, or VmHWM, the peak of it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
-
-
 def _train_gpt(config: GPTConfig, batch: int, steps: int) -> zeroshard.Sharded:
     """The peak is that of the last step."""
     with zeroshard.sharded_init():
@@ -298,10 +289,10 @@ def peaks_of_deep_gpt() -> list[int]:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)  # what is freed goes back to the system
         _train_gpt(GPTConfig(layers=2, width=64, heads=8), 1, 3)  # what libraries take once
         gc.collect()
-        start = _memory("VmRSS")
+        start = resident("VmRSS")
         sharded = _train_gpt(DEEP, SAMPLES, 2)  # the second step finds Adam's states
         assert sharded.trains
-        return _memory("VmHWM") - start
+        return resident("VmHWM") - start
 
     return run_ranks(body, 2, timeout=180)
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import nn
+from twin import engine_steps, same, whole
 from typer.testing import CliRunner
 
 import zeroshard
@@ -165,18 +166,14 @@ def test_dividing_before_or_after_the_sum_is_the_same(stage: int, division: dict
     common = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
     def body(rank: int) -> None:
-        def run(config: dict[str, Any]) -> torch.Tensor:
+        def run(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             torch.manual_seed(0)
-            model = Stack()
-            engine, *_ = zeroshard.initialize(model=model, config=config)
-            for number in range(3):
-                engine.backward(engine(*tokens(rank, number)))
-                engine.step()
-            with zeroshard.unsharded(model):
-                return torch.cat([p.detach().flatten() for p in model.parameters()])
+            engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+            engine_steps(engine, rank, range(3))
+            return whole(engine.module)
 
         config = {**common, "zero_optimization": {"stage": stage}}
-        assert torch.equal(run(config), run({**config, **division}))
+        assert same(run(config), run({**config, **division}))
 
     on_ranks(body, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,10 +12,10 @@ import torch
 from models import Stack, tokens
 from ranks import on_ranks
 from torch.utils.data import TensorDataset
-from twin import whole
+from twin import LARGE_BUCKETS, build, engine_steps, same, whole
 
 import zeroshard
-from zeroshard import ConfigError, Policy, Precision
+from zeroshard import ConfigError, Precision
 from zeroshard.engine.config.load import load_config
 from zeroshard.optim.lr_schedules import WarmupLR
 
@@ -43,23 +44,16 @@ def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int,
         model = Stack()
         engine, *_ = zeroshard.initialize(model=model, config=config)
         assert engine.module is model
-        losses = []
-        for number in range(4 * accumulation):
-            loss = engine(*tokens(rank, number))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
+        losses = engine_steps(engine, rank, range(4 * accumulation))
         assert engine.global_steps == 4
         assert engine.global_samples == 4 * 3 * accumulation * 2
         mine = whole(model)
         norm = engine.get_global_grad_norm()
 
-        torch.manual_seed(0)
-        plain = Stack()
         dtype = torch.bfloat16 if bf16 else None
         precision = Precision(dtype, accumulate_dtype=dtype if accumulation == 1 else None)
-        adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-        sharded = zeroshard.shard(plain, adamw, Policy.stage(stage), precision=precision)
+        adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
+        plain, sharded = build(stage, precision=precision, make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
         norms: list[float] = []
         for step in range(4):
             for microbatch in range(accumulation):
@@ -71,9 +65,7 @@ def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int,
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
         assert norms[-1] == norm
-        with zeroshard.unsharded(plain):
-            for fqn, parameter in plain.named_parameters():
-                assert torch.equal(parameter, mine[fqn])
+        assert same(whole(plain), mine)
 
     on_ranks(body, 2)
 
@@ -93,8 +85,7 @@ def test_a_config_without_batch_sizes_runs_with_the_callers(form: str, tmp_path:
         rates = []
         for number in range(4):
             rates.append(engine.get_lr()[0])
-            engine.backward(engine(*tokens(rank, number)))
-            engine.step()
+            engine_steps(engine, rank, [number])
         assert isinstance(scheduler, WarmupLR)
         assert engine.zero_optimization_stage() == 1
         return rates

@@ -19,6 +19,7 @@ from models import Stack, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
+from twin import engine_steps
 
 import zeroshard
 from zeroshard import CheckpointError, Engine, UsageError
@@ -133,8 +134,7 @@ def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
         sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
         means = make(stage, gradient_clipping=0.0)
         for engine in (sums, means):
-            engine.backward(engine(*tokens(rank, 0)))
-            engine.step()
+            engine_steps(engine, rank, [0])
             engine.backward(engine(*tokens(rank, 1)))
         assert sums.step().grad_norm == 2 * means.step().grad_norm
 
@@ -190,8 +190,7 @@ def test_fp16_asks_for_the_loss_scale(stage: int) -> None:
 
 def test_mixed_backwards_are_refused() -> None:
     engine = make(2)
-    engine.backward(engine(*tokens(0, 0)))
-    engine.step()
+    engine_steps(engine, 0, [0])
     engine(*tokens(0, 1)).backward()
     with pytest.raises(UsageError, match="Use one of them throughout a step"):
         engine.step()
@@ -235,9 +234,7 @@ def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
         before = values(engine)
         engine.step()
         assert_all_equal(before, values(engine), "no gradient, no update")
-        for step in range(2):  # the schedule begins with a rate of 0
-            engine.backward(engine(*tokens(rank, step)))
-            engine.step()
+        engine_steps(engine, rank, range(2))  # the schedule begins with a rate of 0
         assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
     on_ranks(body, 2)
@@ -555,9 +552,7 @@ def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
             model=model, optimizer=optimizer, lr_scheduler=schedule,
             config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
         )[0]  # fmt: skip
-        for step in range(STEPS):
-            engine.backward(engine(*tokens(rank, step)))
-            engine.step()
+        engine_steps(engine, rank, range(STEPS))
         assert float(engine.get_lr()[0]) == pytest.approx(1e-2 * 0.5**STEPS)
         return values(engine)
 
@@ -739,9 +734,7 @@ def test_steps_that_are_missing_are_named() -> None:
             engine.step()
         engine = make(2, 2)
         with no_warnings():
-            for _ in range(4):
-                engine.backward(engine(*tokens(0, rank)))
-                engine.step()
+            engine_steps(engine, rank, range(4))
 
     on_ranks(body, 2)
 
@@ -808,8 +801,7 @@ def test_a_schedule_continues_when_min_lr_is_added_or_removed(
     def steps(engine: Engine) -> list[list[float]]:
         found = []
         for number in range(3):
-            engine.backward(engine(*tokens(0, number)))
-            engine.step()
+            engine_steps(engine, 0, [number])
             found.append(engine.get_lr())
         return found
 

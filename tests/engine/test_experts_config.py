@@ -7,15 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import divided
 import pytest
 import torch
+from divided import expect_near, expect_same
 from experts import divide, loss_of, mixture, tokens
 from insides import sharded_of
 from mixtures import MIXTURES, lora_on_experts
 from ranks import on_ranks
-from test_experts import expect_same
 from test_mixtures import batch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -42,40 +43,16 @@ def built(name: str, seed: int = 0) -> Any:
     return model
 
 
-def in_one_process(name: str) -> dict[str, Any]:
-    model = built(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.01)
-    run: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(STEPS):
-        losses = [model(**batch(rank, step)).loss for rank in range(RANKS)]
-        (sum(losses) / RANKS).backward()
-        run["losses"].append(sum(float(one.detach()) for one in losses) / RANKS)
-        run["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return run | {"values": {name: one.detach() for name, one in model.named_parameters()}}
+def loss(model: Any, number: int, rank: int) -> Tensor:
+    return model(**batch(rank, number)).loss
 
 
-def trained(engine: Any, rank: int, steps: range = range(STEPS)) -> dict[str, Any]:
-    run: dict[str, Any] = {"losses": [], "norms": []}
-    for step in steps:
-        loss = engine(**batch(rank, step)).loss
-        engine.backward(loss)
-        engine.step()
-        run["losses"].append(float(sharded_of(engine).sum_over_ranks(loss.detach())) / RANKS)
-        run["norms"].append(float(engine.get_global_grad_norm() or 0.0))  # None before the first step
-    states = sharded_of(engine).states
-    values = {name: states.get(name) for name, _ in engine.module.named_parameters()}
-    return run | {"values": values, "states": {}}
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.01)
 
 
-def expect_near(run: dict[str, Any], reference: dict[str, Any], within: float = 1e-5) -> None:
-    assert run["losses"] == pytest.approx(reference["losses"], abs=within)
-    assert run["norms"] == pytest.approx(reference["norms"], abs=within)
-    for name, value in reference["values"].items():
-        torch.testing.assert_close(
-            run["values"][name], value, rtol=0, atol=within, msg=lambda text, name=name: f"{name}: {text}"
-        )
+def trained(engine: Any, rank: int, steps: range = range(STEPS)) -> divided.Run:
+    return divided.train_engine(engine, loss, rank, steps)
 
 
 @pytest.mark.quick(2)
@@ -100,7 +77,7 @@ def test_a_config_divides_experts(ep: int, name: str, tmp_path: Path) -> None:
         return runs
 
     everyone = on_ranks(body, RANKS)
-    reference = in_one_process(name)
+    reference = divided.in_one_process(built(name), loss, RANKS, STEPS, make_optimizer=adamw)
     for runs in everyone:
         for run in runs:
             expect_same(run, everyone[0][0])

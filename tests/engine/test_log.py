@@ -20,6 +20,7 @@ import pytest
 from insides import replace_monitor
 from models import Stack, tokens
 from ranks import on_ranks, run_ranks
+from twin import engine_steps
 
 import zeroshard
 from zeroshard import ConfigError
@@ -35,14 +36,9 @@ BASE = {
 
 def run(config: dict[str, Any], rank: int = 0, steps: int = 4) -> tuple[zeroshard.Engine, list[float]]:
     engine, *_ = zeroshard.initialize(model=Stack(), config={**BASE, **config})
-    losses = []
-    for number in range(2 * steps):
-        loss = engine(*tokens(rank, number))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = engine_steps(engine, rank, range(2 * steps))
     engine.destroy()
-    return engine, losses
+    return engine, [loss.item() for loss in losses]
 
 
 def test_a_line_every_so_many_steps(capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,9 +73,7 @@ def test_times_are_those_of_one_step_after_the_batch_size_was_set(capfd: pytest.
 
     engine, *_ = zeroshard.initialize(model=Slow(), config={**BASE, "steps_per_print": 2, "wall_clock_breakdown": True})
     engine.set_train_batch_size(4 * engine.train_micro_batch_size_per_gpu())
-    for number in range(8):
-        engine.backward(engine(*tokens(0, number)))
-        engine.step()
+    engine_steps(engine, 0, range(8))
     engine.destroy()
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step")]
     assert float(re.findall(r"forward ([\d.]+)", line)[0]) >= 4 * 20

@@ -19,10 +19,11 @@ from models import Stack, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from simgpu import budgets, server
+from twin import build, engine_steps
 from typer.testing import CliRunner
 
 import zeroshard
-from zeroshard import ConfigError, Policy, UsageError
+from zeroshard import ConfigError, UsageError
 from zeroshard.checkpoint import display as display_module
 from zeroshard.checkpoint.display import Display, ProgressRow
 from zeroshard.engine import training_progress
@@ -297,8 +298,7 @@ def test_what_progress_is_not_told_so(wrong: dict[str, Any], expected: str, term
 
 
 def test_a_step_that_would_be_lost_is_refused(tmp_path: Path) -> None:
-    model = Stack()
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(2))
+    _, sharded = build(2)
     progress = zeroshard.progress(sharded)
     with pytest.raises(UsageError, match="outside of `with"):
         progress.step(1.0)
@@ -323,9 +323,7 @@ def test_a_log_that_cannot_be_written_is_said_before_the_first_step(how: str, tm
 
 
 def plain_loop(rank: int, steps: int, log: Path | None = None, begin: int = 0, **more: Any) -> list[float]:
-    torch.manual_seed(0)
-    model = Stack()
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(3))
+    model, sharded = build(3)
     losses = []
     with zeroshard.progress(
         sharded, steps=begin + steps, begin=begin, samples=6, tokens=5, log=log, **more
@@ -447,9 +445,7 @@ def test_a_log_goes_on_after_another_progress_has_ended(tmp_path: Path) -> None:
     engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
 
     def step() -> None:
-        for number in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(*tokens(0, number)))
-            engine.step()
+        engine_steps(engine, 0, range(engine.gradient_accumulation_steps()))
 
     shown = zeroshard.progress(engine, steps=3)
     logged = zeroshard.progress(engine, steps=3, log=tmp_path)

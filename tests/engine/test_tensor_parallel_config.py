@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import divided
 import pytest
 import torch
+from divided import expect_near
 from insides import sharded_of
 from ranks import on_ranks
-from test_tensor_parallel import STEPS, divide_layers, expect_near, llama, meshed, refusal, tokens
+from test_tensor_parallel import STEPS, divide_layers, llama, loss_of_labels, meshed, refusal
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -64,28 +66,11 @@ def settings(stage: int, **more: Any) -> dict[str, Any]:
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}}
 
 
-def in_one_process(model: nn.Module, ranks: int) -> dict[str, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    norms = []
-    for step in range(STEPS):
-        for rank in range(ranks):
-            batch = tokens(step, rank)
-            (model(input_ids=batch, labels=batch).loss / ranks).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"norms": norms, "values": {name: one.detach() for name, one in model.named_parameters()}}
+in_one_process = partial(divided.in_one_process, loss=loss_of_labels, steps=STEPS)
 
 
-def trained(engine: Any, data_rank: int) -> dict[str, Any]:
-    norms = []
-    for step in range(STEPS):
-        batch = tokens(step, data_rank)
-        engine.backward(engine(input_ids=batch, labels=batch).loss)
-        engine.step()
-        norms.append(float(engine.get_global_grad_norm()))
-    states = sharded_of(engine).states
-    return {"norms": norms, "values": {name: states.get(name) for name, _ in engine.module.named_parameters()}}
+def trained(engine: Any, data_rank: int) -> divided.Run:
+    return divided.train_engine(engine, loss_of_labels, data_rank, range(STEPS))
 
 
 @pytest.mark.parametrize("build", [llama, qwen, gemma, pytest.param(phi, marks=pytest.mark.full)])
@@ -110,7 +95,7 @@ def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tm
     for runs in everyone:
         for run in runs:
             assert run["norms"] == everyone[0][0]["norms"]
-            expect_near(run, in_one_process(build(), ranks // 2))
+            expect_near(run, in_one_process(build(), ranks=ranks // 2))
     if ranks == 2:
         values = everyone[0][0]["values"]
         exported = type(build()).from_pretrained(tmp_path / "exported")
@@ -157,7 +142,7 @@ def test_each_way_to_name_parameters_is_one_process() -> None:
             engine.destroy()
         return runs
 
-    expected = in_one_process(llama(), 2)
+    expected = in_one_process(llama(), ranks=2)
     for runs in on_ranks(body, 4):
         for run in runs:
             expect_near(run, expected)
@@ -172,7 +157,7 @@ def test_bf16_leaves_buffers_as_they_are() -> None:
         assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
         assert sharded_of(engine).states.get("lm_head.weight").dtype == torch.float32
         norms = trained(engine, 0)["norms"]
-        assert norms == pytest.approx(in_one_process(llama(), 1)["norms"], rel=0.05)
+        assert norms == pytest.approx(in_one_process(llama(), ranks=1)["norms"], rel=0.05)
         state = engine.module_state_dict()
         assert not any(isinstance(one, DTensor) for one in state.values())
         assert state["lm_head.weight"].shape == (32, 32)

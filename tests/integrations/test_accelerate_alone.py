@@ -15,7 +15,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from twin import steps
+from twin import build, steps
 
 import zeroshard
 from zeroshard import UsageError
@@ -97,11 +97,9 @@ def test_a_model_that_is_wrapped_after_it_was_sharded_is_refused() -> None:
     """accelerator.prepare(model) puts DDP around it, which fills `grad` itself."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = Stack()
-        optimizer = torch.optim.AdamW(model.parameters())
-        zeroshard.shard(model, optimizer, 2)
+        model, sharded = build(2)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         with pytest.raises(UsageError, match=r"accelerator\.prepare\(model\)"):
-            steps(wrapped, optimizer, 0, range(2))
+            steps(wrapped, sharded.optimizer, 0, range(2))
     finally:
         torch.distributed.destroy_process_group()

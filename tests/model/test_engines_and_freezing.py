@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from insides import units
-from models import Stack, tokens
+from models import Stack, Untied, tokens
 from oracles import average_gradients
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import update
+from twin import build, engine_steps, same, step, steps, whole
 
 import zeroshard
 from zeroshard import Policy, Precision, UsageError
@@ -37,13 +38,13 @@ def plain(world_size: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Stack(tied=False)
     optimizer = make_optimizer(model.parameters())
-    for step in range(8):
-        if step in PHASES:
-            PHASES[step](model)
+    for number in range(8):
+        if number in PHASES:
+            PHASES[number](model)
             for p in model.parameters():
                 if not p.requires_grad:
                     optimizer.state.pop(p, None)
-        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, step)).backward())  # noqa: B023
+        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, number)).backward())  # noqa: B023
         optimizer.step()
         optimizer.zero_grad()
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
@@ -55,19 +56,15 @@ def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_siz
     expected = plain(world_size)
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack(tied=False)
-        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
+        model, sharded = build(stage, make_model=Untied, make_optimizer=make_optimizer)
         memory = []
-        for step in range(8):
-            if step in PHASES:
-                PHASES[step](model)
+        for number in range(8):
+            if number in PHASES:
+                PHASES[number](model)
                 sharded.update_trainable()
                 memory.append(sharded.memory_report())
-            update(model(*tokens(rank, step)), sharded.optimizer)
-        with zeroshard.unsharded(model):
-            for fqn, p in model.named_parameters():
-                assert torch.equal(p.detach(), expected[fqn]), fqn
+            step(model, sharded, rank, number)
+        assert same(whole(model), expected)
         # (before the first step there are no states yet)
         gradients = memory[0]["gradients"], memory[1]["gradients"]
         assert gradients[1] < gradients[0] if stage < 2 else gradients == (0, 0)  # sharded ones take none between steps
@@ -78,12 +75,8 @@ def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_siz
 
 def test_masters_keep_their_digits_and_references_die() -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(
-            model, make_optimizer(model.parameters()), Policy.stage(2), precision=Precision(param_dtype=torch.bfloat16)
-        )
-        update(model(*tokens(rank, 0)), sharded.optimizer)
+        model, sharded = build(2, make_optimizer=make_optimizer, precision=Precision(param_dtype=torch.bfloat16))
+        step(model, sharded, rank, 0)
         before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
         old = weakref.ref(units(sharded)[1])
         policy = units(sharded)[1].policy
@@ -115,13 +108,11 @@ def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None
         sharded.optimizer.zero_grad()
         scheduler.step()
         model.blocks[1].requires_grad_(True)
-        with zeroshard.unsharded(model):
-            before = model.blocks[1].up.weight.detach().clone()
+        before = whole(model)["blocks.1.up.weight"]
         sharded.update_trainable({"params": list(model.blocks[1].parameters()), "lr": 0.3})
         assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.005, 0.3]
-        update(model(*tokens(rank, 1)), sharded.optimizer)
-        with zeroshard.unsharded(model):
-            assert not torch.equal(before, model.blocks[1].up.weight)
+        step(model, sharded, rank, 1)
+        assert not torch.equal(before, whole(model)["blocks.1.up.weight"])
         with pytest.raises(UsageError, match="were in another group when zeroshard took"):
             sharded.update_trainable({"params": list(model.head.parameters())})
 
@@ -164,26 +155,17 @@ def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_adagrad_has_its_state_from_the_start(stage: int) -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.3)
-
+    adagrad = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3)
+    model, sharded = build(stage, make_optimizer=adagrad)
+    steps(model, sharded, 0, range(3))
     torch.manual_seed(0)
     plain = Stack()
-    optimizer = make(plain.parameters())
-    for step in range(3):
-        update(plain(*tokens(0, step)), optimizer)
-    torch.manual_seed(0)
-    model = Stack()
-    sharded = zeroshard.shard(model, make(model.parameters()), Policy.stage(stage))
-    for step in range(3):
-        update(model(*tokens(0, step)), sharded.optimizer)
-    with zeroshard.unsharded(model):
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    steps(plain, adagrad(plain.parameters()), 0, range(3))
+    assert same(whole(model), whole(plain))
 
 
 def test_a_loaded_state_dict_is_the_one_in_force() -> None:
-    model = Stack()
-    sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(0))
+    _, sharded = build(0, make_optimizer=make_optimizer)
     sharded.optimizer.load_state_dict(sharded.optimizer.state_dict())
     sharded.optimizer.param_groups[0]["lr"] = 0.5
     assert sharded.optimizer.param_groups[0]["lr"] == 0.5
@@ -210,9 +192,7 @@ def test_an_engine_for_evaluation_ends_when_its_model_gets_another(stage: int) -
         else:
             before = model(*tokens(rank, 0)).detach()
         engine, *_ = zeroshard.initialize(model=model, config=config(stage, **ADAMW))
-        for step in range(2):
-            engine.backward(engine(*tokens(rank, step)))
-            engine.step()
+        engine_steps(engine, rank, range(2))
         if evaluates:
             with pytest.raises(UsageError, match="the engine was destroyed"):
                 reference(*tokens(rank, 0))
@@ -245,8 +225,8 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
 
     def distilled(student: Any, teacher: Any, rank: int) -> list[Tensor]:
         losses = []
-        for step in range(3):
-            (batch,) = tokens(rank, step)
+        for number in range(3):
+            (batch,) = tokens(rank, number)
             with torch.no_grad():
                 target = teacher.eval()(batch).softmax(-1)
             loss = F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
@@ -288,8 +268,8 @@ def test_actor_and_critic_share_a_loss(stage: int) -> None:
         torch.manual_seed(0)
         models = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)) for _ in range(2)]
         made = [zeroshard.shard(m, make_optimizer(m.parameters()), Policy.stage(engines_at or 0)) for m in models]
-        for step in range(3):
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        for number in range(3):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
             value, advantage = models[0](x), models[1](x)
             (value.square().mean() + (advantage - value.detach()).square().mean()).backward()
             for sharded in made:
@@ -316,11 +296,9 @@ def test_modes_and_exceptions_in_between() -> None:
                 raise ValueError("in the middle")
             return self.blocks[2](self.blocks[1](x))
 
-    def train(rank: int, stage: int, disturb: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = Fragile()
-        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(stage))
-        for step in range(4):
+    def train(rank: int, stage: int, disturb: bool) -> dict[str, Tensor]:
+        model, sharded = build(stage, make_model=Fragile, make_optimizer=make_optimizer)
+        for number in range(4):
             if disturb:
                 with torch.no_grad():
                     model.eval()(*tokens(rank, 50))
@@ -329,15 +307,14 @@ def test_modes_and_exceptions_in_between() -> None:
                     model(*tokens(rank, 51))
                 model.fail = True
                 with pytest.raises(ValueError, match="in the middle"):
-                    model(*tokens(rank, step))
+                    model(*tokens(rank, number))
                 model.fail = False
-            update(model(*tokens(rank, step)), sharded.optimizer)
-        with zeroshard.unsharded(model):
-            return [p.detach().clone() for p in model.parameters()]
+            step(model, sharded, rank, number)
+        return whole(model)
 
     def body(rank: int) -> None:
         for stage in (0, 2, 3):
-            assert all(map(torch.equal, train(rank, stage, False), train(rank, stage, True))), stage
+            assert same(train(rank, stage, False), train(rank, stage, True)), stage
 
     on_ranks(body, 2)
 
@@ -346,9 +323,7 @@ def test_a_module_whose_parameters_were_frozen_gathers_them_alone() -> None:
     """Hooks of units that `update_trainable` replaces are gone; those of the new ones are there."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack(tied=False)
-        sharded = zeroshard.shard(model, make_optimizer(model.parameters()), Policy.stage(3))
+        model, sharded = build(3, make_model=Untied, make_optimizer=make_optimizer)
         up = model.blocks[0].up
         before = [len(module._forward_pre_hooks) for module in model.modules()]
         for requires_grad in (False, True):

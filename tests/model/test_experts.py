@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import divided
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from divided import LARGEST_NORM, Run, adamw, expect_near, expect_same, states_of, values_of
 from documents import ROOT
 from experts import Block, Mixture, divide, loss_of, mixture, tokens
 from ranks import on_ranks
@@ -26,7 +28,7 @@ from zeroshard import Offload, Place, Policy, Sharded, UsageError
 from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.checkpoint.manifest import read_manifest
 
-RANKS, STEPS, LARGEST_NORM = 4, 10, 0.5
+RANKS, STEPS = 4, 10
 
 
 def ordinary(model: Mixture) -> None:
@@ -45,10 +47,6 @@ def recomputed(model: Mixture) -> None:
 Change = Callable[[Mixture], None]
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
-
-
 def meshed(ep: int) -> DeviceMesh:
     return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
@@ -63,81 +61,36 @@ def sharded_over(
     return zeroshard.shard(model, adamw(model), policy, group=mesh, **options)
 
 
-def take_steps(sharded: Sharded, rank: int, steps: Sequence[int], microbatches: int = 1) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {"losses": [], "norms": []}
-    for step in steps:
-        for microbatch in range(microbatches):
-            with sharded.accumulate(microbatch < microbatches - 1):
-                loss = loss_of(sharded.model, tokens(step * microbatches + microbatch, rank)) / microbatches
-                loss.backward()
-        found["losses"].append(float(sharded.sum_over_ranks(loss.detach())) / RANKS)
-        found["norms"].append(float(sharded.clip_grad_norm_(LARGEST_NORM)))
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    return found
+def loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    return loss_of(model, tokens(number, rank))
 
 
-def states_of(sharded: Sharded) -> dict[str, torch.Tensor]:
-    """Master weights and AdamW's states of the whole parameters."""
-    return {
-        f"{name} {state}": sharded.states.get(name, state)
-        for name, parameter in sharded.model.named_parameters()
-        for state in (("parameters", "exp_avg", "exp_avg_sq") if parameter.requires_grad else ("parameters",))
-    }
+def take_steps(sharded: Sharded, rank: int, steps: Sequence[int], microbatches: int = 1) -> Run:
+    return divided.take_steps(sharded, loss, rank, steps, microbatches)
 
 
 def trained(
     rank: int, ep: int, policies: Sequence[int | Policy], change: Change = ordinary, microbatches: int = 1,
     dtype: torch.dtype = torch.float32, steps: int = STEPS, **options: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Run]:  # fmt: skip
     runs = []
     for policy in policies:
         sharded = sharded_over(ep, policy, change, dtype, **options)
-        run: dict[str, Any] = take_steps(sharded, rank, range(steps), microbatches)
+        run = take_steps(sharded, rank, range(steps), microbatches)
         run["states"] = states_of(sharded)
         with torch.no_grad():
             run["evaluated"] = float(loss_of(sharded.model, tokens(99, rank)))
         with zeroshard.unsharded(sharded.model):
-            run["values"] = {
-                name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
-                for name, one in sharded.model.named_parameters()
-            }
+            run["values"] = values_of(sharded.model)
         sharded.remove()
         runs.append(run)
     return runs
 
 
-def in_one_process(change: Change = ordinary, microbatches: int = 1) -> dict[str, Any]:
-    """Train on the batches of all ranks."""
+def in_one_process(change: Change = ordinary, microbatches: int = 1) -> Run:
     model = mixture()
     change(model)
-    optimizer = adamw(model)
-    run: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(STEPS):
-        for microbatch in range(microbatches):
-            losses = [loss_of(model, tokens(step * microbatches + microbatch, rank)) for rank in range(RANKS)]
-            (sum(losses) / (RANKS * microbatches)).backward()
-        run["losses"].append(float(sum(losses).detach()) / RANKS / microbatches)
-        run["norms"].append(float(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return run | {"values": {name: one.detach() for name, one in model.named_parameters()}}
-
-
-def expect_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["norms"] == other["norms"] and one["losses"] == other["losses"]
-    for part in ("values", "states"):
-        for name, value in one[part].items():
-            assert torch.equal(value, other[part][name]), name
-
-
-def expect_near(run: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert run["losses"] == pytest.approx(reference["losses"], abs=1e-5)
-    assert run["norms"] == pytest.approx(reference["norms"], abs=1e-5)
-    for name, value in reference["values"].items():
-        torch.testing.assert_close(
-            run["values"][name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    return divided.in_one_process(model, loss, RANKS, STEPS, microbatches)
 
 
 @pytest.mark.parametrize("change", [ordinary, all_to_one])

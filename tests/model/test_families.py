@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import FAMILIES, compare, llama, lora, text
 from ranks import on_ranks
-from twin import update
+from twin import build, update
 
 import zeroshard
 from zeroshard import Policy
@@ -21,12 +21,6 @@ def _imported_once() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-
-
-def sharded_llama(stage: int) -> tuple[Any, zeroshard.Sharded]:
-    torch.manual_seed(0)
-    model: Any = llama()
-    return model, zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -50,7 +44,7 @@ def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
     """Held whole, the model runs without the other ranks; else transformers keeps the ranks in step by empty forwards."""
 
     def body(rank: int) -> list[torch.Tensor]:
-        model, sharded = sharded_llama(stage)
+        model, sharded = build(stage, make_model=llama)
         prompt = text(0, 0)["input_ids"]
         options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
         with zeroshard.unsharded(model), torch.inference_mode():
@@ -72,7 +66,7 @@ def test_evaluation_through_inner_modules() -> None:
     def body(rank: int) -> None:
         results = []
         for stage in (0, 3):
-            model, sharded = sharded_llama(stage)
+            model, sharded = build(stage, make_model=llama)
             batch = text(rank, 0)
             for _ in range(2):
                 update(model(**batch).loss, sharded.optimizer)

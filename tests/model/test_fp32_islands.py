@@ -13,40 +13,27 @@ from families import text
 from mixtures import MIXTURES, glm4_moe, qwen3_moe
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import Setting, as_set, whole
+from twin import Setting, as_set
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
 from zeroshard.core.bucketing import kept_in_fp32
+from zeroshard.testing import Run, Workload, train
 
 DECLARING = ["DeepSeek-V3", "GLM-4-MoE"]
 """The mixtures whose routers are declared strict in fp32."""
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def trained(
-    name: str, policy: Policy, rank: int, dtype: torch.dtype, steps: int = 3, **options: Any
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model: Any = MIXTURES[name]()
-    sharded = zeroshard.shard(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-2),
-        policy,
-        precision=Precision(dtype, **options),
-        bucket_numel=3000,
+def trained(name: str, policy: Policy, rank: int, dtype: torch.dtype, steps: int = 3) -> Run:
+    work = Workload(
+        MIXTURES[name],
+        lambda rank, number: (text(rank, number),),
+        compute_loss=lambda model, batch: model(**batch[0]).loss,
+        steps=steps,
+        max_norm=1.0,
     )
-    losses = []
-    for step in range(steps):
-        loss = model(**text(rank, step)).loss
-        loss.backward()
-        sharded.clip_grad_norm_(1.0)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        losses.append(loss.detach())
-    values = whole(model)
-    sharded.remove()
-    return losses, values
+    return train(rank, work, policy, precision=Precision(dtype), bucket_numel=3000)
 
 
 @pytest.mark.quick(2)
@@ -62,11 +49,11 @@ def test_dtypes_and_losses_are_those_of_from_pretrained(name: str, half: str, tm
 
     def body(rank: int) -> None:
         for stage in (0, 3):
-            losses, values = trained(name, Policy.stage(stage), rank, HALVES[half], steps=1)
-            assert {fqn: p.dtype for fqn, p in values.items()} == expected
+            run = trained(name, Policy.stage(stage), rank, HALVES[half], steps=1)
+            assert {fqn: p.dtype for fqn, p in run.parameters.items()} == expected
             reference = type(model).from_pretrained(tmp_path, dtype=HALVES[half])
             reference.train()
-            assert torch.equal(losses[0], reference(**text(rank, 0)).loss.detach())
+            assert torch.equal(run.losses[0], reference(**text(rank, 0)).loss.float())
 
     on_ranks(body, 2)
 
@@ -85,20 +72,16 @@ def test_stages_are_bit_equal(name: str, half: str, tmp_path: Path) -> None:
         ]
         for policy in policies:
             with as_set(Setting(policy, apart=policy.parameters.place is not Place.ACCELERATOR)):
-                losses, values = trained(name, policy, rank, HALVES[half])
-            assert all(torch.equal(a, b) for a, b in zip(losses, first[0], strict=True)), policy
-            assert all(torch.equal(one, first[1][fqn]) for fqn, one in values.items()), policy
+                assert trained(name, policy, rank, HALVES[half]).equals(first), policy
 
     on_ranks(body, 2)
 
 
 def test_a_model_that_declares_nothing_keeps_its_bits() -> None:
     def body(rank: int) -> None:
-        losses, values = trained("Qwen3-MoE", Policy.stage(3), rank, torch.bfloat16)
-        assert {one.dtype for one in values.values()} == {torch.bfloat16}
-        named = Precision(torch.bfloat16)
-        assert not kept_in_fp32(qwen3_moe(), named)
-        assert all(loss.dtype == losses[0].dtype for loss in losses)
+        run = trained("Qwen3-MoE", Policy.stage(3), rank, torch.bfloat16)
+        assert {one.dtype for one in run.parameters.values()} == {torch.bfloat16}
+        assert not kept_in_fp32(qwen3_moe(), Precision(torch.bfloat16))
 
     on_ranks(body, 2)
 

@@ -7,26 +7,21 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, Stack, tokens
+from models import MODELS, OPTIMIZERS, Stack, tokens
 from oracles import average_gradients
 from ranks import on_ranks
+from twin import build, step
 
 import zeroshard
-from zeroshard import Policy, Precision, UsageError
+from zeroshard import Precision, UsageError
 from zeroshard.core.model_states import Range
 
 
-def _train(rank: int, stage: int, steps: int = 2, precision: Precision | None = None, name: str = "tied"):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    sharded = zeroshard.shard(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), Policy.stage(stage), precision=precision
-    )
-    for step in range(steps):
-        sharded.optimizer.zero_grad()
-        model(*tokens(rank, step)).backward()
-        if step < steps - 1:
-            sharded.optimizer.step()
+def _train(rank: int, stage: int, precision: Precision | None = None, name: str = "tied"):
+    """After one step, with the second step's gradients."""
+    model, sharded = build(stage, precision=precision, make_model=MODELS[name], make_optimizer=OPTIMIZERS["AdamW"])
+    step(model, sharded, rank, 0)
+    model(*tokens(rank, 1)).backward()
     return model, sharded
 
 
@@ -35,11 +30,14 @@ def _plain(world_size: int, name: str = "tied"):
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        optimizer.zero_grad()
-        average_gradients(list(model.parameters()), world_size, lambda rank: model(*tokens(rank, step)).backward())  # noqa: B023
-        if step == 0:
-            optimizer.step()
+
+    def backward(number: int) -> None:
+        average_gradients([*model.parameters()], world_size, lambda rank: model(*tokens(rank, number)).backward())
+
+    backward(0)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(1)
     return model, optimizer
 
 

@@ -16,30 +16,14 @@ from models import MODELS, Stack, floats, tokens
 from ranks import RankError, on_ranks, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from twin import ACCELERATOR, CPU, DISK, PRECISIONS, Setting, as_set, build, gpt_batch, step, update
+from twin import ACCELERATOR, CPU, DISK, Setting, as_set, build, gpt_batch, offloaded, step, update
 
 import zeroshard
-from zeroshard import Offload, Place, Policy, Precision, Sharded, UsageError
+from zeroshard import Place, Policy, Precision, Sharded, UsageError
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(layers=2, width=64, heads=2, context=16)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-
-
-def policy(stage: int, place: Place, folder: Path) -> Policy:
-    """Return a stage, with everything that may rest on the place."""
-    if place is ACCELERATOR:
-        return Policy.stage(stage)
-    offload = Offload(str(folder), buffer_numel=1 << 16, block_nbytes=4096)
-    return Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else CPU, offload=offload)
-
-
-def sharded_model(make: Callable[[], nn.Module], policy: Policy, precision: str = "fp32") -> tuple[Any, Sharded]:
-    torch.manual_seed(0)
-    model: Any = make()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    return model, zeroshard.shard(model, optimizer, policy, precision=PRECISIONS[precision], bucket_numel=2000)
 
 
 def kept(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -73,7 +57,9 @@ def test_they_are_those_of_from_pretrained(name: str, stage: int, place: Place, 
 
     def body(rank: int) -> None:
         with as_set(Setting(Policy.stage(stage), apart=place is not ACCELERATOR)):
-            model, sharded = sharded_model(make, policy(stage, place, tmp_path), precision)
+            model, sharded = build(
+                offloaded(stage, place, tmp_path), make_model=make, precision=precision, bucket_numel=2000
+            )
             for number in range(2):
                 update(model(**batch(rank, number)).loss, sharded.optimizer)
             found, given = kept(sharded.named_weights()), kept(sharded.named_weights(to=1))
@@ -133,7 +119,9 @@ def test_adapters_are_merged_as_peft_merges_them(kind: str, stage: int, precisio
     def body(rank: int) -> None:
         from peft import PeftModel
 
-        model, sharded = sharded_model(lambda: adapted(**ADAPTERS[kind]), Policy.stage(stage), precision)
+        model, sharded = build(
+            stage, make_model=lambda: adapted(**ADAPTERS[kind]), precision=precision, bucket_numel=2000
+        )
         for number in range(2):
             update(model(**text(rank, number)).loss, sharded.optimizer)
         before = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
@@ -162,7 +150,7 @@ def test_what_cannot_be_merged_is_named() -> None:
         )
         return model
 
-    _, sharded = sharded_model(prompts, Policy.stage(3))
+    _, sharded = build(3, make_model=prompts)
     with pytest.raises(UsageError, match=r"prompt_encoder\.default\..* that PEFT does not merge into weights"):
         kept(sharded.named_weights(merge_adapters=True))
     with pytest.raises(UsageError, match=r"the adapters cannot be handed over .*PROMPT_TUNING.*merge_adapters=True"):
@@ -179,7 +167,7 @@ def test_adapters_with_names() -> None:
         model.set_adapter("french")
         return model
 
-    model, sharded = sharded_model(two, Policy.stage(2))
+    model, sharded = build(2, make_model=two)
     inner = "base_model.model.model.layers.0.self_attn.q_proj.lora_A"
     own = kept(sharded.named_weights())
     assert torch.equal(own[f"french/{inner}.weight"], model.get_parameter(f"{inner}.french.weight"))

@@ -13,20 +13,12 @@ import torch
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import same, steps, update, whole
+from twin import build, same, steps, update, whole
 
 import zeroshard
-from zeroshard import Policy, Precision, UsageError
+from zeroshard import Policy, UsageError
 from zeroshard.core.model_states import Range
 from zeroshard.model.born import BornSharded
-
-
-def sharded_stack(stage: int, dtype: torch.dtype | None = None, **kwargs: Any) -> tuple[Stack, zeroshard.Sharded]:
-    torch.manual_seed(0)
-    model = Stack()
-    precision = Precision(dtype) if dtype is not None else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, zeroshard.shard(model, optimizer, Policy.stage(stage), precision=precision, **kwargs)
 
 
 def filled(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -48,7 +40,7 @@ def born_stack() -> Stack:
 @pytest.mark.parametrize("stage", range(4))
 def test_states_of_a_parameter_are_those_by_its_name(stage: int, dtype: torch.dtype | None, ranks: int) -> None:
     def body(rank: int) -> None:
-        model, sharded = sharded_stack(stage, dtype)
+        model, sharded = build(stage, precision=dtype)
         model(*tokens(rank, 0)).backward()
         for fqn, parameter in filled(model):
             states = zeroshard.parameter_states(parameter)
@@ -83,7 +75,7 @@ def test_states_of_a_parameter_are_those_by_its_name(stage: int, dtype: torch.dt
 
 
 def test_of_a_parameter_that_no_model_holds() -> None:
-    model, sharded = sharded_stack(3)
+    model, sharded = build(3)
     other = Stack()
     for parameter in (nn.Parameter(torch.ones(3)), other.blocks[0].up.weight, copy.deepcopy(model).blocks[0].up.weight):
         with pytest.raises(UsageError, match="is not in any sharded model"):
@@ -125,7 +117,7 @@ def test_of_a_frozen_one_and_of_one_born_sharded() -> None:
 
 def test_numbers_are_the_same_on_every_rank() -> None:
     def body(rank: int) -> list[int]:
-        model, _ = sharded_stack(3)
+        model, _ = build(3)
         return [zeroshard.parameter_states(p).number for p in model.parameters()]
 
     first, second = on_ranks(body, 2)
@@ -137,7 +129,7 @@ def test_numbers_are_the_same_on_every_rank() -> None:
 
 
 def models_of(kind: str) -> Stack:
-    return born_stack() if kind == "born" else sharded_stack(3 if kind == "stage 3" else 2)[0]
+    return born_stack() if kind == "born" else build(3 if kind == "stage 3" else 2)[0]
 
 
 KINDS = ["born", "stage 3", "stage 2"]
@@ -230,7 +222,7 @@ def test_a_block_inside_a_forward_that_wrote_to_what_it_borrows_begins(stage: in
             with zeroshard.unsharded(weight):
                 return x * weight.detach().sum()
 
-    model, _ = sharded_stack(stage)
+    model, _ = build(stage)
     weight, writes = model.blocks[0].up.weight, Writes()
     before = whole(model)["blocks.0.up.weight"]
     zeroshard.borrow(writes, weight)
@@ -255,7 +247,7 @@ def test_an_exception_leaves_what_rests(kind: str) -> None:
 
 def test_both_kinds_at_once() -> None:
     def body(rank: int) -> None:
-        trained, born = sharded_stack(3)[0], born_stack()
+        trained, born = build(3)[0], born_stack()
         pairs = zip(trained.parameters(), born.parameters(), strict=True)
         with zeroshard.unsharded([*trained.parameters(), *born.parameters()], modifier_rank=0):
             if rank == 0:
@@ -269,7 +261,7 @@ def test_both_kinds_at_once() -> None:
 
 def test_modules_and_parameters_are_unsharded_together() -> None:
     def body(rank: int) -> None:
-        model = sharded_stack(3)[0]
+        model = build(3)[0]
         other = model.blocks[2].up.weight
         with zeroshard.unsharded([model.blocks[0], None, other]):
             assert all(zeroshard.parameter_states(one).is_here for one in (other, *model.blocks[0].parameters()))
@@ -419,7 +411,7 @@ class Shown:
 @pytest.mark.parametrize("stage", range(4))
 def test_parameters_show_attributes_where_they_are_sharded(stage: int) -> None:
     def body(rank: int) -> None:
-        model, sharded = sharded_stack(stage, attributes=Shown)
+        model, sharded = build(stage, attributes=Shown)
         weight = model.blocks[0].up.weight
 
         def check() -> None:
@@ -454,7 +446,7 @@ def test_parameters_show_attributes_where_they_are_sharded(stage: int) -> None:
 def test_attributes_change_no_number() -> None:
     def body(rank: int) -> None:
         def run(**kwargs: Any) -> dict[str, torch.Tensor]:
-            model, sharded = sharded_stack(3, **kwargs)
+            model, sharded = build(3, **kwargs)
             steps(model, sharded, rank, range(3))
             return whole(model)
 
@@ -541,7 +533,7 @@ def test_states_inside_a_block_whose_changes_are_undecided_are_refused(
     """They would be of one rank only."""
 
     def body(rank: int) -> None:
-        model, sharded = sharded_stack(stage, dtype)
+        model, sharded = build(stage, precision=dtype)
         weight = model.blocks[0].up.weight
         before = sharded.states.get("blocks.0.up.weight")
 
@@ -590,6 +582,6 @@ def test_an_outer_block_reports_no_change_of_an_inner_modifier(kind: str) -> Non
 
 
 def test_undo_is_refused() -> None:
-    model, _ = sharded_stack(3)
+    model, _ = build(3)
     with pytest.raises(UsageError, match=r"Change a copy .*named_weights\(merge_adapters=True\)"):
         zeroshard.unsharded(model, undo=True).__enter__()

@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import divided
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from divided import Run, adamw, expect_near, expect_same, states_of, values_of
+from experts import loss_of
 from insides import across_model, padded_numel
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -39,7 +42,7 @@ from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.core.placement import Runs
 from zeroshard.sequence import Sequences
 
-WIDTH, HEADS, VOCABULARY, LENGTH, STEPS, LARGEST_NORM = 16, 4, 29, 8, 3, 0.5
+WIDTH, HEADS, VOCABULARY, LENGTH, STEPS = 16, 4, 29, 8, 3
 """The vocabulary is odd: two ranks have 15 and 14 rows of it."""
 
 
@@ -153,28 +156,18 @@ def tokens(step: int, rank: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+def loss(model: nn.Module, number: int, rank: int) -> Tensor:
+    return loss_of(model, tokens(number, rank))
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+def loss_of_labels(model: Any, number: int, rank: int) -> Tensor:
+    """The loss of a model of transformers."""
+    batch = tokens(number, rank)
+    return model(input_ids=batch, labels=batch).loss
 
 
-def in_one_process(ranks: int, microbatches: int = 1, change: Callable[[Any], None] = ordinary) -> dict[str, Any]:
-    """Train on the batches of all data-parallel ranks."""
-    model = made(change)
-    optimizer = adamw(model)
-    norms = []
-    for step in range(STEPS):
-        for microbatch in range(microbatches):
-            for rank in range(ranks):
-                batch = tokens(step * microbatches + microbatch, rank)
-                (loss_of(model, batch) / (ranks * microbatches)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"norms": norms, "values": {name: one.detach() for name, one in model.named_parameters()}}
+def in_one_process(ranks: int, microbatches: int = 1, change: Callable[[Any], None] = ordinary) -> Run:
+    return divided.in_one_process(made(change), loss, ranks, STEPS, microbatches)
 
 
 def meshed(tp: int, dp: int) -> DeviceMesh:
@@ -191,26 +184,8 @@ def sharded_on(
     return zeroshard.shard(model, adamw(model), stage, group=mesh["dp"], **options)
 
 
-def take_steps(sharded: Sharded, mesh: DeviceMesh, steps: Sequence[int], microbatches: int = 1) -> list[float]:
-    norms = []
-    for step in steps:
-        for microbatch in range(microbatches):
-            with sharded.accumulate(microbatch < microbatches - 1):
-                batch = tokens(step * microbatches + microbatch, mesh.get_local_rank("dp"))
-                (loss_of(sharded.model, batch) / microbatches).backward()
-        norms.append(float(sharded.clip_grad_norm_(LARGEST_NORM)))
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    return norms
-
-
-def whole(sharded: Sharded) -> dict[str, Tensor]:
-    """Master weights and AdamW's states of the whole parameters."""
-    found = {}
-    for name, parameter in sharded.model.named_parameters():
-        for state in ("parameters", "exp_avg", "exp_avg_sq") if parameter.requires_grad else ("parameters",):
-            found[f"{name} {state}"] = sharded.states.get(name, state)
-    return found
+def take_steps(sharded: Sharded, mesh: DeviceMesh, steps: Sequence[int], microbatches: int = 1) -> Run:
+    return divided.take_steps(sharded, loss, mesh.get_local_rank("dp"), steps, microbatches)
 
 
 def trained(
@@ -222,34 +197,13 @@ def trained(
     runs = []
     for policy in policies:
         sharded = sharded_on(mesh, policy, cut, change, **options)
-        norms = take_steps(sharded, mesh, range(STEPS), microbatches)
-        states = whole(sharded)
+        run = take_steps(sharded, mesh, range(STEPS), microbatches) | {"states": states_of(sharded)}
         with zeroshard.unsharded(sharded.model):
-            values = {}
-            for name, parameter in sharded.model.named_parameters():
-                is_cut = isinstance(parameter, DTensor)
-                values[name] = (parameter.full_tensor() if is_cut else parameter).detach().clone()
+            run["values"] = values_of(sharded.model)
         sharded.remove()
-        for name, parameter in sharded.model.named_parameters():
-            now = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            assert torch.equal(now, values[name])
-        runs.append({"norms": norms, "values": values, "states": states})
+        assert same(values_of(sharded.model), run["values"])
+        runs.append(run)
     return runs
-
-
-def expect_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["norms"] == other["norms"]
-    for part in ("values", "states"):
-        for name, value in one[part].items():
-            assert torch.equal(value, other[part][name]), name
-
-
-def expect_near(run: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert run["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-    for name, value in reference["values"].items():
-        torch.testing.assert_close(
-            run["values"][name], value, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 @pytest.mark.parametrize("cut", [blocks_only, vocabulary_too, along_the_sequence])
@@ -296,12 +250,12 @@ def test_dimensions_may_stand_in_any_order(tmp_path: Path) -> None:
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
             folder = tmp_path / f"{number} {mesh.get_local_rank(names[0]) if number else 0}"
             sharded = sharded_on(mesh, 3, vocabulary_too)
-            norms.append(take_steps(sharded, mesh, [0, 1]))
-            states = whole(sharded)
+            norms.append(take_steps(sharded, mesh, [0, 1])["norms"])
+            states = states_of(sharded)
             sharded.save(folder, "tag")
             take_steps(sharded, mesh, [2])
             sharded.load(folder)
-            for name, value in whole(sharded).items():
+            for name, value in states_of(sharded).items():
                 assert torch.equal(value, states[name]), name
             sharded.remove()
         return norms
@@ -398,39 +352,26 @@ def of_transformers_plan(path: Path, mesh: DeviceMesh) -> nn.Module:
 @pytest.mark.full
 @pytest.mark.parametrize("build", [of_own_plan, of_transformers_plan])
 def test_a_llama(build: Callable[[Path, DeviceMesh], nn.Module], tmp_path: Path) -> None:
-    def body(rank: int) -> list[dict[str, Any]]:
+    def body(rank: int) -> list[Run]:
         mesh = meshed(2, 1)
         runs = []
         for stage in (3, 0, 1):
             model = build(tmp_path / "llama", mesh["tp"])
             sharded = zeroshard.shard(model, adamw(model), stage, group=mesh["dp"])
-            norms = run(model, sharded.clip_grad_norm_, sharded.optimizer)
-            values = {name: sharded.states.get(name) for name, _ in model.named_parameters()}
-            runs.append({"norms": norms, "values": values, "states": whole(sharded)})
+            run = divided.take_steps(sharded, loss_of_labels, 0, range(STEPS)) | {"states": states_of(sharded)}
+            runs.append(run | {"values": {name: sharded.states.get(name) for name, _ in model.named_parameters()}})
             if stage == 3:
                 sharded.export(tmp_path / "exported")
             sharded.remove()
         return runs
 
-    def run(model: nn.Module, clip: Callable[[float], Any], optimizer: torch.optim.Optimizer) -> list[float]:
-        norms = []
-        for step in range(STEPS):
-            batch = tokens(step, 0)
-            model(input_ids=batch, labels=batch).loss.backward()
-            norms.append(float(clip(LARGEST_NORM)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return norms
-
     model = llama()
     model.save_pretrained(tmp_path / "llama")
     everyone = on_ranks(body, 2)
-    optimizer = adamw(model)
-    norms = run(model, lambda norm: nn.utils.clip_grad_norm_(model.parameters(), norm), optimizer)
     for runs in everyone:
         for one in runs:
             expect_same(one, everyone[0][0])
-    expect_near(everyone[0][0], {"norms": norms, "values": {name: p.detach() for name, p in model.named_parameters()}})
+    expect_near(everyone[0][0], divided.in_one_process(model, loss_of_labels, 1, STEPS))
     exported = type(model).from_pretrained(tmp_path / "exported")
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, everyone[0][0]["values"][name]), name
@@ -666,14 +607,14 @@ def test_freeing_and_freezing() -> None:
             model = made()
             vocabulary_too(model, mesh["tp"])
             sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage, group=mesh["dp"])
-            norms = take_steps(sharded, mesh, [0])
+            norms = take_steps(sharded, mesh, [0])["norms"]
             model.blocks[0].requires_grad_(False)
             sharded.update_trainable()
-            norms += take_steps(sharded, mesh, [1])
+            norms += take_steps(sharded, mesh, [1])["norms"]
             model.blocks[0].requires_grad_(True)
             sharded.update_trainable()
-            norms += take_steps(sharded, mesh, [2])
-            runs.append({"norms": norms, "values": {}, "states": whole(sharded)})
+            norms += take_steps(sharded, mesh, [2])["norms"]
+            runs.append({"norms": norms, "states": states_of(sharded)})
             sharded.remove()
         expect_same(*runs)
 
@@ -698,11 +639,10 @@ def test_checkpoints_load_at_any_mesh(tmp_path: Path) -> None:
             take_steps(sharded, mesh, [0, 1])
         else:
             sharded.load(tmp_path)
-        found = whole(sharded)
+        found = states_of(sharded)
         sharded.save(tmp_path, tag)
         sharded.export(tmp_path / f"{tag} live")
-        norms = take_steps(sharded, mesh, [2])
-        after = {"norms": norms, "values": {}, "states": whole(sharded)}
+        after = take_steps(sharded, mesh, [2]) | {"states": states_of(sharded)}
         sharded.remove()
         return found, after
 
@@ -763,7 +703,7 @@ def test_torchs_distributed_checkpoints_hold_whole_tensors(tmp_path: Path) -> No
         sharded = sharded_on(mesh, 3, along_the_sequence)
         take_steps(sharded, mesh, [0])
         dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
-        found = whole(sharded)
+        found = states_of(sharded)
         sharded.remove()
         return found
 
@@ -771,7 +711,7 @@ def test_torchs_distributed_checkpoints_hold_whole_tensors(tmp_path: Path) -> No
         mesh = meshed(1, 2)
         sharded = sharded_on(mesh, 1, vocabulary_too)
         dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path)
-        found = whole(sharded)
+        found = states_of(sharded)
         sharded.remove()
         return found
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,14 @@ from insides import settle
 from models import MODELS, floats, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import ACCELERATOR, CPU, DISK, PRECISIONS, Setting, as_set, build, update
+from twin import ACCELERATOR, CPU, DISK, Setting, as_set, build, offloaded, update
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Sharded, UsageError
 from zeroshard.model.weight_shards import WeightShard
 
-
-def policy(stage: int, place: Place, folder: Path) -> Policy:
-    if place is ACCELERATOR:
-        return Policy.stage(stage)
-    offload = Offload(str(folder), buffer_numel=1 << 16, block_nbytes=4096)
-    return Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else CPU, offload=offload)
-
-
-def sharded_model(
-    make: Callable[[], nn.Module], how: Policy, precision: str, lr: float = 1e-2, bucket_numel: int = 2000
-) -> tuple[Any, Sharded]:
-    torch.manual_seed(0)
-    model: Any = make()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
-    return model, zeroshard.shard(model, optimizer, how, precision=PRECISIONS[precision], bucket_numel=bucket_numel)
+adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+built = partial(build, make_optimizer=adamw, bucket_numel=2000)
 
 
 def step(model: Any, sharded: Sharded, batch: Callable[[int, int], dict[str, Any]], number: int) -> None:
@@ -105,7 +92,7 @@ def test_all_ranks_parts_are_the_weights(name: str, stage: int, place: Place, pr
 
     def body(rank: int, names: str) -> tuple[list[tuple[str, WeightShard]], dict[str, Tensor]]:
         with as_set(Setting(Policy.stage(stage), apart=place is not ACCELERATOR)):
-            model, sharded = sharded_model(make, policy(stage, place, tmp_path), precision)
+            model, sharded = built(offloaded(stage, place, tmp_path), make_model=make, precision=precision)
             step(model, sharded, batch, 0)
             own = sent_by(sharded, lambda: parts(sharded, names))
             whole = copied(sharded.named_weights(names=names))
@@ -154,7 +141,7 @@ def test_parameters_without_elements_come_once(stage: int) -> None:
 
 def test_a_rank_alone_takes_its_own() -> None:
     def body(rank: int) -> None:
-        model, sharded = sharded_model(llama, Policy.stage(3), "bf16")
+        model, sharded = built(3, make_model=llama, precision="bf16")
         if rank == 1:
             version = sharded.weights_version()
             assert version.nbytes == sum(one.tensor.nbytes for _, one in parts(sharded))
@@ -182,7 +169,7 @@ def test_an_engine_hands_them_over() -> None:
 
 
 def test_what_is_wrong_is_said_at_once() -> None:
-    model, sharded = sharded_model(llama, Policy.stage(3), "fp32")
+    model, sharded = built(3, make_model=llama)
     for wrong in ({"to": 0}, {"merge_adapters": True}):
         with pytest.raises(UsageError, match="Leave out `to` and `merge_adapters`"):
             sharded.named_weights(shards=True, **wrong)  # type: ignore[call-overload]
@@ -207,7 +194,7 @@ def test_changes_give_the_full_copy(name: str, stage: int, precision: str) -> No
     make, batch = MAKERS[name]
 
     def body(rank: int) -> tuple[dict[str, Tensor], list[list[tuple[str, Tensor, Tensor]]], list[dict[str, Tensor]]]:
-        model, sharded = sharded_model(make, Policy.stage(stage), precision, lr=1e-6)
+        model, sharded = built(stage, make_model=make, precision=precision, make_optimizer=partial(adamw, lr=1e-6))
         version = sharded.weights_version()
         whole = copied(sharded.named_weights())
         changes, expected = [], []
@@ -256,7 +243,7 @@ def test_bits_count_and_a_turn_that_was_left_comes_again() -> None:
 
 def test_a_version_outlives_the_sharding() -> None:
     """Parts that a new sharding cuts in other places come whole."""
-    model, sharded = sharded_model(gpt2, Policy.stage(2), "bf16")
+    model, sharded = built(2, make_model=gpt2, precision="bf16")
     version = sharded.weights_version()
     engine = copied(sharded.named_weights())
     sharded.remove()
@@ -313,7 +300,7 @@ def test_states_that_leave_while_an_engine_generates_return_to_the_bit(
     """All memory of the model states is given back, as memory_report counts it, and the training goes on as without."""
 
     def train(rank: int, *, parks: bool) -> list[Tensor]:
-        model, sharded = sharded_model(llama, Policy.stage(stage), precision)
+        model, sharded = built(stage, make_model=llama, precision=precision)
         engine = Engine(llama, torch.bfloat16 if precision == "bf16" else torch.float32)
         engine.load_weights(sharded.named_weights())
         version = sharded.weights_version()
@@ -368,7 +355,7 @@ def test_each_rank_generates_other_lengths_from_the_model_in_training(
     """Inside `unsharded` without other ranks, outside of it with synced_gpus: the tokens are those of a plain copy."""
 
     def body(rank: int) -> None:
-        model, sharded = sharded_model(make, Policy.stage(stage), precision)
+        model, sharded = built(stage, make_model=make, precision=precision)
         for number in range(2):
             step(model, sharded, text, number)
             model.eval()

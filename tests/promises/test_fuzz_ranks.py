@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzzing import ACTIONS, Setting
+from fuzzing import ACTIONS, OPTIMIZERS, Setting
 from fuzzing_comparison import compare
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -57,14 +57,6 @@ def batch(rank: int, number: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank))
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, foreach=False)
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
-
-
 def turn_of(choice: random.Random, stage: int) -> Turn:
     blocks = list(range(BLOCKS))
     if stage < 3:
@@ -95,7 +87,7 @@ def added(before: Tensor | None, found: Tensor | None) -> Tensor | None:
 def run(rank: int, ranks: int, seed: int) -> None:
     """One sequence on this rank, and its twin."""
     choice = random.Random(seed)
-    stage, make = choice.randrange(4), choice.choice([adamw, sgd])
+    stage, make = choice.randrange(4), OPTIMIZERS[choice.choice(["adamw", "sgd"])]
     torch.manual_seed(seed)
     model = Net()
     torch.manual_seed(seed)

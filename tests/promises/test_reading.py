@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, tokens
+from models import Stack, sgd, tokens
 from ranks import on_ranks
 from torch import nn
-from twin import build, step, whole
+from twin import build, same, same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Policy
@@ -33,10 +34,8 @@ READERS = {
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_reader_right_after_the_step_sees_the_new_value(stage: int, reader: str) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
+        model, sharded = build(stage)
         held = model.head.weight
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
         for number in range(3):
             step(model, sharded, rank, number)
             seen = READERS[reader](model, held)
@@ -95,8 +94,7 @@ WANTING_NONE = {
 
 
 def test_operations_that_need_no_values_of_a_sharded_parameter() -> None:
-    model = Stack()
-    zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+    model, _ = build(3)
     weight = model.blocks[1].up.weight
     for name, make in WANTING_NONE.items():
         made = make(weight)
@@ -107,9 +105,8 @@ def test_operations_that_need_no_values_of_a_sharded_parameter() -> None:
 
 def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() -> None:
     def body(rank: int) -> None:
-        model = Stack()
-        shapes = {fqn: p.shape for fqn, p in model.named_parameters()}
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+        shapes = {fqn: p.shape for fqn, p in Stack().named_parameters()}
+        model, sharded = build(3)
         for number in range(2):
             step(model, sharded, rank, number)
             assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
@@ -136,10 +133,8 @@ def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
     """Inference, a forward that breaks off, and a backward that breaks off leave the next step as it would have been."""
 
     def body(rank: int) -> None:
-        def run(disturbed: bool) -> torch.Tensor:
-            torch.manual_seed(0)
-            model = Stack()
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), Policy.stage(stage))
+        def run(disturbed: bool) -> dict[str, torch.Tensor]:
+            model, sharded = build(stage)
             for number in range(3):
                 if disturbed:
                     with torch.no_grad():
@@ -157,10 +152,9 @@ def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
                         parameter.grad = None
                     sharded.optimizer.zero_grad()
                 step(model, sharded, rank, number)
-            with zeroshard.unsharded(model):
-                return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+            return whole(model)
 
-        assert torch.equal(run(False), run(True))
+        assert same(run(False), run(True))
 
     on_ranks(body, 2)
 
@@ -217,13 +211,9 @@ def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16
     """They are every rank's, they last over steps, and what was not changed keeps the digits of its master weights."""
 
     def body(rank: int) -> None:
-        precision = zeroshard.Precision(torch.bfloat16) if bf16 else None
-
         def run(change: bool) -> dict[str, torch.Tensor]:
-            torch.manual_seed(0)
-            model = Stack()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            sharded = zeroshard.shard(model, optimizer, Policy.stage(stage), precision=precision)
+            precision = torch.bfloat16 if bf16 else None
+            model, sharded = build(stage, precision=precision, make_optimizer=partial(sgd, lr=1e-3, momentum=0.0))
             for number in range(6):
                 step(model, sharded, rank, number)
                 if change and number == 2:
@@ -240,10 +230,7 @@ def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16
         assert bool(((near - 0.5).abs() < 0.05).all())
         assert float((changed["blocks.1.up.bias"][2:].float() - 0.25).abs().max()) < 0.05
         torch.testing.assert_close(changed["blocks.1.down.bias"], plain["blocks.1.down.bias"], atol=2e-2, rtol=2e-2)
-        for fqn, value in changed.items():
-            first = value.clone()
-            dist.broadcast(first, src=0)
-            assert torch.equal(first, value), f"ranks differ in {fqn}"
+        assert same_on_all_ranks(changed)
 
     on_ranks(body, 2)
 
@@ -251,9 +238,7 @@ def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16
 @pytest.mark.parametrize("stage", range(4))
 def test_a_change_without_a_modifier_rank_is_an_error(stage: int) -> None:
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        model, sharded = build(stage)
         step(model, sharded, rank, 0)
 
         def change() -> None:

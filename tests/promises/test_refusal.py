@@ -15,17 +15,12 @@ import pytest
 import torch
 from models import Stack, tokens
 from ranks import run_until_all_end
-from torch import Tensor, nn
-from twin import step
+from torch import Tensor
+from twin import build, step
 
-import zeroshard
-from zeroshard import CollectiveError, Policy
+from zeroshard import CollectiveError
 from zeroshard.core.transport.shared_memory import Neighbours
 from zeroshard.testing import RankError, run_ranks
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -42,8 +37,7 @@ def test_a_rank_that_skips_a_block_is_named(stage: int) -> None:
             return x
 
     def body(rank: int) -> str:
-        model = Skipping()
-        sharded = zeroshard.shard(model, sgd(model), Policy.stage(stage))
+        model, sharded = build(stage, make_model=Skipping)
         try:
             for number in range(3):
                 if rank == 1 and number == 1:
@@ -105,8 +99,7 @@ def test_a_rank_alone_over_gloo_is_named_at_the_timeout(
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0")
 
     def body(rank: int) -> str:
-        model = Stack()
-        sharded = zeroshard.shard(model, sgd(model), 3)
+        model, sharded = build(3)
         calls: dict[str, Callable[[], object]] = {
             "state_dict": model.state_dict,
             "save": lambda: sharded.save(tmp_path, "one"),
@@ -132,8 +125,7 @@ def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
     told = tmp_path / "told"
 
     def body(rank: int) -> None:
-        model = Stack()
-        sharded = zeroshard.shard(model, sgd(model))
+        model, sharded = build(2)
         if rank == 1:
             while not told.exists():  # in the user's own code, longer than the timeout
                 time.sleep(0.02)
@@ -152,8 +144,7 @@ def test_a_killed_rank_is_an_error_at_once() -> None:
     """A wait for the timeout would be reported as hung."""
 
     def body(rank: int) -> None:
-        model = Stack()
-        sharded = zeroshard.shard(model, sgd(model))
+        model, sharded = build(2)
         for number in range(3):
             if rank == 1 and number == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

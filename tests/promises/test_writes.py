@@ -15,7 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twin import FEW_STAGES, build, same, same_on_all_ranks, step, whole
 
 import zeroshard
-from zeroshard import Place, Policy, Precision, UsageError
+from zeroshard import Place, Policy, UsageError
+
+
+def in_bf16() -> Stack:
+    return Stack().bfloat16()
 
 
 def clamp(model: nn.Module, rank: int) -> None:
@@ -92,10 +96,7 @@ def test_a_write_through_data_that_was_read_long_ago_takes_effect(stage: int, of
             policy = Policy.stage(stage)
             if offloaded and stage:
                 policy = policy.offloaded(optimizer=Place.CPU)
-            torch.manual_seed(0)
-            model = Stack()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(torch.bfloat16))
+            model, sharded = build(policy, precision=torch.bfloat16)
             kept = [parameter.data for parameter in model.parameters()] if keeps else []
             for number in range(4):
                 step(model, sharded, rank, number)
@@ -141,10 +142,7 @@ def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
 
     def body(rank: int) -> None:
         for by_data in (False, True):
-            torch.manual_seed(0)
-            model = Stack().bfloat16()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-            zeroshard.shard(model, optimizer, stage)
+            model, sharded = build(stage, make_model=in_bf16, make_optimizer=partial(torch.optim.AdamW, lr=0.001))
             weight = model.head.weight
             for number in range(20):
                 if number == 3 and stage < 3 and rank == 0:
@@ -153,7 +151,7 @@ def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
                     else:
                         with torch.no_grad():
                             weight.fill_(0.5)
-                step(model, optimizer, rank, number)
+                step(model, sharded, rank, number)
             assert same_on_all_ranks(whole(model))
 
     on_ranks(body, 2)
@@ -164,17 +162,14 @@ def test_hidden_writes_are_looked_for_once_a_step(stage: int, shards: int, times
     """By comparing a bucket's shards with master weights, from the first read of `.data` on. Stage 0 has all shards."""
 
     def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack().bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-        sharded = zeroshard.shard(model, optimizer, stage)
+        model, sharded = build(stage, make_model=in_bf16, make_optimizer=partial(torch.optim.AdamW, lr=0.001))
         counts = []
         with counted_looks() as looks:
             for number in range(3):
                 model(*tokens(rank, number)).backward()
                 sharded.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
                 counts.append(len(looks))
                 looks.clear()
                 model.head.weight.data  # noqa: B018

@@ -1,4 +1,4 @@
-"""Peaks of memory that do not depend on the machine: what torch's CPU allocator has handed out, not what is resident.
+"""Memory of a process. Its peaks that do not depend on the machine are what torch's CPU allocator has handed out.
 
 A process's resident memory also holds what the C library keeps of freed blocks, and pages of code that ran for the
 first time. That differs by megabytes from machine to machine.
@@ -7,8 +7,15 @@ first time. That differs by megabytes from machine to machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+
+def resident(key: str) -> int:
+    """Return bytes of this process that are resident: VmRSS, or VmHWM, their peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
 
 
 def allocated_peak(work: Callable[[], object]) -> int:

@@ -31,10 +31,10 @@ class Residual(nn.Module):
 class Stack(nn.Module):
     """Uneven blocks with a tied embedding and head. The variants below override `run`."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, widths: Iterable[int] = (7, 33, 16)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Residual(hidden) for hidden in (7, 33, 16))
+        self.blocks = nn.ModuleList(map(Residual, widths))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embedding.weight

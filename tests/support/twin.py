@@ -113,6 +113,14 @@ def places(folder: Path, stage: int, optimizer: Place) -> dict[str, Setting]:
     return settings
 
 
+def offloaded(stage: int, place: Place, folder: Path) -> Policy:
+    """Return a stage, with everything that may rest on the place."""
+    if place is ACCELERATOR:
+        return Policy.stage(stage)
+    how = Offload(str(folder), buffer_numel=1 << 16, block_nbytes=4096)
+    return Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else CPU, offload=how)
+
+
 def in_one_memory(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     """Return the same settings for an accelerator that shares the CPU's memory, where states are used in place."""
     return {name: replace(setting, apart=False) for name, setting in settings.items()}
@@ -217,40 +225,65 @@ def close(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: fl
 def build(
     policy: Policy | int,
     *,
-    precision: Precision | torch.dtype | None = None,
+    precision: Precision | torch.dtype | str | None = None,
     make_model: Callable[[], nn.Module] = Stack,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = OPTIMIZERS["fused AdamW"],
+    seed: int = 0,
     bucket_numel: int = SMALL_BUCKETS,
-    elementwise: bool | None = None,
+    **options: Any,
 ) -> tuple[Any, Sharded]:
-    """Return the same model on every rank, and its `Sharded`. `policy` may be a stage, and `precision` a dtype."""
-    torch.manual_seed(0)
+    """Return the same model on every rank, and its `Sharded`, whose optimizer has the parameters that are trained.
+
+    `policy` may be a stage, and `precision` a dtype, or a name of `PRECISIONS`. The options are those of `zeroshard.shard`.
+    """
+    torch.manual_seed(seed)
     model = make_model()
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
-    precision = precision if isinstance(precision, Precision) else Precision(precision)
-    optimizer = make_optimizer(model.parameters())
-    return model, zeroshard.shard(
-        model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, elementwise=elementwise
-    )
+    if isinstance(precision, str):
+        precision = PRECISIONS[precision]
+    if not isinstance(precision, Precision):
+        precision = Precision(precision)
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 
-def update(loss: Tensor, optimizer: Any) -> None:
-    """Take one optimizer step on a loss, which is not kept."""
+def update(loss: Tensor, optimizer: Any) -> Tensor:
+    """Take one optimizer step on a loss, and return its value. The graph is not kept."""
+    value = loss.detach()
     loss.backward()
     del loss
     optimizer.step()
     optimizer.zero_grad()
+    return value
 
 
-def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
+Batches = Callable[[int, int], tuple[Any, ...]]
+"""Returns the model's arguments for a rank and the number of a batch."""
+
+
+def step(model: nn.Module, optimizer: Any, rank: int, number: int, make_batch: Batches = tokens) -> Tensor:
     """Take one optimizer step on this rank's batch with that number. The optimizer may be a `Sharded`'s."""
-    update(model(*tokens(rank, number)), optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer)
+    return update(
+        model(*make_batch(rank, number)), optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer
+    )
 
 
-def steps(model: nn.Module, optimizer: Any, rank: int, numbers: Iterable[int]) -> None:
-    """Take a `step` for each number."""
+def steps(
+    model: nn.Module, optimizer: Any, rank: int, numbers: Iterable[int], make_batch: Batches = tokens
+) -> list[Tensor]:
+    """Take a `step` for each number, and return the losses."""
+    return [step(model, optimizer, rank, number, make_batch) for number in numbers]
+
+
+def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
+    """Run an engine on this rank's batch of each number, a microbatch, and return the losses."""
+    losses = []
     for number in numbers:
-        step(model, optimizer, rank, number)
+        loss = engine(*tokens(rank, number))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return losses
 
 
 class Boom(Exception):

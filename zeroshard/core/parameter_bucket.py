@@ -195,12 +195,10 @@ class ParameterBucket:
         self.settle()
         if self.block is not None:
             self._save_at_rest(self.block, self._own_block)
-            rest = self.rests[self.own_shard]
-            if rest is not self.block:  # but a part of it
-                rest.version += 1
-        elif not self._rests_in_rows:
+        if not self._rests_in_rows:
             for rank, rest in self.rests.items():
-                self._save_at_rest(rest, self.rows[rank])
+                if rest is not self.block:  # a part of the block is saved again, so that its slot has a new version
+                    self._save_at_rest(rest, self.rows[rank])
         if masters:
             for rank, master in self.copies.items():
                 self._save_row(master, self.rows[rank])

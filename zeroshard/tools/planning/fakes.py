@@ -113,7 +113,7 @@ class Repeats:
                 if has_offset:
                     parts.append(value.storage_offset())
             elif type(value) in _PLAIN:
-                parts += (type(value), value if value == value else "nan")  # noqa: PLR0124 (nan equals nothing)
+                parts += (type(value), value if value == value else "nan")  # no nan equals another
             elif isinstance(value, list | tuple):
                 parts.append(len(value))
                 if not self._describes(value, parts, has_offset=has_offset):
@@ -133,6 +133,9 @@ class Repeats:
             return _returning(args, kwargs, out) if out is not None else lambda _args, _kwargs: (None, ())
         if isinstance(out, torch.dtype):
             return lambda _args, _kwargs: (out, ())
+        return self._learn_tensors(func, args, given, out)
+
+    def _learn_tensors(self, func: Any, args: Any, given: list[Tensor], out: Any) -> Replay | None:
         sequence = type(out) if isinstance(out, list | tuple) else None
         outs = list(out) if sequence else [out]
         owners = {storage_id(tensor) for tensor in given}

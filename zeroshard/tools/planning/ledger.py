@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -216,7 +216,7 @@ class Ledger(TorchDispatchMode):
             return 0.5
         return 1.0
 
-    def _note(self, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    def _note(self, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         on_host = False
         if self._total[True]:  # the place of the first tensor with more than one element decides
             for tensor in tree_leaves((args, kwargs)):

@@ -243,13 +243,24 @@ _presets = presets
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep what exists out of garbage collections, since each dry run ends with one, which would go through all of torch."""
+    """Keep what exists out of garbage collections, since each dry run ends with one, which would go through all of torch.
+
+    Inside the block, other collections leave out old objects. Those of a dry run are alive, and torch and Python have so many
+    more in a real run that such a collection is rare there, too.
+    """
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*thresholds[:2], _NEVER)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+_NEVER = 1 << 30
+"""The number of collections of young objects between two of all objects."""
 
 
 def job_of(

@@ -150,11 +150,11 @@ print_machine = doctor._print_machine
 """`doctor` takes its console from the terminal."""
 
 
-def _never_known(*_: object) -> None:
-    raise fakes._Unkept  # not a mock, which would keep all tensors
+def _never_known(*_: object, **__: object) -> bool:
+    return False  # not a mock, which would keep all tensors
 
 
-EVERY_OPERATION = (fakes.Repeats, "_key", _never_known)
+EVERY_OPERATION = (fakes.Repeats, "_describes", _never_known)
 """A change with which a dry run asks torch at each operation, since no public name shows a repetition."""
 
 # ---------------------------------------------------------------------- transports

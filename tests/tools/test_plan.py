@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,13 @@ from plan_cases import Case, config_of, gpt, measured, planned, row_of, tokens
 
 import zeroshard
 from zeroshard import UsageError
+from zeroshard.core.storage.base import MemoryStorage
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.tools.planning import dry_run
+from zeroshard.tools.planning.fakes import Repeats
+from zeroshard.tools.planning.ledger import Ledger
 from zeroshard.tools.planning.table import Row
-from zeroshard.torch_private import FakeTensorMode
+from zeroshard.torch_private import FakeTensorMode, storage_id
 
 FULL = pytest.mark.full
 CHOSEN = [
@@ -388,6 +392,61 @@ def test_a_repeated_operation_does_what_it_did_at_first(factory: Any, batch: Any
     for one, other in zip(quick.rows, slow.rows, strict=True):
         assert replace(one.figures, config=None) == replace(other.figures, config=None), one.name
     assert not quick.refused
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda x: x[2:4],
+        lambda x: x.view(torch.float32),
+        lambda x: x.detach(),
+        lambda x: x.t(),
+        lambda x: x.as_strided((2, 2), (4, 1), 8),
+        lambda x: x.new_full((3,), float("nan")),
+        lambda x: x.split(2)[-1],
+        lambda x: x + 1,
+    ],
+    ids=["slice", "dtype", "detach", "t", "as_strided", "nan", "split", "add"],
+)
+def test_an_operation_is_repeated_on_other_memory(operate: Callable[[Tensor], Tensor]) -> None:
+    """It was known only where the argument began as far into its memory: frames of offloaded states begin anywhere."""
+
+    def looks(tensor: Tensor, whole: Tensor) -> tuple[Any, ...]:
+        shares = storage_id(tensor) == storage_id(whole)
+        return type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, shares
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    repeats = Repeats()
+    repeats.begin(mode)
+    with mode:
+        whole = torch.empty(400, dtype=torch.bfloat16)
+        parts = [whole[start : start + 48].view(6, 8) for start in (0, 16, 160)]
+        expected = [looks(operate(part), whole) for part in parts]
+        with Ledger(repeats, in_segments=False):
+            found = [looks(operate(part), whole) for part in parts]
+    assert found == expected
+
+
+def test_a_plan_within_hosts_makes_as_much_for_many_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It made a slot for each host and bucket, of which a rank needs one."""
+    made = 0
+    around = MemoryStorage.around
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return around(*args)
+
+    monkeypatch.setattr(MemoryStorage, "around", counted)
+
+    def slots(hosts: int) -> int:
+        nonlocal made
+        made = 0
+        config = config_of(3, "bf16", micro=1, zero_hpz_partition_size=2)
+        row_of(gpt, config, world_size=2 * hosts, hosts=hosts, batch=tokens, machine="h100")
+        return made
+
+    assert slots(64) <= slots(4)
 
 
 def mixture(kind: str) -> nn.Module:

@@ -72,6 +72,22 @@ def test_a_number_that_does_not_divide_the_experts_has_no_row() -> None:
         )  # fmt: skip
 
 
+def test_any_other_reason_why_a_number_has_no_row_is_told() -> None:
+    """Such a number was left out as if it did not divide the experts."""
+    built = 0
+
+    def factory() -> torch.nn.Module:
+        nonlocal built
+        built += 1
+        if built > 1:
+            raise UsageError("one model is enough. Ask for no more.")
+        return MIXTURES["Qwen3-MoE"]()
+
+    plan = zeroshard.plan(factory, settings(3, 2), world_size=2, batch=batch(1, 0), presets=False)
+    assert plan.refused == {"the config (stage 3), experts over 1 rank": "one model is enough. Ask for no more."}
+    assert "not possible here: the config (stage 3), experts over 1 rank: one model is enough" in str(plan)
+
+
 def test_a_plan_inside_a_job_is_refused_by_name() -> None:
     def body(_: int) -> None:
         with pytest.raises(UsageError, match="a plan of experts over their own ranks makes a process group"):

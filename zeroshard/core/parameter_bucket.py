@@ -78,11 +78,8 @@ class ParameterBucket:
             block.write(self._own_block)
             block.wait()
         self.block = block
-        self._held = self._make_held(whole_at_rest)
-        """The slots of the shards that this rank updates or holds, by number."""
         self._rests_in_rows = block is None and whole_at_rest is None
-        updated = [self.own_shard] if self._policy.optimizer.sharded else self._held
-        self.rests = {shard: self._held[shard] for shard in updated}
+        self.rests = self._make_rests(whole_at_rest)
         self.masters: dict[int, Slot] = {}
         if trainable:
             for shard, rest in self.rests.items():
@@ -105,18 +102,18 @@ class ParameterBucket:
         master.wait()
         return master
 
-    def _make_held(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
+    def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
         if self.block is not None and self._replicas is None:
             return {self.own_shard: self.block}
-        if self.block is not None:
+        if self.block is not None and self._replicas is not None:
             place: MemoryStorage = self._accelerator
             if self.block.memory_in(place) is None:
                 place = self.storages.host
             memory = self.block.memory_in(place)
             assert memory is not None
-            rows = memory.view(-1, self.layout.shard_numel)
-            first = self._holders.shard * len(rows)
-            return {first + number: place.around(self.label, row, self.block) for number, row in enumerate(rows)}
+            hosts = self._replicas.world_size
+            own = memory.view(hosts, -1)[self.own_shard - self._holders.shard * hosts]
+            return {self.own_shard: place.around(self.label, own, self.block)}
         shards = [self.own_shard] if self._policy.optimizer.sharded else range(len(self.rows))
         if whole_at_rest is None:
             return {shard: self._accelerator.around(self.label, self.rows[shard]) for shard in shards}
@@ -196,15 +193,21 @@ class ParameterBucket:
     def save_rows(self, *, masters: bool = True) -> None:
         """Copy this rank's rows of the unsharded parameters to their slots and, with `masters`, to the master weights."""
         self.settle()
+        if self.block is not None:
+            self._save_at_rest(self.block, self._own_block)
         if not self._rests_in_rows:
-            for rank, rest in self._held.items():
-                if rest.dtype == self.rows.dtype:
-                    rest.write(self.rows[rank]).wait(self.rows.device)
-                else:
-                    self._save_row(rest, self.rows[rank])
+            for rank, rest in self.rests.items():
+                if rest is not self.block:  # a part of the block is saved again, so that its slot has a new version
+                    self._save_at_rest(rest, self.rows[rank])
         if masters:
             for rank, master in self.copies.items():
                 self._save_row(master, self.rows[rank])
+
+    def _save_at_rest(self, rest: Slot, new: Tensor) -> None:
+        if rest.dtype == new.dtype:
+            rest.write(new).wait(new.device)
+        else:
+            self._save_row(rest, new)
 
     def masters_from_rests(self) -> None:
         """Copy this rank's stored parameters to the master weights."""

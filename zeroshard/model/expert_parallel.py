@@ -35,6 +35,10 @@ _REMEDY = (
 )
 
 
+class UnevenExperts(UsageError):
+    """The ranks cannot divide the experts of a layer evenly."""
+
+
 def plan_of_experts(model: nn.Module, size: int) -> dict[str, str]:
     """Return the styles that a model's plan gives to experts' modules and parameters, by full name.
 
@@ -59,7 +63,7 @@ def plan_of_experts(model: nn.Module, size: int) -> dict[str, str]:
         if style not in (EXPERTS, WEIGHTS):
             raise UsageError(f'the plan of {kind} divides {name} as "{style}", which is not supported. {_REMEDY}')
         if style == WEIGHTS and experts[name].shape[0] % size:
-            raise UsageError(
+            raise UnevenExperts(
                 f"{name} has {experts[name].shape[0]} experts, which {size} ranks (expert_parallel.autoep_size) cannot divide "
                 f"evenly: choose a divisor of {experts[name].shape[0]}."
             )

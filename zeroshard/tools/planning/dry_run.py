@@ -162,13 +162,14 @@ def _without_values(
         as_accelerator: whether dropout takes as much memory as on an accelerator. This slows each operation down, so a model
             runs first without.
     """
-    repeats.mode = _Mode(allow_non_fake_inputs=True)
+    mode = _Mode(allow_non_fake_inputs=True)
+    repeats.begin(mode)
     ledger = Ledger(repeats, in_segments=not job.machine.computes_on_cpu)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(repeats.mode)
+        stack.enter_context(mode)
         stack.enter_context(ledger)
         stack.callback(gc.collect)  # frees the engine's reference cycles, which would take memory in the next dry run
         size = expert_parallel_ranks(raw)

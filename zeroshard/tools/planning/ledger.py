@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ CATEGORIES = (PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, ACTIVATIONS, TEMPORARIE
 aten: Any = torch.ops.aten
 
 
-@dataclass
+@dataclass(slots=True)
 class _Live:
     nbytes: int
     category: str
@@ -81,6 +81,7 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, _Live] = {}
         # By `on_host`: False is the device's memory, True is the host's CPU memory.
         self._now: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        self._total = {False: 0, True: 0}
         self._peaks = {False: Peak(), True: Peak()}
         self.peak_by_phase: Counter[str] = Counter()
         self.peak_together = 0
@@ -105,9 +106,9 @@ class Ledger(TorchDispatchMode):
 
     def forget_peaks(self) -> None:
         """Drop the peaks so far and start new ones at the current live bytes."""
-        self._peaks = {host: Peak(now.total(), dict(now), self.phase) for host, now in self._now.items()}
+        self._peaks = {host: Peak(self._total[host], dict(now), self.phase) for host, now in self._now.items()}
         self.peak_by_phase.clear()
-        self.peak_together = sum(now.total() for now in self._now.values())
+        self.peak_together = sum(self._total.values())
 
     # ------------------------------------------------------------------ categories
 
@@ -171,11 +172,13 @@ class Ledger(TorchDispatchMode):
             if nbytes:
                 live.block = self._segments.take(nbytes)
                 live.nbytes = live.block.nbytes
-        self._now[on_host][live.category] += live.nbytes - before
-        total = self._now[on_host].total()
-        self.peak_together = max(self.peak_together, total + self._now[not on_host].total())
-        if total > self._peaks[on_host].nbytes:
-            self._peaks[on_host] = Peak(total, self.parts(on_host=on_host), self.phase, self.module)
+        more = live.nbytes - before
+        self._now[on_host][live.category] += more
+        total = self._total[on_host] = self._total[on_host] + more
+        if more > 0:
+            self.peak_together = max(self.peak_together, total + self._total[not on_host])
+            if total > self._peaks[on_host].nbytes:
+                self._peaks[on_host] = Peak(total, self.parts(on_host=on_host), self.phase, self.module)
         if not on_host and total > self.peak_by_phase[self.phase]:
             self.peak_by_phase[self.phase] = total
 
@@ -195,10 +198,10 @@ class Ledger(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two thirds of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func in _ASKS and isinstance(args[0], FakeTensor) and args[0].constant is None:
+        if id(func) in _ASKS and isinstance(args[0], FakeTensor) and args[0].constant is None:
             return self._answer(args[0], func)
         out, made = self._repeats.run(func, args, kwargs)
-        if func in _DROPOUTS:
+        if id(func) in _DROPOUTS:
             self.has_dropout = True
         if made:
             self._note(args, kwargs, made)
@@ -213,9 +216,9 @@ class Ledger(TorchDispatchMode):
             return 0.5
         return 1.0
 
-    def _note(self, args: Any, kwargs: Any, made: list[Tensor]) -> None:
+    def _note(self, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
         on_host = False
-        if self._now[True].total():  # the place of the first tensor with more than one element decides
+        if self._total[True]:  # the place of the first tensor with more than one element decides
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor) and tensor.numel() > 1 and storage_id(tensor) in self._live:
                     on_host = self.is_on_host(tensor)
@@ -225,5 +228,8 @@ class Ledger(TorchDispatchMode):
 
 
 _DEVICE = torch.ops.prim.device.default
-_DROPOUTS = {aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default, aten.native_dropout.default}
-_ASKS = {aten._local_scalar_dense.default, aten.equal.default}
+# By identity, since torch hashes an operation in Python.
+_DROPOUTS = {
+    id(one) for one in (aten.bernoulli_.float, aten.bernoulli.p, aten.bernoulli.default, aten.native_dropout.default)
+}
+_ASKS = {id(one) for one in (aten._local_scalar_dense.default, aten.equal.default)}

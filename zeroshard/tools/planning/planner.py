@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.engine.config.load import expert_parallel_ranks, read
 from zeroshard.errors import UsageError, ZeroshardError, counted
+from zeroshard.model.expert_parallel import UnevenExperts
 from zeroshard.policy import Place
 from zeroshard.tools.planning.dry_run import Figures, Job, dry_run
 from zeroshard.tools.planning.fakes import Repeats
@@ -213,22 +214,17 @@ def plan_of(
             sent[size] = compared.sent_nbytes
             for number in others:
                 told(len(rows) + len(refused), count)
-                row = _row_over(number, compared, document, auto, repeats)
-                if row is not None:
+                title = f"{compared.name}, experts over {counted(number, 'rank')}"
+                try:
+                    row = Row(title, job, dry_run(job, _with_experts(document, number), auto, repeats))
+                except UnevenExperts:
+                    continue
+                except ZeroshardError as error:
+                    refused[title] = str(error)
+                else:
                     rows.append(row)
                     sent[number] = row.sent_nbytes
     return Plan(job, tuple(rows), config is not None, refused, sent_by_ranks_of_experts=sent)
-
-
-def _row_over(
-    ranks: int, compared: Row, document: Mapping[str, Any], auto: Mapping[str, Any], repeats: Repeats
-) -> Row | None:
-    """Return the row `compared`, whose config is `document`, with experts over `ranks` ranks; None if these cannot divide them."""
-    try:
-        figures = dry_run(compared.job, _with_experts(document, ranks), auto, repeats)
-    except UsageError:
-        return None
-    return Row(f"{compared.name}, experts over {counted(ranks, 'rank')}", compared.job, figures)
 
 
 def _with_experts(config: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -243,13 +239,24 @@ _presets = presets
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Keep what exists out of garbage collections, since each dry run ends with one, which would go through all of torch."""
+    """Keep what exists out of garbage collections, since each dry run ends with one, which would go through all of torch.
+
+    Inside the block, other collections leave out old objects. Those of a dry run are alive, and torch and Python have so many
+    more in a real run that such a collection is rare there, too.
+    """
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*thresholds[:2], _NEVER)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+_NEVER = 1 << 30
+"""The number of collections of young objects between two of all objects."""
 
 
 def job_of(

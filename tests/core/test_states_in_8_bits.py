@@ -514,6 +514,27 @@ def test_blocks_of_other_packages_run_only_whole(name: str, elementwise: bool | 
     )
 
 
+@pytest.mark.parametrize("elementwise", [None, False])
+@pytest.mark.parametrize("name", ["AdamW8bit", "Adam4bit", "AdamWFp8"])
+@pytest.mark.parametrize("package", ["torchao", "a stand-in"])
+def test_states_of_torchao_are_refused(package: str, name: str, elementwise: bool | None) -> None:
+    """Its tensors cannot be divided: a run would train, and fail at its first save."""
+    if package == "torchao":
+        make = getattr(pytest.importorskip("torchao.optim", reason="torchao is not installed"), name)
+    else:
+        make = type(name, (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+
+    def body(rank: int) -> list[str]:
+        return [
+            refusal(lambda: build(stage, make_model=Given, make_optimizer=make, elementwise=elementwise))  # noqa: B023
+            for stage in (1, 3)
+        ]
+
+    for text in on_ranks(body, 2)[0]:
+        assert f"{name} keeps states in torchao's own classes of tensors" in text
+        assert text.endswith("with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype).")
+
+
 def test_what_precision_refuses() -> None:
     with pytest.raises(UsageError, match=r"state_dtype is torch\.int8"):
         Precision(state_dtype=torch.int8)

@@ -40,7 +40,7 @@ from zeroshard.core.named_parameter import named_buffers, named_modules, named_p
 from zeroshard.core.optimizer_states import OptimizerStates
 from zeroshard.core.parking import Parking
 from zeroshard.core.placement import Placement
-from zeroshard.core.quantised import prepare_modules, quantised_kind, scales_of
+from zeroshard.core.quantised import prepare_modules, quantised_kind, refuse_wrapped, scales_of
 from zeroshard.core.schedule import Schedule
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.storage.buffers import BufferPool
@@ -494,6 +494,7 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
     for _, scale in scales_of(model):
         collectives.broadcast(scale.view(-1).view(torch.uint8))
     for name, buffer in named_buffers(model):
+        refuse_wrapped(f"buffer {name}", buffer)
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise UsageError(
                 f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}). Materialise it first."

@@ -188,7 +188,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only draw the results")
     parser.add_argument("--rows", type=int, default=len(ROWS), help="how many of the rows, in their order, to train")
-    parser.add_argument("--join", action="store_true", help="keep the results of other seeds and rows with as many steps")
+    parser.add_argument(
+        "--join", action="store_true", help="keep the results of other seeds and rows with as many steps"
+    )
     options = parser.parse_args()
     require_matplotlib("this benchmark")
     found = read()

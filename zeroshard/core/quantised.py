@@ -48,8 +48,8 @@ def refuse_wrapped(name: str, tensor: Tensor) -> None:
     if hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
         package = type(tensor).__module__.partition(".")[0]
         raise UsageError(
-            f"{name} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard takes "
-            "only tensors with memory of their own. Quantise frozen weights with bitsandbytes (Params4bit, Int8Params), or leave "
+            f"{name} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard "
+            "takes only tensors with memory of their own. Quantise frozen weights with bitsandbytes (Params4bit, Int8Params), or leave "
             "this one unquantised."
         )
 

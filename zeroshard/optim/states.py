@@ -154,9 +154,13 @@ def _refuse_own_blocks(optimizer: torch.optim.Optimizer, elementwise: bool | Non
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     if bits != 8 and not name.lower().endswith(("8bit", "4bit", "fp8")):
         return
-    remedy = "Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
+    remedy = (
+        "Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
+    )
     if package == "torchao":
-        raise UsageError(f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. {remedy}.")
+        raise UsageError(
+            f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. {remedy}."
+        )
     if package == "bitsandbytes" and elementwise is not False:
         raise UsageError(
             f"{name} keeps states in blocks that would begin where this rank's shards do, so results would depend on the number of "

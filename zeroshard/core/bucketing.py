@@ -25,7 +25,7 @@ from zeroshard.core.named_parameter import (
     named_parameters,
     placement_of,
 )
-from zeroshard.core.quantised import EIGHT_BIT, FOUR_BIT, quantised_kind, refuse_unquantised, refuse_wrapped
+from zeroshard.core.quantised import EIGHT_BIT, FOUR_BIT, quantised_kind, refuse_unquantised
 from zeroshard.errors import UsageError
 from zeroshard.policy import Precision, Units
 from zeroshard.torch_private import is_distributed, local_of, past_torch_function, storage_id
@@ -256,7 +256,6 @@ def _persistent(model: nn.Module, rule: Units) -> set[int]:
 def _refuse_unshardable(fqn: str, parameter: nn.Parameter) -> None:
     if parameter.is_meta:
         raise UsageError(f"parameter {fqn} is on the meta device and has no values: materialise the model first.")
-    refuse_wrapped(f"parameter {fqn}", parameter)
     if parameter.layout is not torch.strided:
         raise UsageError(f"parameter {fqn} is not an initialised dense tensor ({type(parameter).__name__}, "
                          f"{parameter.layout}); zeroshard shards dense tensors only. Initialise it, or make it "

@@ -1,4 +1,4 @@
-"""Owns what zeroshard knows of quantised parameters: bitsandbytes', which are frozen, and torchao's, which are refused.
+"""Owns what zeroshard knows of bitsandbytes' quantised parameters, which are frozen. The package itself is not imported.
 
 A `Params4bit` holds packed bytes (of any dtype: `quant_storage`), and beside them, in `quant_state`, the scales of its blocks. Its
 bytes are sharded and moved like those of other parameters. The scales stay whole on each rank: an eighth of the bytes, or a 32nd
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.core.named_parameter import named_modules
 from zeroshard.errors import UsageError
-from zeroshard.torch_private import is_distributed, own_parameters
+from zeroshard.torch_private import own_parameters
 
 FOUR_BIT, EIGHT_BIT = "Params4bit", "Int8Params"
 
@@ -40,17 +40,6 @@ def refuse_unquantised(fqn: str, parameter: nn.Parameter) -> None:
         raise UsageError(
             f"parameter {fqn} was packed for inference by a forward in eval mode, and does not train adapters: shard the model "
             "before its first evaluation."
-        )
-
-
-def refuse_wrapped(name: str, tensor: Tensor) -> None:
-    """Raise for a tensor whose values are in other tensors that torch asks it for, as those of torchao's classes are."""
-    if hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
-        package = type(tensor).__module__.partition(".")[0]
-        raise UsageError(
-            f"{name} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard "
-            "takes only tensors with memory of their own. Quantise frozen weights with bitsandbytes (Params4bit, Int8Params), or leave "
-            "this one unquantised."
         )
 
 

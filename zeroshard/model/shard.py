@@ -40,7 +40,7 @@ from zeroshard.core.named_parameter import named_buffers, named_modules, named_p
 from zeroshard.core.optimizer_states import OptimizerStates
 from zeroshard.core.parking import Parking
 from zeroshard.core.placement import Placement
-from zeroshard.core.quantised import prepare_modules, quantised_kind, refuse_wrapped, scales_of
+from zeroshard.core.quantised import prepare_modules, quantised_kind, scales_of
 from zeroshard.core.schedule import Schedule
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.storage.buffers import BufferPool
@@ -69,7 +69,7 @@ from zeroshard.model.unsharded import home_of, register
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import looks_at_whole_parameters, needs_whole_parameters
 from zeroshard.policy import Place, Policy, Precision, Units
-from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
+from zeroshard.torch_private import Feature, distributed_class, is_distributed, past_torch_function, require
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
@@ -345,12 +345,19 @@ def _refuse_unfit_torch(policy: Policy) -> None:
 
 
 def _refuse_unready(model: nn.Module) -> None:
-    """Raise if a parameter or buffer has no shape yet, or autograd could not use it."""
+    """Raise if a parameter or buffer has no shape yet, or no memory of its own, or autograd could not use it."""
     for fqn, tensor in [*named_parameters(model), *named_buffers(model)]:
         if is_lazy(tensor):
             raise UsageError(
                 f"{fqn} is lazy and has no shape yet. Run the model once on every rank, then make the optimizer and "
                 "call `shard`."
+            )
+        if hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
+            package = type(tensor).__module__.partition(".")[0]
+            raise UsageError(
+                f"{fqn} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard "
+                "takes only tensors with memory of their own. Quantise frozen weights with bitsandbytes (Params4bit, Int8Params), "
+                "or leave this one unquantised."
             )
     if torch.is_inference_mode_enabled():
         raise UsageError(
@@ -494,7 +501,6 @@ def _take_buffers(model: nn.Module, collectives: Collectives, precision: Precisi
     for _, scale in scales_of(model):
         collectives.broadcast(scale.view(-1).view(torch.uint8))
     for name, buffer in named_buffers(model):
-        refuse_wrapped(f"buffer {name}", buffer)
         if buffer.is_meta or buffer.layout is not torch.strided:
             raise UsageError(
                 f"buffer {name} has no dense values ({buffer.device}, {buffer.layout}). Materialise it first."

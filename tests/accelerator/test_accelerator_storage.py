@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from insides import staged_copy
+from torch import Tensor, nn
+from twin import update
 
+import zeroshard
+from zeroshard.core.eight_bits import BLOCK_NUMEL
 from zeroshard.core.storage import base
 from zeroshard.core.storage.base import CpuStorage, slab_nbytes
 from zeroshard.core.storage.buffers import BufferPool
 from zeroshard.core.storage.storages import Storages
 from zeroshard.core.storage.transfers import STAGED_COUNT, STAGED_NBYTES, Copies
-from zeroshard.policy import Place, Policy
+from zeroshard.policy import Place, Policy, Precision
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -99,3 +105,43 @@ def test_whoever_read_a_slot_can_tell_that_it_was_written_to(place: Place, tmp_p
         assert slot.version == versions[-1]
     assert sorted(set(versions)) == versions
     storages.close()
+
+
+@pytest.mark.accelerator
+def test_small_states_travel_only_when_they_are_parked() -> None:
+    """The CPU runs the step of an optimizer in CPU memory, so only gradients and parameters travel, whatever its states are in."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    moved, copy = 0, Copies.copy
+
+    def counted(copies: Copies, target: Tensor, source: Tensor, *after: Any) -> Any:
+        nonlocal moved
+        is_on_its_way = target.dtype == source.dtype or source.device.type != "cpu"  # otherwise staging buffers follow
+        if target.device != source.device and is_on_its_way:
+            moved += target.nbytes
+        return copy(copies, target, source, *after)
+
+    in_a_step: list[int] = []
+    numel, least = 6 * 256 * 256, 4 * 256  # the biases keep their states in fp32
+    for states, itemsize in ((None, 4.0), (torch.bfloat16, 2.0), (torch.uint8, 1 + 4 / BLOCK_NUMEL)):
+        for place in (Place.CPU, Place.ACCELERATOR):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(256, 256, bias=number < 4) for number in range(6)]).to(device)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            policy = Policy.stage(2).offloaded(optimizer=place)
+            sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(state_dtype=states))
+            of_states = 2 * (itemsize * numel + (2 if states == torch.bfloat16 else 4) * least)
+            with mock.patch.object(Copies, "copy", counted):
+                for _ in range(2):
+                    moved = 0
+                    update(model(torch.ones(2, 256, device=device)).sum(), optimizer)
+                if place is Place.CPU:
+                    in_a_step.append(moved)
+                    assert sharded.memory_report()["cpu"] > of_states
+                    continue
+                assert moved == 0
+                sharded.offload_states(("optimizer",))
+                assert moved == pytest.approx(of_states, rel=0.01), states
+                sharded.reload_states()
+                assert moved == pytest.approx(2 * of_states, rel=0.01), states
+    assert 0 < in_a_step[0] == in_a_step[1] == in_a_step[2]

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, engine_steps, every_state
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
+from zeroshard.core.eight_bits import BLOCK_NUMEL
 from zeroshard.core.model_states import PARAMETERS, Range
 from zeroshard.testing import Workload, train
 
@@ -300,12 +302,14 @@ def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_
     assert blocks < most <= for_optimizer + for_parameters + blocks
 
 
+@pytest.mark.parametrize("states", [None, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("optimizer", "parameters"), [("disk", "accelerator"), ("disk", "disk"), ("cpu", "disk")])
 def test_a_step_moves_the_bytes_that_docs_name(
-    precision: str, optimizer: str, parameters: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """docs/offload.md has the bytes of an element on the disk."""
+    precision: str, optimizer: str, parameters: str, states: torch.dtype | None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """docs/offload.md has the bytes of an element on the disk, and docs/small_states.md those of small states."""
     moved = dict.fromkeys(("pwritev", "preadv"), 0)
 
     def counted(name: str, real: Callable[..., int]) -> Callable[..., int]:
@@ -321,9 +325,11 @@ def test_a_step_moves_the_bytes_that_docs_name(
     how = Offload(str(tmp_path), read_ahead=False)
     policy = Policy.stage(3).offloaded(optimizer=Place(optimizer), parameters=Place(parameters), offload=how)
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512)) for _ in range(12)])
-    bits = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if precision == "bf16" else None
+    is_narrow = precision == "bf16"
+    bits = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if is_narrow else Precision()
+    bits = replace(bits, state_dtype=states)
     sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), policy, precision=bits)
-    inputs = torch.randn(2, 512, dtype=torch.bfloat16 if bits else torch.float32)
+    inputs = torch.randn(2, 512, dtype=torch.bfloat16 if is_narrow else torch.float32)
     for step in range(4):
         if step == 2:
             sharded.sharded_step.sub_groups.settle()
@@ -331,14 +337,15 @@ def test_a_step_moves_the_bytes_that_docs_name(
         update(model(inputs).sum(), sharded.optimizer)
     sharded.sharded_step.sub_groups.settle()
     numel = sum(parameter.numel() for parameter in model.parameters())
-    itemsize = 2 if bits else 4
-    masters = 4 if bits else 0
-    written = read = 0
+    itemsize = 2 if is_narrow else 4
+    masters = 4 if is_narrow else 0
+    written = read = 0.0
     if optimizer == "disk":
-        written = read = 8 + masters + itemsize
+        of_states = {None: 8, torch.bfloat16: 4, torch.uint8: 2 + 8 / BLOCK_NUMEL}[states]
+        written = read = of_states + masters + itemsize
     if parameters == "disk":
         written += itemsize
-        read += 2 * itemsize + (0 if bits else itemsize)  # in fp32 the step reads them too
+        read += 2 * itemsize + (0 if is_narrow else itemsize)  # in fp32 the step reads them too
     assert moved["pwritev"] / 2 == pytest.approx(numel * written, rel=0.05)
     assert moved["preadv"] / 2 == pytest.approx(numel * read, rel=0.1)
 

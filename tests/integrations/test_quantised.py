@@ -300,6 +300,92 @@ def test_what_is_refused() -> None:
     on_ranks(body, 1)
 
 
+class Scaled(Tensor):
+    """Codes and a scale, as torchao's classes have them."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes = codes
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(func)
+
+
+def test_tensors_that_hold_others_are_refused() -> None:
+    def body(rank: int) -> None:
+        values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
+        remedy = "Quantise frozen weights with bitsandbytes"
+        for stage in range(4):
+            model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH))
+            model[1].weight = nn.Parameter(values, requires_grad=False)
+            text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage))  # noqa: B023
+            assert "1.weight is of test_quantised's class Scaled" in text
+            assert remedy in text
+        model = nn.Sequential(nn.Linear(4, WIDTH))
+        model.register_buffer("codes", values)
+        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))
+        assert text.startswith("codes is of")
+        assert remedy in text
+
+    on_ranks(body, 2)
+
+
+TORCHAO = {
+    "int8": "Int8WeightOnlyConfig()",
+    "int8 activations": "Int8DynamicActivationInt8WeightConfig()",
+    "int4": "IntxWeightOnlyConfig(torch.int4, granularity.PerGroup(32))",
+    "fp8": "Float8WeightOnlyConfig()",
+}
+
+
+@pytest.mark.parametrize("config", TORCHAO)
+def test_torchaos_weights_are_refused(config: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+    def body(rank: int) -> None:
+        for stage in range(4):
+            model, optimizer = build(lambda *sizes: nn.Linear(*sizes, bias=False))
+            found = eval(TORCHAO[config], {**vars(quantization), "torch": torch})
+            quantization.quantize_(model, found, lambda _, name: name.endswith(".base"))
+            kind = type(model.blocks[0].up.base.weight).__name__
+            assert kind not in ("Tensor", "Parameter")
+            text = refusal(lambda: zeroshard.shard(model, optimizer, stage))  # noqa: B023
+            assert f"blocks.0.up.base.weight is of torchao's class {kind}" in text
+
+    on_ranks(body, 2)
+
+
+def test_torchaos_weights_under_peft_are_refused(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+
+    def body(rank: int) -> None:
+        how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
+        for stage in (0, 3):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path, device_map={"": "cpu"}, quantization_config=how
+            )
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            text = refusal(lambda: zeroshard.shard(model, optimizer, stage))  # noqa: B023
+            assert "q_proj.base_layer.weight is of torchao's class Int8Tensor" in text
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
     """QLoRA as its users write it: from_pretrained, PEFT, recomputation; then the adapter's file, and a merge."""

@@ -69,7 +69,7 @@ from zeroshard.model.unsharded import home_of, register
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import looks_at_whole_parameters, needs_whole_parameters
 from zeroshard.policy import Place, Policy, Precision, Units
-from zeroshard.torch_private import Feature, distributed_class, past_torch_function, require
+from zeroshard.torch_private import Feature, distributed_class, is_distributed, past_torch_function, require
 
 DEFAULT_BUCKET_NUMEL = 500_000_000
 """The default bucket size in elements, as in DeepSpeed: usually, a bucket is a unit or a large parameter."""
@@ -345,12 +345,19 @@ def _refuse_unfit_torch(policy: Policy) -> None:
 
 
 def _refuse_unready(model: nn.Module) -> None:
-    """Raise if a parameter or buffer has no shape yet, or autograd could not use it."""
+    """Raise if a parameter or buffer has no shape yet, or no memory of its own, or autograd could not use it."""
     for fqn, tensor in [*named_parameters(model), *named_buffers(model)]:
         if is_lazy(tensor):
             raise UsageError(
                 f"{fqn} is lazy and has no shape yet. Run the model once on every rank, then make the optimizer and "
                 "call `shard`."
+            )
+        if hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
+            package = type(tensor).__module__.partition(".")[0]
+            raise UsageError(
+                f"{fqn} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard "
+                "takes only tensors with memory of their own. Quantise frozen weights with bitsandbytes (Params4bit, Int8Params), "
+                "or leave this one unquantised."
             )
     if torch.is_inference_mode_enabled():
         raise UsageError(

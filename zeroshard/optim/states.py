@@ -144,16 +144,27 @@ def refuse_what_cannot_be_sharded(cls: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def _refuse_own_blocks(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a class of bitsandbytes or torchao that keeps states in few bits: its blocks begin where its tensors do."""
+def _refuse_own_blocks(optimizer: torch.optim.Optimizer, elementwise: bool | None) -> None:
+    """Raise for a class of bitsandbytes or torchao that keeps states in few bits: its blocks begin where its tensors do.
+
+    torchao's states are tensors of classes that cannot be divided, so no checkpoint takes them.
+    """
     package = type(optimizer).__module__.partition(".")[0]
     name = type(optimizer).__name__
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    if package in ("bitsandbytes", "torchao") and (bits == 8 or name.lower().endswith(("8bit", "4bit", "fp8"))):
+    if bits != 8 and not name.lower().endswith(("8bit", "4bit", "fp8")):
+        return
+    remedy = (
+        "Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
+    )
+    if package == "torchao":
+        raise UsageError(
+            f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. {remedy}."
+        )
+    if package == "bitsandbytes" and elementwise is not False:
         raise UsageError(
             f"{name} keeps states in blocks that would begin where this rank's shards do, so results would depend on the number of "
-            "ranks. Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype), or "
-            "pass elementwise=False: no parameter is then cut."
+            f"ranks. {remedy}, or pass elementwise=False: no parameter is then cut."
         )
 
 
@@ -185,8 +196,7 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer, elementwise: bool |
         whole = [needs_whole_parameters(one, elementwise) for one in optimizer.members]  # each call may raise
         return any(whole)
     refuse_what_cannot_be_sharded(type(optimizer))
-    if elementwise is not False:
-        _refuse_own_blocks(optimizer)
+    _refuse_own_blocks(optimizer, elementwise)
     if optimizer.defaults.get("max_grad_norm"):
         raise UsageError(
             f"{type(optimizer).__name__}(max_grad_norm={optimizer.defaults['max_grad_norm']}) clips by the norm of the gradients "

@@ -128,6 +128,29 @@ def test_torchs_functions_for_whole_states_are_refused() -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_itself_is_saved_only_if_every_rank_has_all_states(stage: int, tmp_path: Path) -> None:
+    """DCP would keep one rank's shards, and the load would find states missing."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(stage)
+        step(model, sharded, rank, 0)
+        kept = {"optimizer": sharded.optimizer}
+        if stage == 2:
+            for call in (dcp.save, dcp.load):
+                with pytest.raises(zeroshard.UsageError, match=r"one rank's in place of all.*DistributedState"):
+                    call(kept, checkpoint_id=tmp_path)
+            return
+        dcp.save(kept, checkpoint_id=tmp_path)
+        expected = every_state(sharded)
+        step(model, sharded, rank, 1)
+        dcp.load(kept, checkpoint_id=tmp_path)
+        after = every_state(sharded)
+        assert same(*({key: one[key] for key in one if "parameters" not in key} for one in (expected, after)))
+
+    on_ranks(body, 2)
+
+
 def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -21,6 +21,7 @@ from twin import build, every_state, same, step, steps, update
 import zeroshard
 from zeroshard import Policy
 from zeroshard.checkpoint.dcp import boxes
+from zeroshard.policy import Place
 
 
 @settings(max_examples=100, deadline=None)
@@ -123,6 +124,42 @@ def test_torchs_functions_for_whole_states_are_refused() -> None:
         step(model, sharded, rank, 0)
         with pytest.raises(zeroshard.UsageError, match=r"takes a rank's shards.*DistributedState"):
             get_optimizer_state_dict(model, sharded.optimizer)
+        step(model, sharded, rank, 1)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_itself_is_saved_only_if_every_rank_has_all_states(stage: int, tmp_path: Path) -> None:
+    """DCP would keep one rank's shards, and the load would find states missing."""
+
+    def body(rank: int) -> None:
+        model, sharded = build(stage)
+        step(model, sharded, rank, 0)
+        kept = {"optimizer": sharded.optimizer}
+        if stage == 2:
+            for call in (dcp.save, dcp.load):
+                with pytest.raises(zeroshard.UsageError, match=r"one rank's in place of all.*DistributedState"):
+                    call(kept, checkpoint_id=tmp_path)
+            return
+        dcp.save(kept, checkpoint_id=tmp_path)
+        expected = every_state(sharded)
+        step(model, sharded, rank, 1)
+        dcp.load(kept, checkpoint_id=tmp_path)
+        after = every_state(sharded)
+        assert same(*({key: one[key] for key in one if "parameters" not in key} for one in (expected, after)))
+
+    on_ranks(body, 2)
+
+
+def test_states_on_disk_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, sharded = build(Policy.stage(3).offloaded(optimizer=Place.DISK, path=str(tmp_path)))
+        step(model, sharded, rank, 0)
+        for call in (dcp.save, dcp.load):
+            with pytest.raises(zeroshard.UsageError, match=r"stores some elsewhere.*Use sharded\.save"):
+                call({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "dcp")
+        assert not (tmp_path / "dcp").exists()
         step(model, sharded, rank, 1)
 
     on_ranks(body, 2)

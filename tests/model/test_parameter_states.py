@@ -74,6 +74,30 @@ def test_states_of_a_parameter_are_those_by_its_name(stage: int, dtype: torch.dt
     on_ranks(body, ranks)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+def test_this_ranks_part_of_a_gradient_is_set_before_any_rank_has_read_one(
+    stage: int, dtype: torch.dtype | None
+) -> None:
+    """The reductions may still run: they must not overwrite it, and their memory may be missing on this rank."""
+
+    def body(rank: int) -> None:
+        for fqn in ("head.weight", "blocks.0.up.weight"):
+            model, sharded = sharded_stack(stage, dtype)
+            parameter = model.get_parameter(fqn)
+            states = zeroshard.parameter_states(parameter)
+            new = torch.full_like(states.flat(), 7.0)
+            with pytest.raises(UsageError, match=r"has no gradient to set: .*last backward"):
+                states.set_flat(new, "gradients")
+            model(*tokens(rank, 0)).backward()
+            states.set_flat(new, "gradients")
+            assert torch.equal(states.get("gradients").float(), torch.full(parameter.shape, 7.0))
+            sharded.optimizer.step()
+            assert torch.equal(states.get("exp_avg"), torch.full(parameter.shape, 7.0) * (1 - 0.9))
+
+    on_ranks(body, 2)
+
+
 def test_of_a_parameter_that_no_model_holds() -> None:
     model, sharded = build(3)
     other = Stack()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
@@ -550,12 +552,14 @@ def steps(rank: int, take: Callable[[Callable[[], None]], Callable[[], None]], *
     return model.module.weight.detach()
 
 
-def test_torchs_functions_for_state_dicts_are_refused_and_change_nothing() -> None:
+def test_torchs_functions_for_state_dicts_are_refused_and_change_nothing(tmp_path: Path) -> None:
     """They step an optimizer whose `state` is empty, and take each piece's states for a whole parameter's."""
 
     def body(rank: int) -> None:
         assert torch.equal(steps(rank, lambda step: step, asks=True), steps(rank, lambda step: step))
         optimizer = adamw(nn.Linear(4, 4))
+        with pytest.raises(UsageError, match=r"one rank's in place of all.*consolidate_state_dict"):
+            dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
         optimizer.consolidate_state_dict()
         assert optimizer.state_dict()["param_groups"]
 

@@ -219,11 +219,18 @@ class ModelStates:
         """Overwrite ranges that this rank holds. Every rank must call it, with its own ranges.
 
         Raises:
-            UsageError: this rank does not hold one of the ranges, or the parameter does not have this state.
+            UsageError: this rank does not hold one of the ranges, the parameter does not have this state, or there is no
+                gradient yet.
         """
+        unit, index = self._find(fqn)
         mine = {(held.span.start, held.span.stop): held for held in self._parts(fqn)}
-        if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
-            self._step.forget_norms()
+        if state == GRADIENTS:
+            # A reduction in flight must not overwrite the new values: `used` waits for it.
+            if not self._step.used().get(unit.named[index].fqn, False):
+                raise UsageError(
+                    f"{fqn} has no gradient to set: set it between the last backward of a step and zero_grad()."
+                )
+            self._step.forget_norms()  # also on ranks without a part of it, so that all compute the norm again
         for part in ranges:
             stop = part.start + part.tensor.numel()
             held = mine.get((part.start, stop))
@@ -233,7 +240,6 @@ class ModelStates:
                     f"Choose one of {list(mine)}."
                 )
         if state == PARAMETERS:
-            unit, index = self._find(fqn)
             unit.load_masters([index])
 
     def get(self, fqn: str, state: str = PARAMETERS) -> Tensor | None:
@@ -296,11 +302,6 @@ class ModelStates:
             raise UsageError(
                 f"{state} of {fqn} has shape {placement.shape}, not {tuple(value.shape)}. Pass a tensor of that shape."
             )
-        # A reduction in flight must not overwrite the new value: `used` waits for it.
-        if state == GRADIENTS and not self._step.used().get(unit.named[index].fqn, False):
-            raise UsageError(
-                f"{fqn} has no gradient to set: set it between the last backward of a step and zero_grad()."
-            )
         if unit.others.world_size > 1:
             own = zlib.crc32(memory_of(value.detach().cpu().contiguous().view(-1)))
             if len(set(unit.others.exchange_json(own, f"values of {fqn}"))) > 1:
@@ -309,17 +310,13 @@ class ModelStates:
                     "model: give each of them the same whole tensor."
                 )
         flat = placement.part(value.detach()).reshape(-1)
-        if state == GRADIENTS:  # also on ranks without a part of it, so that all compute the norm again
-            self._step.forget_norms()
-        elif state != PARAMETERS and flat.numel():
+        if state not in (PARAMETERS, GRADIENTS) and flat.numel():
             described = self._describe(fqn, state)  # ranks without a part of the parameter raise the error, too
             if described is None or "value" in described:
                 names = [PARAMETERS, GRADIENTS, *self.optimizer_names()]
                 raise UsageError(f"{fqn} has no state {state!r} to set. Choose one of {', '.join(names)}.")
-        for held in self._parts(fqn):
-            self._overwrite(held, state, flat[held.span.within(0)])
-        if state == PARAMETERS:
-            unit.load_masters([index])
+        spans = [held.span for held in self._parts(fqn)]
+        self.set_local(fqn, state, [Range(span.start, flat[span.within(0)]) for span in spans])
 
     def restore(self, fqn: str, values: Mapping[str, Any]) -> None:
         """Set a parameter's master weights and optimizer states, if any, from results of `whole`. Every rank must call it."""

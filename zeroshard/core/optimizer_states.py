@@ -42,7 +42,13 @@ class OptimizerStates:
         self._step.abandon_own_step()
         if not self._groups.are_on_shards:
             self._step.schedule.refuse_parked("optimizer.state_dict()")
-            refuse_whole_states("Save with sharded.save, or pass zeroshard.DistributedState(sharded) to dcp.save.")
+            refuse_whole_states(
+                "Save with sharded.save, or pass zeroshard.DistributedState(sharded) to dcp.save.",
+                is_part=any(
+                    (unit.policy.optimizer.sharded and unit.collectives.world_size > 1) or unit.others.world_size > 1
+                    for unit in self._step.schedule.units
+                ),
+            )
             self._groups.refuse_changes()
             self._groups.enter_shards()
             self._is_asked_by_user = True

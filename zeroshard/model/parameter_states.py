@@ -123,7 +123,8 @@ class ParameterStates:
         Raises:
             UsageError: the parameter does not have this state, or `value` has a different number of elements.
         """
-        ranges = self.local(state)
+        # Of a gradient, the ranges are the parameter's, and the memory may not be there before `set_local` waits for it.
+        ranges = self.local(PARAMETERS if state == GRADIENTS else state)
         sizes = [part.tensor.numel() for part in ranges]
         if value.numel() != sum(sizes) or (not ranges and self.local()):
             raise UsageError(

@@ -85,29 +85,37 @@ COLLECTIVES = {
 _NEAREST = 10
 """The number of stack frames to check: torch's wrappers of `step` and `state_dict` add some."""
 
+_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+_CHECKPOINTS = (_FUNCTIONS, f"{_FUNCTIONS}_saver", f"{_FUNCTIONS}_loader")
 
-def wants_whole_states() -> bool:
-    """Return whether torch.distributed.checkpoint.state_dict is calling. Looking at the stack takes a microsecond.
+
+def wants_whole_states(*modules: str) -> bool:
+    """Return whether one of these modules is calling, by default torch.distributed.checkpoint.state_dict.
 
     That module assumes that parameters are whole. Before `state_dict()`, it creates missing states by a step with learning
-    rates of 0. After an error, it does not restore the learning rates.
+    rates of 0. After an error, it does not restore the learning rates. Looking at the stack takes a microsecond.
     """
     frame = inspect.currentframe()
     for _ in range(_NEAREST):
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        if frame.f_globals.get("__name__") in (modules or (_FUNCTIONS,)):
             return True
         frame = frame.f_back
     return False
 
 
-def refuse_whole_states(remedy: str) -> None:
-    """Raise `UsageError` if the caller requests the states of whole parameters."""
-    if wants_whole_states():
+def refuse_whole_states(remedy: str, *, is_part: bool) -> None:
+    """Raise `UsageError` if the caller requests the states of whole parameters.
+
+    Args:
+        remedy: the end of the message.
+        is_part: whether other ranks have other states. If so, `dcp.save` and `dcp.load` of an optimizer raise, too.
+    """
+    if wants_whole_states(*_CHECKPOINTS if is_part else ()):
         raise UsageError(
-            "torch.distributed.checkpoint.state_dict takes a rank's shards for states of whole parameters, so it would save "
-            f"them under wrong names. {remedy}"
+            "torch.distributed.checkpoint takes a rank's shards for states of whole parameters, so it would save them under "
+            f"wrong names, and one rank's in place of all. {remedy}"
         )
 
 

@@ -309,7 +309,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         `state_dict["zeroshard"]["pieces"]` lists `[parameter index, start, stop]` for each shard; the keys of "state" are
         indices into this list. Elements are counted in the order of the parameter's storage.
         """
-        refuse_whole_states(_SAVE_WHOLE)
+        refuse_whole_states(_SAVE_WHOLE, is_part=self.world_size > 1)
         state_dict: dict[str, Any] = super().state_dict()
         if self._consolidated is not None:
             state_dict["state"] = self._consolidated

@@ -83,7 +83,7 @@ def test_this_ranks_part_of_a_gradient_is_set_before_any_rank_has_read_one(
 
     def body(rank: int) -> None:
         for fqn in ("head.weight", "blocks.0.up.weight"):
-            model, sharded = sharded_stack(stage, dtype)
+            model, sharded = build(stage, precision=dtype)
             parameter = model.get_parameter(fqn)
             states = zeroshard.parameter_states(parameter)
             new = torch.full_like(states.flat(), 7.0)

@@ -230,7 +230,7 @@ def test_names_that_are_looked_up_at_their_first_use(name: str, monkeypatch: pyt
     if "_dynamo" in name:
         with pytest.raises(UsageError, match=f"^{re.escape(name)} is missing.* and zeroshard cannot"):
             module.at_border(print, "a reason")
-    elif "DTensor" not in name:
+    elif "DTensor" not in name and "_make_subclass" not in name:  # torch makes its own parameters with the latter
         with used(module):
             train(3)
 
@@ -491,7 +491,7 @@ def test_readers_of_what_is_in_force() -> None:
     assert not torch_private.refuses_saved_tensors_hooks()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert torch_private.refuses_saved_tensors_hooks()
-    seen = [torch_private.in_transform(), torch_private.is_traced()]
+    seen = [torch_private.in_transform(), bool(torch_private.is_traced())]
     torch.func.vmap(lambda x: [seen.append(torch_private.in_transform()), x][1])(torch.zeros(2))
     assert seen == [False, False, True]
 

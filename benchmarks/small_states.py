@@ -2,11 +2,15 @@
 
     python benchmarks/small_states.py --task GPT --rows 3
     python benchmarks/small_states.py --task classifier --rows 3
+    python benchmarks/small_states.py --times
 
 The models are the example's GPT in a smaller size, and a classifier that tells from 64 bytes of Python's standard library which of its packages
 they are from. Each seed has its own weights and samples, the same for all rows. The last sixteenth of each text is held out. The
 memory is that of one rank at stage 2, between steps. The results of a task replace its earlier ones, or join those of other
 seeds and rows (`--join`), and the picture shows those of all tasks.
+
+`--times` prints instead how long a step and the optimizer's update take, as ratios to fp32: each row trains a GPT of its own, in one
+process and in turn, and fp32 twice, to show the noise.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +151,36 @@ def train(row: str, seed: int, steps: int, task: Task) -> dict[str, Any]:
     return {"losses": losses, "held out": statistics.mean(held_out), "memory": sharded.memory_report()}
 
 
+def times(rounds: int = 60) -> None:
+    """Print the medians, over rounds of one step of each row in turn, of the ratios to fp32: of the update, and of the step."""
+    config = GPTConfig(vocabulary=VOCABULARY, layers=4, width=160, heads=4)
+    names = ["fp32", "bf16", "8 bits", "fp32"]
+    runs = []
+    for name in names:
+        torch.manual_seed(0)
+        model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        zeroshard.shard(model, optimizer, 2, precision=ROWS[name][0])
+        runs.append((model, optimizer))
+    tokens = torch.randint(0, VOCABULARY, (4, 129), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(rounds):
+        of_round = []
+        for model, optimizer in runs:
+            begin = time.perf_counter()
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            before = time.perf_counter()
+            optimizer.step()
+            end = time.perf_counter()
+            optimizer.zero_grad()
+            of_round.append((end - before, end - begin))
+        seconds.append(of_round)
+    for number, name in enumerate(names):
+        kept = seconds[10:]
+        update, step = (statistics.median(row[number][part] / row[0][part] for row in kept) for part in (0, 1))
+        print(f"{name:8} update {update:.2f}, step {step:.2f}")
+
+
 def draw(found: dict[str, dict[str, Any]]) -> None:
     """Draw the mean loss over seeds, smoothed over 20 steps, and each row's difference from fp32."""
     from matplotlib.figure import Figure
@@ -191,7 +226,11 @@ def main() -> None:
     parser.add_argument(
         "--join", action="store_true", help="keep the results of other seeds and rows with as many steps"
     )
+    parser.add_argument("--times", action="store_true", help="only print how long steps take")
     options = parser.parse_args()
+    if options.times:
+        times()
+        return
     require_matplotlib("this benchmark")
     found = read()
     if options.seeds and not (options.join and found.get(options.task, {}).get("steps") == options.steps):

@@ -171,13 +171,17 @@ def _encode(values: Tensor, codes: Tensor, scales: Tensor, bits: Tensor | int) -
 
 
 def _decode(codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    found = codes.view(-1, BLOCK_NUMEL).to(torch.int32)
-    most, fine, middle = _of_kind(scales[:, None] < 0)
-    size = found & most
-    sign = (found - size) << 24  # 128 becomes a float's sign bit
+    # The share that each code stands for: in blocks without negative values, then in others.
+    code = torch.arange(512, dtype=torch.int32, device=codes.device)
+    most, fine, middle = _of_kind(code >= 256)
+    code &= 255
+    size = code & most
+    sign = (code - size) << 24  # 128 becomes a float's sign bit
     places = _places_of((size - most) << _SHIFT, fine, middle).add_(_ONE)
-    places = places.masked_fill_(size == 0, 0).bitwise_or_(sign)
-    values.copy_((places.view(torch.float32) * scales.abs()[:, None]).view(-1))
+    shares = places.masked_fill_(size == 0, 0).bitwise_or_(sign).view(torch.float32)
+    found = codes.view(-1, BLOCK_NUMEL).to(torch.int32)
+    found += (scales < 0).to(torch.int32)[:, None] << 8
+    values.copy_((shares.index_select(0, found.view(-1)).view_as(found) * scales.abs()[:, None]).view(-1))
 
 
 def _places_of(off: Tensor, fine: Tensor, middle: Tensor) -> Tensor:

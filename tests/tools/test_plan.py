@@ -427,6 +427,26 @@ def test_an_operation_is_repeated_on_other_memory(operate: Callable[[Tensor], Te
     assert found == expected
 
 
+class Frees(nn.Module):
+    """Frees the memory of a tensor that it views later, as reversible layers do. torch allows both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().view(-1)
+        freed = torch.empty_like(x)
+        freed.untyped_storage().resize_(0)
+        freed.detach().view(-1)
+        return self.linear(x).sum()
+
+
+def test_views_of_memory_that_was_freed_are_planned() -> None:
+    plan = zeroshard.plan(Frees, config_of(2, micro=2), world_size=2, batch=lambda n: torch.ones(n, 8), presets=False)
+    assert not plan.refused
+
+
 def test_a_plan_within_hosts_makes_as_much_for_many_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """It made a slot for each host and bucket, of which a rank needs one."""
     made = 0

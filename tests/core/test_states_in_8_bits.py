@@ -512,10 +512,12 @@ def test_parts_that_are_divided_inside_a_block_are_refused() -> None:
 
 
 @pytest.mark.parametrize("elementwise", [None, True])
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW of 8 bits"])
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW of 8 bits", "a class of the user's"])
 def test_blocks_of_other_packages_run_only_whole(name: str, elementwise: bool | None) -> None:
     optim = pytest.importorskip("bitsandbytes").optim
     make = optim.AdamW8bit if name == "AdamW8bit" else lambda p: optim.AdamW(p, optim_bits=8)
+    if name == "a class of the user's":
+        make = type("OwnAdamW", (optim.AdamW8bit,), {})
 
     def body(rank: int) -> str:
         model, sharded = build(2, make_model=Given, make_optimizer=make, elementwise=False)
@@ -530,13 +532,15 @@ def test_blocks_of_other_packages_run_only_whole(name: str, elementwise: bool | 
 
 @pytest.mark.parametrize("elementwise", [None, False])
 @pytest.mark.parametrize("name", ["AdamW8bit", "Adam4bit", "AdamWFp8"])
-@pytest.mark.parametrize("package", ["torchao", "a stand-in"])
+@pytest.mark.parametrize("package", ["torchao", "a stand-in", "a class of the user's"])
 def test_states_of_torchao_are_refused(package: str, name: str, elementwise: bool | None) -> None:
     """Its tensors cannot be divided: a run would train, and fail at its first save."""
     if package == "torchao":
         make = getattr(pytest.importorskip("torchao.optim", reason="torchao is not installed"), name)
     else:
         make = type(name, (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
+    if package == "a class of the user's":
+        name, make = "Own", type("Own", (make,), {})
 
     def body(rank: int) -> list[str]:
         return [

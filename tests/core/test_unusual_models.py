@@ -164,6 +164,12 @@ def test_a_model_that_is_not_ready_is_refused(stage: int) -> None:
 
         with pytest.raises(zeroshard.UsageError, match=r"0\.weight is lazy.*Run the model once"):
             take(nn.Sequential(nn.LazyLinear(4)))
+        jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+        for name, kind in (("parameter", nn.Parameter), ("buffer", nn.Buffer)):  # no remedy for quantised weights
+            model = nn.Linear(4, 4)
+            model.parts = kind(jagged)
+            with pytest.raises(zeroshard.UsageError, match=rf"^{name} parts .*dense.*torch\.jagged"):
+                take(model)
         with torch.inference_mode():
             with pytest.raises(zeroshard.UsageError, match=r"inside torch\.inference_mode"):
                 take(Net())

@@ -352,7 +352,9 @@ def _refuse_unready(model: nn.Module) -> None:
                 f"{fqn} is lazy and has no shape yet. Run the model once on every rank, then make the optimizer and "
                 "call `shard`."
             )
-        if hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
+        # Tensors of other layouts, such as jagged ones, are refused later, with another remedy.
+        is_dense = tensor.layout is torch.strided
+        if is_dense and hasattr(type(tensor), "__tensor_flatten__") and not is_distributed(tensor):
             package = type(tensor).__module__.partition(".")[0]
             raise UsageError(
                 f"{fqn} is of {package}'s class {type(tensor).__name__}, which keeps its values in several tensors, and zeroshard "

@@ -157,19 +157,21 @@ def _refuse_own_blocks(optimizer: torch.optim.Optimizer, elementwise: bool | Non
 
     torchao's states are tensors of classes that cannot be divided, so no checkpoint takes them.
     """
-    package = type(optimizer).__module__.partition(".")[0]
-    name = type(optimizer).__name__
+    # By package, the nearest class: a user's own class keeps the states of the one that it extends.
+    classes = {base.__module__.partition(".")[0]: base.__name__ for base in reversed(type(optimizer).__mro__)}
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
-    if bits != 8 and not name.lower().endswith(("8bit", "4bit", "fp8")):
-        return
+    few_bits = {
+        package for package, kind in classes.items() if bits == 8 or kind.lower().endswith(("8bit", "4bit", "fp8"))
+    }
+    name = type(optimizer).__name__
     remedy = (
         "Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
     )
-    if package == "torchao":
+    if "torchao" in few_bits:
         raise UsageError(
             f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. {remedy}."
         )
-    if package == "bitsandbytes" and elementwise is not False:
+    if "bitsandbytes" in few_bits and elementwise is not False:
         raise UsageError(
             f"{name} keeps states in blocks that would begin where this rank's shards do, so results would depend on the number of "
             f"ranks. {remedy}, or pass elementwise=False: no parameter is then cut."

@@ -150,7 +150,9 @@ class Repeats:
             return self._reading_as
         if all(one.dtype == given[0].dtype for one in outs):
             start = given[0].storage_offset()
-            return self._viewing([(one.shape, one.stride(), one.storage_offset() - start) for one in outs], sequence)
+            return self._viewing(
+                func, [(one.shape, one.stride(), one.storage_offset() - start) for one in outs], sequence
+            )
         return None
 
     def _making(self, shapes: list[Any], sequence: type | None) -> Replay:
@@ -166,14 +168,17 @@ class Repeats:
 
         return replay
 
-    def _viewing(self, views: list[Any], sequence: type | None) -> Replay:
+    def _viewing(self, func: Any, views: list[Any], sequence: type | None) -> Replay:
 
-        def replay(args: Any, _kwargs: Any) -> tuple[Any, Sequence[Tensor]]:
+        def replay(args: Any, kwargs: Any) -> tuple[Any, Sequence[Tensor]]:
             whole = args[0]
             fake = self._fake
-            with below_modes():
-                start = whole.storage_offset()
-                made = [fake(torch.as_strided(whole, shape, stride, start + more)) for shape, stride, more in views]
+            try:
+                with below_modes():
+                    start = whole.storage_offset()
+                    made = [fake(torch.as_strided(whole, shape, stride, start + more)) for shape, stride, more in views]
+            except RuntimeError:  # the memory was freed, and this operation may not look at it, as as_strided does
+                return _ran(func, args, kwargs)
             return _as_before(made, sequence), ()
 
         return replay

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import Setting, as_set, update
+from twin import Setting, as_set
 
 import zeroshard
 from zeroshard import Offload, Policy, Precision, UsageError
@@ -51,7 +51,9 @@ class Run:
         self.number += 1
 
     def step(self) -> None:
-        update(self, self.optimizer)
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def goes_on(self) -> None:
         """Use and move everything: steps, a norm, a save and a load."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import Setting, as_set
+from twin import Setting, as_set, update
 
 import zeroshard
 from zeroshard import Offload, Policy, Precision, UsageError

@@ -164,17 +164,15 @@ def _refuse_own_blocks(optimizer: torch.optim.Optimizer, elementwise: bool | Non
         package for package, kind in classes.items() if bits == 8 or kind.lower().endswith(("8bit", "4bit", "fp8"))
     }
     name = type(optimizer).__name__
-    remedy = (
-        "Use the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
-    )
+    better = "the class of torch.optim with Precision(state_dtype=torch.uint8) (in a config, data_types.state_dtype)"
     if "torchao" in few_bits:
         raise UsageError(
-            f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. {remedy}."
+            f"{name} keeps states in torchao's own classes of tensors, which no checkpoint can take. Use {better}."
         )
     if "bitsandbytes" in few_bits and elementwise is not False:
         raise UsageError(
             f"{name} keeps states in blocks that would begin where this rank's shards do, so results would depend on the number of "
-            f"ranks. {remedy}, or pass elementwise=False: no parameter is then cut."
+            f"ranks. Use {better}, or pass elementwise=False: no parameter is then cut."
         )
 
 

@@ -249,6 +249,7 @@ def test_weights_are_those_of_save_pretrained(name: str, tmp_path: Path) -> None
 
 
 def test_merged_adapters_have_the_names_of_files(tmp_path: Path) -> None:
+    pytest.importorskip("peft", minversion="0.17")
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

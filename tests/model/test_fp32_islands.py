@@ -45,6 +45,8 @@ def test_dtypes_and_losses_are_those_of_from_pretrained(name: str, half: str, tm
     model.save_pretrained(tmp_path)
     theirs = type(model).from_pretrained(tmp_path, dtype=HALVES[half])
     expected = {fqn: p.dtype for fqn, p in theirs.named_parameters()}
+    if not any(kind in fqn for fqn in expected for kind in model._keep_in_fp32_modules_strict):
+        pytest.skip("this transformers declares no parameter of the model strict in fp32")
     assert {*expected.values()} == {HALVES[half], torch.float32}
 
     def body(rank: int) -> None:
@@ -135,6 +137,7 @@ def test_a_name_without_parameters_is_refused() -> None:
 
 
 def test_adapters_leave_the_router_in_fp32() -> None:
+    pytest.importorskip("peft", minversion="0.17")
     from peft import LoraConfig, get_peft_model
 
     model: Any = get_peft_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mixtures import MIXTURES, lora_on_experts
+from mixtures import MIXTURES, lora_on_experts, peft_knows_experts
 from torch import Tensor, nn
 
 import zeroshard
@@ -97,7 +97,7 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str
     "DeepSeek-V3": (MIXTURES["DeepSeek-V3"], text),
     "gpt-oss": (MIXTURES["gpt-oss"], text),
     "GLM-4-MoE": (MIXTURES["GLM-4-MoE"], text),
-    "LoRA over Qwen3-MoE's experts": (lora_on_experts, text),
+    **({"LoRA over Qwen3-MoE's experts": (lora_on_experts, text)} if peft_knows_experts() else {}),
 }
 
 

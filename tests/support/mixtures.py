@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
+from packaging.version import Version
 from torch import nn
 
 _FEW: dict[str, Any] = {
@@ -55,6 +57,11 @@ def glm4_moe() -> nn.Module:
         head_dim=4,
         **_EXPERTS,
     )
+
+
+def peft_knows_experts() -> bool:
+    """Return whether PEFT has adapters of parameters that are not a module's weight: 0.17 and later."""
+    return Version(version("peft")) >= Version("0.17")
 
 
 def lora_on_experts() -> nn.Module:

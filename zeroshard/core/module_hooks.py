@@ -112,9 +112,9 @@ def digest_of(batch: Any) -> bytes:
             continue
         is_empty = False
         flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous().view(torch.uint8)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)].contiguous()
         try:
-            digest.update(bytes(sample.cpu().numpy()))
+            digest.update(bytes(sample.view(torch.uint8).cpu().numpy()))
         except RuntimeError:  # inside a transform of torch.func, tensors have no values
             return bytes(FIRST_BATCH_NBYTES)
     return bytes(FIRST_BATCH_NBYTES) if is_empty else digest.digest()

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from families import text
-from mixtures import MIXTURES, qwen3_moe
+from mixtures import MIXTURES, PEFT_OF_EXPERTS, qwen3_moe
 from ranks import on_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -249,7 +249,7 @@ def test_weights_are_those_of_save_pretrained(name: str, tmp_path: Path) -> None
 
 
 def test_merged_adapters_have_the_names_of_files(tmp_path: Path) -> None:
-    pytest.importorskip("peft", minversion="0.17")
+    pytest.importorskip("peft", minversion=PEFT_OF_EXPERTS)
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

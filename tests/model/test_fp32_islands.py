@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import text
-from mixtures import MIXTURES, glm4_moe, qwen3_moe
+from mixtures import MIXTURES, PEFT_OF_EXPERTS, glm4_moe, qwen3_moe
 from ranks import on_ranks
 from torch import Tensor, nn
 from twin import Setting, as_set
@@ -137,7 +137,7 @@ def test_a_name_without_parameters_is_refused() -> None:
 
 
 def test_adapters_leave_the_router_in_fp32() -> None:
-    pytest.importorskip("peft", minversion="0.17")
+    pytest.importorskip("peft", minversion=PEFT_OF_EXPERTS)
     from peft import LoraConfig, get_peft_model
 
     model: Any = get_peft_model(

@@ -59,9 +59,12 @@ def glm4_moe() -> nn.Module:
     )
 
 
+PEFT_OF_EXPERTS = "0.17"
+"""The first release of PEFT with adapters of parameters that are not a module's weight."""
+
+
 def peft_knows_experts() -> bool:
-    """Return whether PEFT has adapters of parameters that are not a module's weight: 0.17 and later."""
-    return Version(version("peft")) >= Version("0.17")
+    return Version(version("peft")) >= Version(PEFT_OF_EXPERTS)
 
 
 def lora_on_experts() -> nn.Module:

@@ -103,9 +103,9 @@ class ParameterBucket:
         return master
 
     def _make_rests(self, whole_at_rest: Slot | None) -> dict[int, Slot]:
-        if self.block is not None and self._replicas is None:
-            return {self.own_shard: self.block}
-        if self.block is not None and self._replicas is not None:
+        if self.block is not None:
+            if self._replicas is None:
+                return {self.own_shard: self.block}
             place: MemoryStorage = self._accelerator
             if self.block.memory_in(place) is None:
                 place = self.storages.host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +90,7 @@ _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _CHECKPOINTS = (_FUNCTIONS, f"{_FUNCTIONS}_saver", f"{_FUNCTIONS}_loader")
 
 
-def wants_whole_states(*modules: str) -> bool:
+def wants_whole_states(modules: Sequence[str] = (_FUNCTIONS,)) -> bool:
     """Return whether one of these modules is calling, by default torch.distributed.checkpoint.state_dict.
 
     That module assumes that parameters are whole. Before `state_dict()`, it creates missing states by a step with learning
@@ -99,7 +100,7 @@ def wants_whole_states(*modules: str) -> bool:
     for _ in range(_NEAREST):
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") in (modules or (_FUNCTIONS,)):
+        if frame.f_globals.get("__name__") in modules:
             return True
         frame = frame.f_back
     return False
@@ -112,7 +113,7 @@ def refuse_whole_states(remedy: str, *, is_part: bool) -> None:
         remedy: the end of the message.
         is_part: whether other ranks have other states. If so, `dcp.save` and `dcp.load` of an optimizer raise, too.
     """
-    if wants_whole_states(*_CHECKPOINTS if is_part else ()):
+    if wants_whole_states(_CHECKPOINTS if is_part else (_FUNCTIONS,)):
         raise UsageError(
             "torch.distributed.checkpoint takes a rank's shards for states of whole parameters, so it would save them under "
             f"wrong names, and one rank's in place of all. {remedy}"

@@ -8,7 +8,8 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ torch.set_num_threads(1)
 torch.ones(1, requires_grad=True).sum().backward()
 
 from forks import prepare  # noqa: E402
+from ranks import on_ranks, run_ranks  # noqa: E402
 from sampling import sample  # noqa: E402
 from simgpu import server  # noqa: E402
 from simgpu.device import MODES  # noqa: E402
@@ -64,6 +66,11 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Set the transport between ranks, and return its name."""
     monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0" if request.param == "gloo" else "1")
     return str(request.param)
+
+
+@pytest.fixture
+def rank() -> None:
+    """The rank in a test marked `ranks`, which gets it in place of this None."""
 
 
 @pytest.fixture
@@ -172,13 +179,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that needs the simulated accelerator in the server process, which has it."""
-    if not _is_pretended(pyfuncitem):
+    """Run a test that needs the simulated accelerator in the server process, which has it, and one marked `ranks` on ranks."""
+    test = pyfuncitem.obj
+    options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    if _is_pretended(pyfuncitem):
+        server.run(server.Request(test.__module__, test.__name__, options, str(pyfuncitem.callspec.params["schedule"])))
+        return True
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
         return None
-    options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    server.run(
-        server.Request(
-            pyfuncitem.obj.__module__, pyfuncitem.obj.__name__, options, str(pyfuncitem.callspec.params["schedule"])
-        )
-    )
+    _run_on_ranks(test, options, *mark.args, **mark.kwargs)
     return True
+
+
+def _run_on_ranks(
+    test: Callable[..., None], options: dict[str, Any], count: int | str, *, fresh: bool = False, **limits: float
+) -> None:
+    """Run a test on so many ranks, or as many as a parameter with that name says, each with its `rank`.
+
+    Args:
+        test: a module's function; the ranks get its name, and what is patched in its module stays in theirs.
+        options: its other arguments, which are sent by cloudpickle.
+        fresh: whether the ranks are new processes, forked from this one (`run_ranks`).
+        limits: seconds, passed on to `on_ranks` or `run_ranks`.
+    """
+    del options["rank"]
+    world_size = options[count] if isinstance(count, str) else count
+    (run_ranks if fresh else on_ranks)(partial(test, **options), world_size, **limits)

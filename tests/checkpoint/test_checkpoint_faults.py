@@ -118,28 +118,26 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_disk_that_fills_at_any_byte_loses_nothing(failing: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2)
-        step(model, sharded, rank, 0)
-        sharded.save(tmp_path, "good", {"steps": 1})
-        before = whole(model)
-        size = next((tmp_path / "good").glob(f"rank_{failing:05d}.*")).stat().st_size
-        step(model, sharded, rank, 1)
-        for limit in (0, 1, 7, 100, 1000, size // 2, size - 4000, size - 1):
-            for tag in ("good", "other"):
-                refused = pytest.raises(CheckpointError, match=f"rank {failing}: .* File too large")
-                with file_size_limit(limit if rank == failing else 1 << 40), refused:
-                    sharded.save(tmp_path, tag, {"steps": 2})
-                assert files.tags(tmp_path) == ["good"]
-                assert files.latest_tag(tmp_path) == "good"
-        sharded.save(tmp_path, "later", {"steps": 2})
-        assert sharded.load(tmp_path, "good").values == {"steps": 1}
-        assert same(whole(model), before)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest"]
-
-    run_ranks(body, 2)
+def test_a_disk_that_fills_at_any_byte_loses_nothing(rank: int, failing: int, tmp_path: Path) -> None:
+    model, sharded = build(2)
+    step(model, sharded, rank, 0)
+    sharded.save(tmp_path, "good", {"steps": 1})
+    before = whole(model)
+    size = next((tmp_path / "good").glob(f"rank_{failing:05d}.*")).stat().st_size
+    step(model, sharded, rank, 1)
+    for limit in (0, 1, 7, 100, 1000, size // 2, size - 4000, size - 1):
+        for tag in ("good", "other"):
+            refused = pytest.raises(CheckpointError, match=f"rank {failing}: .* File too large")
+            with file_size_limit(limit if rank == failing else 1 << 40), refused:
+                sharded.save(tmp_path, tag, {"steps": 2})
+            assert files.tags(tmp_path) == ["good"]
+            assert files.latest_tag(tmp_path) == "good"
+    sharded.save(tmp_path, "later", {"steps": 2})
+    assert sharded.load(tmp_path, "good").values == {"steps": 1}
+    assert same(whole(model), before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "later", "latest"]
 
 
 class Failing:
@@ -243,33 +241,31 @@ def test_altered_files_are_refused_by_name_or_harmless(
         path.write_bytes(content)
 
 
-def test_a_missing_file_is_named_and_the_one_before_is_found(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2)
-        for number in range(3):
-            step(model, sharded, rank, number)
-            sharded.save(tmp_path, f"step{number}", {"steps": number})
-            if number == 1:
-                expected = whole(model)
-        broken = sorted((tmp_path / "step2").glob("rank_00001*"))[0]
-        if rank == 0:
-            broken.write_bytes(broken.read_bytes()[:-100] + bytes(100))
-        torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match=f"{broken.name} is damaged.*fall_back=True"):
-            sharded.load(tmp_path)
-        loaded = sharded.load(tmp_path, fall_back=True)
-        assert loaded.tag == "step1"
-        assert same(whole(model), expected)
-        torch.distributed.barrier()
-        if rank == 0:
-            broken.unlink()
-        torch.distributed.barrier()
-        with pytest.raises(CheckpointError, match=f"{broken.name} cannot be read: No such file"):
-            sharded.load(tmp_path)
-        with pytest.raises(CheckpointError, match="step7 is not a checkpoint"):
-            sharded.load(tmp_path, "step7")
-
-    run_ranks(body, 2)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_missing_file_is_named_and_the_one_before_is_found(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(2)
+    for number in range(3):
+        step(model, sharded, rank, number)
+        sharded.save(tmp_path, f"step{number}", {"steps": number})
+        if number == 1:
+            expected = whole(model)
+    broken = sorted((tmp_path / "step2").glob("rank_00001*"))[0]
+    if rank == 0:
+        broken.write_bytes(broken.read_bytes()[:-100] + bytes(100))
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=f"{broken.name} is damaged.*fall_back=True"):
+        sharded.load(tmp_path)
+    loaded = sharded.load(tmp_path, fall_back=True)
+    assert loaded.tag == "step1"
+    assert same(whole(model), expected)
+    torch.distributed.barrier()
+    if rank == 0:
+        broken.unlink()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=f"{broken.name} cannot be read: No such file"):
+        sharded.load(tmp_path)
+    with pytest.raises(CheckpointError, match="step7 is not a checkpoint"):
+        sharded.load(tmp_path, "step7")
 
 
 def test_readers_while_the_tag_is_saved_again(tmp_path: Path) -> None:

@@ -53,27 +53,25 @@ def rates(made: zeroshard.Sharded) -> list[float]:
     return [group["lr"] for group in made.optimizer.param_groups]
 
 
-def test_one_group_that_was_saved_does_not_become_two_that_differ(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, made = sharded(one)
-        step(model, made, rank, 0)
-        made.save(tmp_path, "one")
-        other, again = sharded(two(0.5), seed=1)
-        with zeroshard.unsharded(other):
-            before = [p.detach().clone() for p in other.parameters()]
-        with pytest.raises(
-            CheckpointError, match=r"param groups 0 \(.*\) and 1 \(blocks\.2.*\) .* here, .* saved as one group"
-        ):
-            again.load(tmp_path)
-        assert rates(again) == [1e-2, 0.5]
-        with zeroshard.unsharded(other):
-            assert all(map(torch.equal, before, other.parameters())), "nothing was read"
-        again.load(tmp_path, optimizer_states=False)
-        assert rates(again) == [1e-2, 0.5]
-        with zeroshard.unsharded(other), zeroshard.unsharded(model):
-            assert torch.equal(other.blocks[0].up.weight, model.blocks[0].up.weight)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_one_group_that_was_saved_does_not_become_two_that_differ(rank: int, tmp_path: Path) -> None:
+    model, made = sharded(one)
+    step(model, made, rank, 0)
+    made.save(tmp_path, "one")
+    other, again = sharded(two(0.5), seed=1)
+    with zeroshard.unsharded(other):
+        before = [p.detach().clone() for p in other.parameters()]
+    with pytest.raises(
+        CheckpointError, match=r"param groups 0 \(.*\) and 1 \(blocks\.2.*\) .* here, .* saved as one group"
+    ):
+        again.load(tmp_path)
+    assert rates(again) == [1e-2, 0.5]
+    with zeroshard.unsharded(other):
+        assert all(map(torch.equal, before, other.parameters())), "nothing was read"
+    again.load(tmp_path, optimizer_states=False)
+    assert rates(again) == [1e-2, 0.5]
+    with zeroshard.unsharded(other), zeroshard.unsharded(model):
+        assert torch.equal(other.blocks[0].up.weight, model.blocks[0].up.weight)
 
 
 def test_one_group_becomes_two_that_are_alike(tmp_path: Path) -> None:
@@ -96,20 +94,18 @@ def test_two_groups_that_differ_do_not_become_one(tmp_path: Path) -> None:
     assert rates(again) == [1e-2]
 
 
-def test_a_model_that_was_evaluated_has_no_optimizer_states(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, evaluated = sharded(None, stage=3)
-        evaluated.save(tmp_path, "eval", {"step": 1})
-        _, training = sharded(one, seed=1)
-        with pytest.raises(CheckpointError, match=r"without an optimizer.*holds no states for this run's AdamW"):
-            training.load(tmp_path)
-        assert training.load(tmp_path, optimizer_states=False).values == {"step": 1}
-        with zeroshard.unsharded(model), zeroshard.unsharded(training.model):
-            assert torch.equal(training.model.head.weight, model.head.weight)
-        _, other = sharded(None, stage=0, seed=1)
-        other.load(tmp_path)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_model_that_was_evaluated_has_no_optimizer_states(rank: int, tmp_path: Path) -> None:
+    model, evaluated = sharded(None, stage=3)
+    evaluated.save(tmp_path, "eval", {"step": 1})
+    _, training = sharded(one, seed=1)
+    with pytest.raises(CheckpointError, match=r"without an optimizer.*holds no states for this run's AdamW"):
+        training.load(tmp_path)
+    assert training.load(tmp_path, optimizer_states=False).values == {"step": 1}
+    with zeroshard.unsharded(model), zeroshard.unsharded(training.model):
+        assert torch.equal(training.model.head.weight, model.head.weight)
+    _, other = sharded(None, stage=0, seed=1)
+    other.load(tmp_path)
 
 
 def test_an_engine_says_so_too(tmp_path: Path) -> None:
@@ -234,14 +230,12 @@ def test_a_users_own_file_of_states_makes_no_folder_deepspeeds(tmp_path: Path) -
     on_ranks(body, 1)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("tag", [None, "a"])
-def test_a_name_that_no_disk_takes_is_an_error_of_checkpoints(tag: str | None) -> None:
-    def body(rank: int) -> None:
-        made = sharded(one)[1]
-        with pytest.raises(CheckpointError):
-            made.load("x" * 300, tag)
-
-    on_ranks(body, 2)
+def test_a_name_that_no_disk_takes_is_an_error_of_checkpoints(rank: int, tag: str | None) -> None:
+    made = sharded(one)[1]
+    with pytest.raises(CheckpointError):
+        made.load("x" * 300, tag)
 
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, True, "3"])
@@ -255,20 +249,18 @@ def test_a_number_of_checkpoints_that_keeps_none_is_refused(keep_last: Any, tmp_
     made.remove()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("call", ["save", "load"])
-def test_tags_that_differ_between_ranks_are_named(call: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        _, made = sharded(one)
-        for tag in ("tag 0", "tag 1"):
-            made.save(tmp_path, tag)
-        with pytest.raises(
-            ZeroshardError, match=rf"the tag is 'tag {rank}' on this rank and 'tag {1 - rank}' on rank {1 - rank}: pass"
-        ):
-            getattr(made, call)(tmp_path, f"tag {rank}")
-        made.save(tmp_path, "then")
-        assert tags(tmp_path)[0] == "then"
-
-    on_ranks(body, 2)
+def test_tags_that_differ_between_ranks_are_named(rank: int, call: str, tmp_path: Path) -> None:
+    _, made = sharded(one)
+    for tag in ("tag 0", "tag 1"):
+        made.save(tmp_path, tag)
+    with pytest.raises(
+        ZeroshardError, match=rf"the tag is 'tag {rank}' on this rank and 'tag {1 - rank}' on rank {1 - rank}: pass"
+    ):
+        getattr(made, call)(tmp_path, f"tag {rank}")
+    made.save(tmp_path, "then")
+    assert tags(tmp_path)[0] == "then"
 
 
 @pytest.mark.parametrize("transport", ["shared memory", pytest.param("gloo", marks=pytest.mark.full)], indirect=True)
@@ -288,72 +280,63 @@ def test_a_later_save_that_one_rank_alone_calls_is_named(transport: str, tmp_pat
     run_ranks(body, 2, collective_timeout=4 if transport == "gloo" else 600, timeout=60)
 
 
+@pytest.mark.ranks(2, fresh=True, collective_timeout=600, timeout=60)
 @pytest.mark.full
-def test_after_an_interrupted_save_no_rank_waits_for_the_other(tmp_path: Path) -> None:
+def test_after_an_interrupted_save_no_rank_waits_for_the_other(rank: int, tmp_path: Path) -> None:
     """The rank that was interrupted leaves the save, and the other one gets an error. The next save is whole."""
+    model, made = sharded(one)
+    step(model, made, rank, 0)
+    write_part = saving.write_part
 
-    def body(rank: int) -> None:
-        model, made = sharded(one)
-        step(model, made, rank, 0)
-        write_part = saving.write_part
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
 
-        def interrupted(*arguments: Any) -> Any:
-            raise KeyboardInterrupt
-
-        if rank == 1:
-            saving.write_part = interrupted
-        with pytest.raises(KeyboardInterrupt if rank == 1 else CollectiveError):
-            made.save(tmp_path, "torn")
-        saving.write_part = write_part
-        step(model, made, rank, 1)
-        made.save(tmp_path, "whole")
-        assert tags(tmp_path) == ["whole"]
-
-    run_ranks(body, 2, collective_timeout=600, timeout=60)
+    if rank == 1:
+        saving.write_part = interrupted
+    with pytest.raises(KeyboardInterrupt if rank == 1 else CollectiveError):
+        made.save(tmp_path, "torn")
+    saving.write_part = write_part
+    step(model, made, rank, 1)
+    made.save(tmp_path, "whole")
+    assert tags(tmp_path) == ["whole"]
 
 
-def test_an_interrupted_wait_for_an_asynchronous_save_leaves_the_save_whole(tmp_path: Path) -> None:
+@pytest.mark.ranks(2, fresh=True, collective_timeout=600, timeout=60)
+def test_an_interrupted_wait_for_an_asynchronous_save_leaves_the_save_whole(rank: int, tmp_path: Path) -> None:
     """The thread that writes goes on, and a second call waits for it again."""
+    model, made = sharded(one)
+    step(model, made, rank, 0)
+    write_part = saving.write_part
+    is_waited_for = threading.Event()
 
-    def body(rank: int) -> None:
-        model, made = sharded(one)
-        step(model, made, rank, 0)
-        write_part = saving.write_part
-        is_waited_for = threading.Event()
+    def late(*arguments: Any) -> Any:
+        assert is_waited_for.wait(60)
+        return write_part(*arguments)
 
-        def late(*arguments: Any) -> Any:
-            assert is_waited_for.wait(60)
-            return write_part(*arguments)
-
-        saving.write_part = late
-        made.save(tmp_path, "behind", asynchronous=True)
-        if rank == 0:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                made.save(tmp_path, "next")
-        is_waited_for.set()
-        made.save(tmp_path, "next")
-        saving.write_part = write_part
-        assert tags(tmp_path) == ["next", "behind"]
-        assert made.load(tmp_path, "behind").tag == "behind"
-
-    run_ranks(body, 2, collective_timeout=600, timeout=60)
+    saving.write_part = late
+    made.save(tmp_path, "behind", asynchronous=True)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            made.save(tmp_path, "next")
+    is_waited_for.set()
+    made.save(tmp_path, "next")
+    saving.write_part = write_part
+    assert tags(tmp_path) == ["next", "behind"]
+    assert made.load(tmp_path, "behind").tag == "behind"
 
 
-def test_ranks_of_which_one_has_closed_its_connections_save_again(tmp_path: Path) -> None:
+@pytest.mark.ranks(2, fresh=True, collective_timeout=600, timeout=60)
+def test_ranks_of_which_one_has_closed_its_connections_save_again(rank: int, tmp_path: Path) -> None:
     """As after an interrupt that came when the other ranks had finished the save."""
-
-    def body(rank: int) -> None:
-        _, made = sharded(one)
-        made.save(tmp_path, "first")
-        if rank == 1:
-            with pytest.raises(KeyboardInterrupt), made.checkpoints.operation("save"):
-                raise KeyboardInterrupt
-        made.save(tmp_path, "second")
-        assert tags(tmp_path) == ["second", "first"]
-
-    run_ranks(body, 2, collective_timeout=600, timeout=60)
+    _, made = sharded(one)
+    made.save(tmp_path, "first")
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt), made.checkpoints.operation("save"):
+            raise KeyboardInterrupt
+    made.save(tmp_path, "second")
+    assert tags(tmp_path) == ["second", "first"]
 
 
 def test_after_a_step_without_an_optimizer_the_model_still_evaluates() -> None:
@@ -371,58 +354,52 @@ def two_layers() -> Any:
     return nn.Sequential(OrderedDict(first=nn.Linear(8, 8, bias=False), last=nn.Linear(8, 8, bias=False)))
 
 
-def test_two_parameters_do_not_load_into_one(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        untied, made = build(2, make_model=Untied)
-        tied, other = build(2, seed=1)
-        made.save(tmp_path, "one")
-        with pytest.raises(
-            CheckpointError, match=r"embedding\.weight and head\.weight were saved as two tensors.*strict=False"
-        ):
-            other.load(tmp_path)
-        other.load(tmp_path, strict=False, optimizer_states=False)
-        assert torch.equal(tied.head.weight, untied.embedding.weight)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_two_parameters_do_not_load_into_one(rank: int, tmp_path: Path) -> None:
+    untied, made = build(2, make_model=Untied)
+    tied, other = build(2, seed=1)
+    made.save(tmp_path, "one")
+    with pytest.raises(
+        CheckpointError, match=r"embedding\.weight and head\.weight were saved as two tensors.*strict=False"
+    ):
+        other.load(tmp_path)
+    other.load(tmp_path, strict=False, optimizer_states=False)
+    assert torch.equal(tied.head.weight, untied.embedding.weight)
 
 
-def test_parameters_that_were_left_out_do_not_count_as_loaded_if_this_run_trains_them(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        def made(frozen: bool) -> zeroshard.Sharded:
-            model = two_layers()
-            model.first.requires_grad_(not frozen)
-            return build(2, make_model=lambda: model)[1]
+@pytest.mark.ranks(2)
+def test_parameters_that_were_left_out_do_not_count_as_loaded_if_this_run_trains_them(
+    rank: int, tmp_path: Path
+) -> None:
+    def made(frozen: bool) -> zeroshard.Sharded:
+        model = two_layers()
+        model.first.requires_grad_(not frozen)
+        return build(2, make_model=lambda: model)[1]
 
-        made(frozen=True).save(tmp_path, "adapters", exclude_frozen=True)
-        made(frozen=True).load(tmp_path)
-        with pytest.raises(CheckpointError, match=r"it lacks first\.weight.*strict=False"):
-            made(frozen=False).load(tmp_path)
-
-    on_ranks(body, 2)
+    made(frozen=True).save(tmp_path, "adapters", exclude_frozen=True)
+    made(frozen=True).load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it lacks first\.weight.*strict=False"):
+        made(frozen=False).load(tmp_path)
 
 
-def test_states_of_several_optimizers_load_only_into_the_same_classes(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        def made(first: Any, last: Any, turned: bool = False) -> tuple[nn.Module, zeroshard.Sharded]:
-            model = two_layers()
-            members = [first(model.first.parameters(), lr=0.1), last(model.last.parameters(), lr=0.2)]
-            return model, zeroshard.shard(model, members[::-1] if turned else members, 1)
+@pytest.mark.ranks(2)
+def test_states_of_several_optimizers_load_only_into_the_same_classes(rank: int, tmp_path: Path) -> None:
+    def made(first: Any, last: Any, turned: bool = False) -> tuple[nn.Module, zeroshard.Sharded]:
+        model = two_layers()
+        members = [first(model.first.parameters(), lr=0.1), last(model.last.parameters(), lr=0.2)]
+        return model, zeroshard.shard(model, members[::-1] if turned else members, 1)
 
-        model, sharded = made(torch.optim.SGD, torch.optim.AdamW)
-        model(torch.ones(2, 8)).sum().backward()
-        sharded.optimizer.step()
-        sharded.save(tmp_path, "one")
-        for first, last, name in (
-            (torch.optim.SGD, torch.optim.SGD, "last"),
-            (torch.optim.AdamW, torch.optim.AdamW, "first"),
-        ):
-            with pytest.raises(
-                CheckpointError, match=rf"with .* for {name}\.weight, and this run has {first.__name__}"
-            ):
-                made(first, last)[1].load(tmp_path)
-        made(torch.optim.AdamW, torch.optim.SGD)[1].load(tmp_path, optimizer_states=False)
-        _, again = made(torch.optim.SGD, torch.optim.AdamW, turned=True)
-        again.load(tmp_path)
-        assert torch.equal(again.states.get("last.weight", "exp_avg"), sharded.states.get("last.weight", "exp_avg"))
-
-    on_ranks(body, 2)
+    model, sharded = made(torch.optim.SGD, torch.optim.AdamW)
+    model(torch.ones(2, 8)).sum().backward()
+    sharded.optimizer.step()
+    sharded.save(tmp_path, "one")
+    for first, last, name in (
+        (torch.optim.SGD, torch.optim.SGD, "last"),
+        (torch.optim.AdamW, torch.optim.AdamW, "first"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"with .* for {name}\.weight, and this run has {first.__name__}"):
+            made(first, last)[1].load(tmp_path)
+    made(torch.optim.AdamW, torch.optim.SGD)[1].load(tmp_path, optimizer_states=False)
+    _, again = made(torch.optim.SGD, torch.optim.AdamW, turned=True)
+    again.load(tmp_path)
+    assert torch.equal(again.states.get("last.weight", "exp_avg"), sharded.states.get("last.weight", "exp_avg"))

@@ -374,17 +374,15 @@ def test_a_tag_that_latest_would_not_find_is_refused(tag: str, tmp_path: Path) -
         files.check_tag(tag)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_tag_that_is_no_text_is_refused_on_every_rank(asynchronous: bool, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        _, sharded = build(2)
-        for tag in (5, b"five", 5.0):
-            with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
-                sharded.save(tmp_path, tag, asynchronous=asynchronous)
-            with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
-                sharded.load(tmp_path, tag)
-
-    on_ranks(body, 2)
+def test_a_tag_that_is_no_text_is_refused_on_every_rank(rank: int, asynchronous: bool, tmp_path: Path) -> None:
+    _, sharded = build(2)
+    for tag in (5, b"five", 5.0):
+        with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
+            sharded.save(tmp_path, tag, asynchronous=asynchronous)
+        with pytest.raises(CheckpointError, match="cannot be a tag, a string: give "):
+            sharded.load(tmp_path, tag)
 
 
 def test_an_asynchronous_save_goes_to_the_folder_that_was_meant(tmp_path: Path) -> None:
@@ -430,36 +428,34 @@ class Saving(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_save_in_the_middle_of_a_step_is_refused(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=lambda p: Saving(p, lr=0.1), elementwise=True)
-        step(model, sharded, rank, 0)
-        sharded.save(tmp_path, "before")
-        optimizer = sharded.optimizer
-        optimizer.save = lambda: sharded.save(tmp_path, "within", within_step=True)
-        with pytest.raises(UsageError, match=r"a save inside optimizer\.step"):
-            step(model, sharded, rank, 1)
-        del optimizer.save
-        with pytest.raises(UsageError, match="load a checkpoint"):
-            sharded.save(tmp_path, "torn", within_step=True)
-        sharded.optimizer.zero_grad()
-        with pytest.raises(CheckpointError):
-            sharded.load(tmp_path, "absent")
-        uses = {
-            "a forward": partial(step, model, sharded, rank, 1), "a step": sharded.optimizer.step,
-            "an export": partial(sharded.export, tmp_path / "out"), "a state dict": sharded.consolidated_state_dict,
-            "a Trainer's save_model()": partial(whole_state_dict, sharded),
-        }  # fmt: skip
-        for use in uses.values():
-            with pytest.raises(UsageError, match=r"an exception aborted optimizer\.step\(\).*Load a checkpoint"):
-                use()
-        sharded.load(tmp_path)
+def test_a_save_in_the_middle_of_a_step_is_refused(rank: int, stage: int, tmp_path: Path) -> None:
+    model, sharded = build(stage, make_optimizer=lambda p: Saving(p, lr=0.1), elementwise=True)
+    step(model, sharded, rank, 0)
+    sharded.save(tmp_path, "before")
+    optimizer = sharded.optimizer
+    optimizer.save = lambda: sharded.save(tmp_path, "within", within_step=True)
+    with pytest.raises(UsageError, match=r"a save inside optimizer\.step"):
         step(model, sharded, rank, 1)
-        sharded.save(tmp_path, "after")
-        assert sorted(files.tags(tmp_path)) == ["after", "before"]
-
-    on_ranks(body, 2)
+    del optimizer.save
+    with pytest.raises(UsageError, match="load a checkpoint"):
+        sharded.save(tmp_path, "torn", within_step=True)
+    sharded.optimizer.zero_grad()
+    with pytest.raises(CheckpointError):
+        sharded.load(tmp_path, "absent")
+    uses = {
+        "a forward": partial(step, model, sharded, rank, 1), "a step": sharded.optimizer.step,
+        "an export": partial(sharded.export, tmp_path / "out"), "a state dict": sharded.consolidated_state_dict,
+        "a Trainer's save_model()": partial(whole_state_dict, sharded),
+    }  # fmt: skip
+    for use in uses.values():
+        with pytest.raises(UsageError, match=r"an exception aborted optimizer\.step\(\).*Load a checkpoint"):
+            use()
+    sharded.load(tmp_path)
+    step(model, sharded, rank, 1)
+    sharded.save(tmp_path, "after")
+    assert sorted(files.tags(tmp_path)) == ["after", "before"]
 
 
 def test_a_step_in_the_middle_of_a_save_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

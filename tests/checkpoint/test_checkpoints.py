@@ -35,38 +35,36 @@ from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_load_under_other_names(stage: int, tmp_path: Path) -> None:
+def test_a_load_under_other_names(rank: int, stage: int, tmp_path: Path) -> None:
     """What keeps its tensor keeps its optimizer states; None leaves one out."""
 
-    def body(rank: int) -> None:
-        def make(name: str, seed: int) -> zeroshard.Sharded:
-            torch.manual_seed(seed)
-            model = nn.ModuleDict({"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)})
-            return zeroshard.shard(model, torch.optim.AdamW(model.parameters(), 0.1), Policy.stage(stage))
+    def make(name: str, seed: int) -> zeroshard.Sharded:
+        torch.manual_seed(seed)
+        model = nn.ModuleDict({"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)})
+        return zeroshard.shard(model, torch.optim.AdamW(model.parameters(), 0.1), Policy.stage(stage))
 
-        def step(sharded: zeroshard.Sharded) -> None:
-            x = torch.arange(12.0).view(3, 4)
-            for layer in sharded.model.values():
-                x = layer(x)
-            update(x.square().mean(), sharded.optimizer)
+    def step(sharded: zeroshard.Sharded) -> None:
+        x = torch.arange(12.0).view(3, 4)
+        for layer in sharded.model.values():
+            x = layer(x)
+        update(x.square().mean(), sharded.optimizer)
 
-        old, new = make("old", 0), make("new", 1)
-        step(old)
-        old.save(tmp_path, "a")
-        own = new.states.get("last.weight")
-        rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model["old"].state_dict()}
-        with pytest.raises(CheckpointError, match="of a different model"):
-            new.load(tmp_path, "a", rename={"last.weight": None, **rename})
-        new.load(tmp_path, "a", rename={"last.weight": None, **rename}, strict=False)
-        assert torch.equal(new.states.get("last.weight"), own) and new.states.get("last.weight", "exp_avg") is None
-        assert torch.equal(new.model["new"].running_mean, old.model["old"].running_mean)
-        for name in ("one.weight", "old.weight", "last.bias"):
-            for state in ("parameters", "exp_avg"):
-                value = old.states.get(name, state)
-                assert value is not None and torch.equal(value, new.states.get(name.replace("old", "new"), state))
-
-    on_ranks(body, 2)
+    old, new = make("old", 0), make("new", 1)
+    step(old)
+    old.save(tmp_path, "a")
+    own = new.states.get("last.weight")
+    rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model["old"].state_dict()}
+    with pytest.raises(CheckpointError, match="of a different model"):
+        new.load(tmp_path, "a", rename={"last.weight": None, **rename})
+    new.load(tmp_path, "a", rename={"last.weight": None, **rename}, strict=False)
+    assert torch.equal(new.states.get("last.weight"), own) and new.states.get("last.weight", "exp_avg") is None
+    assert torch.equal(new.model["new"].running_mean, old.model["old"].running_mean)
+    for name in ("one.weight", "old.weight", "last.bias"):
+        for state in ("parameters", "exp_avg"):
+            value = old.states.get(name, state)
+            assert value is not None and torch.equal(value, new.states.get(name.replace("old", "new"), state))
 
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,57 +106,52 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, 
     return make
 
 
+@pytest.mark.ranks("size")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("saved_stage", range(4))
 @pytest.mark.parametrize("saved_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_any_world_size_and_stage_to_any_other(
-    size: int, saved_size: int, saved_stage: int, dtype: str, checkpoint: Callable[[str, int, int], Path]
+    rank: int, size: int, saved_size: int, saved_stage: int, dtype: str, checkpoint: Callable[[str, int, int], Path]
 ) -> None:
     """Saved at 1 to 4 ranks and stages 0 to 3, each loaded at each: 256 ways for a dtype, every state equal to the bit."""
     folder = checkpoint(dtype, saved_size, saved_stage)
-
-    def load(rank: int) -> None:
-        for stage in range(4):
-            model, sharded = build(stage, precision=DTYPES[dtype], seed=5)
-            loaded = sharded.load(folder)
-            assert (loaded.tag, loaded.world_size) == ("step2", saved_size)
-            assert holds(model, sharded, torch.load(folder / "whole.pt")), stage
-            steps(model, sharded, rank, range(2, 3))
-
-    on_ranks(load, size)
+    for stage in range(4):
+        model, sharded = build(stage, precision=DTYPES[dtype], seed=5)
+        loaded = sharded.load(folder)
+        assert (loaded.tag, loaded.world_size) == ("step2", saved_size)
+        assert holds(model, sharded, torch.load(folder / "whole.pt")), stage
+        steps(model, sharded, rank, range(2, 3))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("source", DTYPES)
-def test_dtypes_and_group_order_may_differ(source: str, tmp_path: Path) -> None:
+def test_dtypes_and_group_order_may_differ(rank: int, source: str, tmp_path: Path) -> None:
     def two_groups(model: nn.Module, reverse: bool, **options: Any) -> torch.optim.Optimizer:
         matrices = {"params": [p for p in model.parameters() if p.ndim >= 2][:: -1 if reverse else 1]}
         rest = {"params": [p for p in model.parameters() if p.ndim < 2], **options}
         return torch.optim.AdamW([rest, matrices] if reverse else [matrices, rest], lr=9.0 if reverse else 1e-2)
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
-        steps(model, sharded, rank, range(2))
-        sharded.save(tmp_path, "a")
-        before = everything(sharded)
-        for target, dtype in DTYPES.items():
-            torch.manual_seed(8)
-            other = Stack()
-            optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
-            again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
-            again.load(tmp_path)
-            after = everything(again)
-            for key, value in before.items():
-                if not key.endswith("shown"):
-                    assert torch.equal(after[key], value), (target, key)
-            assert [g["lr"] for g in again.optimizer.param_groups] == [2e-2, 1e-2]
-            assert [g["weight_decay"] for g in again.optimizer.param_groups] == [0.0, 1e-2]
-
-    on_ranks(body, 2)
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
+    steps(model, sharded, rank, range(2))
+    sharded.save(tmp_path, "a")
+    before = everything(sharded)
+    for target, dtype in DTYPES.items():
+        torch.manual_seed(8)
+        other = Stack()
+        optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
+        again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
+        again.load(tmp_path)
+        after = everything(again)
+        for key, value in before.items():
+            if not key.endswith("shown"):
+                assert torch.equal(after[key], value), (target, key)
+        assert [g["lr"] for g in again.optimizer.param_groups] == [2e-2, 1e-2]
+        assert [g["weight_decay"] for g in again.optimizer.param_groups] == [0.0, 1e-2]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
@@ -188,45 +181,39 @@ POLICIES = {
 }  # fmt: skip
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_follows_a_layout(policy: str, whole: bool, tmp_path: Path) -> None:
+def test_every_policy_follows_a_layout(rank: int, policy: str, whole: bool, tmp_path: Path) -> None:
     """Also where ranks own rows in another order than their own, with frozen parameters, and with whole ones (Muon)."""
-
-    def body(rank: int) -> None:
-        make_optimizer = muon_with_adamw if whole else torch.optim.AdamW
-        model, sharded = build(POLICIES[policy], make_model=MODELS["frozen"], make_optimizer=make_optimizer)
-        steps(model, sharded, rank, range(1))
-        sharded.save(tmp_path, "a")
-        assert follows_a_layout(files.read_manifest(tmp_path / "a"))
-        before = everything(sharded)
-        sharded.load(tmp_path)
-        assert same(everything(sharded), before)
-
-    on_ranks(body, 4)
+    make_optimizer = muon_with_adamw if whole else torch.optim.AdamW
+    model, sharded = build(POLICIES[policy], make_model=MODELS["frozen"], make_optimizer=make_optimizer)
+    steps(model, sharded, rank, range(1))
+    sharded.save(tmp_path, "a")
+    assert follows_a_layout(files.read_manifest(tmp_path / "a"))
+    before = everything(sharded)
+    sharded.load(tmp_path)
+    assert same(everything(sharded), before)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("name", [name for name in MODELS if "checkpointed" not in name])
-def test_models_of_every_kind_go_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
+def test_models_of_every_kind_go_on_as_if_nothing_had_been(rank: int, name: str, tmp_path: Path) -> None:
     """Tied, frozen, uneven, 0 elements, buffers; saved under stage 3, resumed under each, at 2 ranks."""
     make_batch = workload(name).make_batch
-
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_model=MODELS[name])
-        steps(model, sharded, rank, range(2), make_batch)
-        sharded.save(tmp_path, "a", {"note": [1, "x"]})
-        assert follows_a_layout(files.read_manifest(tmp_path / "a"))
-        expected = steps(model, sharded, rank, range(2, 4), make_batch)
-        final = everything(sharded)
-        for stage in range(4):
-            other, again = build(stage, make_model=MODELS[name], seed=3)
-            assert again.load(tmp_path).values == {"note": [1, "x"]}
-            assert all(map(torch.equal, steps(other, again, rank, range(2, 4), make_batch), expected)), stage
-            assert same(everything(again), final), stage
-
-    on_ranks(body, 2)
+    model, sharded = build(3, make_model=MODELS[name])
+    steps(model, sharded, rank, range(2), make_batch)
+    sharded.save(tmp_path, "a", {"note": [1, "x"]})
+    assert follows_a_layout(files.read_manifest(tmp_path / "a"))
+    expected = steps(model, sharded, rank, range(2, 4), make_batch)
+    final = everything(sharded)
+    for stage in range(4):
+        other, again = build(stage, make_model=MODELS[name], seed=3)
+        assert again.load(tmp_path).values == {"note": [1, "x"]}
+        assert all(map(torch.equal, steps(other, again, rank, range(2, 4), make_batch), expected)), stage
+        assert same(everything(again), final), stage
 
 
 class Dropping(Stack):
@@ -285,10 +272,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Path) -> None:
+def test_an_engine_resumes_bit_for_bit(rank: int, stage: int, precision: str, tmp_path: Path) -> None:
     """Dropout, numpy's and Python's random numbers, schedule, loss scale with overflows, epochs of a shuffled dataset."""
 
     def make(seed: int, rank: int) -> tuple[zeroshard.Engine, Any]:
@@ -301,29 +289,26 @@ def test_an_engine_resumes_bit_for_bit(stage: int, precision: str, tmp_path: Pat
         random.seed(seed + rank)
         return engine, loader
 
-    def body(rank: int) -> None:
-        engine, loader = make(1, rank)
-        batch_of = epochs(loader)
-        run(engine, batch_of, 6)  # 50 samples are 8 batches of 6: in the second epoch
-        engine.save_checkpoint(tmp_path, client_state={"best": 0.5, "table": torch.arange(6).view(2, 3)})
-        position = loader.state_dict()
-        assert position["epoch"] == 1
-        assert 0 < position["position"] < 50
-        expected, _ = run(engine, batch_of, 14)
-        figures = (engine.get_lr(), engine.loss_scaler.scale, engine.skipped_steps, engine.global_samples)
-        again, loader = make(99, rank + 7)
-        path, client = again.load_checkpoint(tmp_path)
-        assert path == str(tmp_path / "global_step6")
-        assert client["best"] == 0.5
-        assert torch.equal(client["table"], torch.arange(6).view(2, 3))
-        assert again.global_steps == 6
-        got, _ = run(again, epochs(loader), 14)
-        assert all(map(torch.equal, got, expected))
-        assert (again.get_lr(), again.loss_scaler.scale, again.skipped_steps, again.global_samples) == figures
-        if precision == "fp16":
-            assert engine.skipped_steps > 0
-
-    on_ranks(body, 2)
+    engine, loader = make(1, rank)
+    batch_of = epochs(loader)
+    run(engine, batch_of, 6)  # 50 samples are 8 batches of 6: in the second epoch
+    engine.save_checkpoint(tmp_path, client_state={"best": 0.5, "table": torch.arange(6).view(2, 3)})
+    position = loader.state_dict()
+    assert position["epoch"] == 1
+    assert 0 < position["position"] < 50
+    expected, _ = run(engine, batch_of, 14)
+    figures = (engine.get_lr(), engine.loss_scaler.scale, engine.skipped_steps, engine.global_samples)
+    again, loader = make(99, rank + 7)
+    path, client = again.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step6")
+    assert client["best"] == 0.5
+    assert torch.equal(client["table"], torch.arange(6).view(2, 3))
+    assert again.global_steps == 6
+    got, _ = run(again, epochs(loader), 14)
+    assert all(map(torch.equal, got, expected))
+    assert (again.get_lr(), again.loss_scaler.scale, again.skipped_steps, again.global_samples) == figures
+    if precision == "fp16":
+        assert engine.skipped_steps > 0
 
 
 def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -> None:
@@ -368,35 +353,32 @@ def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -
 # ---------------------------------------------------------------------- tags, latest, retention
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_load_of_what_may_be_missing(stage: int, tmp_path: Path) -> None:
+def test_a_load_of_what_may_be_missing(rank: int, stage: int, tmp_path: Path) -> None:
     """As in a job's first run: None on every rank, and nothing changes."""
-
-    def body(rank: int) -> None:
-        folder = tmp_path / "checkpoints"
-        model, sharded = build(stage)
-        before = [one.clone() for one in model.state_dict().values()]
-        assert sharded.load(folder, missing_ok=True) is None
-        assert sharded.load(folder, "a", missing_ok=True) is None
-        with pytest.raises(CheckpointError):
-            sharded.load(folder)
-        assert all(map(torch.equal, before, model.state_dict().values()))
-        steps(model, sharded, rank, range(2))
-        sharded.save(folder, "a", {"step": 2})
-        saved = [one.clone() for one in model.state_dict().values()]
-        steps(model, sharded, rank, range(2, 3))
-        assert sharded.load(folder, "b", missing_ok=True) is None
-        loaded = sharded.load(folder, missing_ok=True)
-        assert loaded is not None and loaded.values == {"step": 2} and loaded.tag == "a"
-        assert all(map(torch.equal, saved, model.state_dict().values()))
-        manifest = folder / "a" / "manifest.json"
-        sharded.optimizer.zero_grad()
-        if rank == 0:
-            manifest.write_text("{")
-        with pytest.raises(CheckpointError):  # damaged, not missing
-            sharded.load(folder, missing_ok=True)
-
-    on_ranks(body, 2)
+    folder = tmp_path / "checkpoints"
+    model, sharded = build(stage)
+    before = [one.clone() for one in model.state_dict().values()]
+    assert sharded.load(folder, missing_ok=True) is None
+    assert sharded.load(folder, "a", missing_ok=True) is None
+    with pytest.raises(CheckpointError):
+        sharded.load(folder)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    steps(model, sharded, rank, range(2))
+    sharded.save(folder, "a", {"step": 2})
+    saved = [one.clone() for one in model.state_dict().values()]
+    steps(model, sharded, rank, range(2, 3))
+    assert sharded.load(folder, "b", missing_ok=True) is None
+    loaded = sharded.load(folder, missing_ok=True)
+    assert loaded is not None and loaded.values == {"step": 2} and loaded.tag == "a"
+    assert all(map(torch.equal, saved, model.state_dict().values()))
+    manifest = folder / "a" / "manifest.json"
+    sharded.optimizer.zero_grad()
+    if rank == 0:
+        manifest.write_text("{")
+    with pytest.raises(CheckpointError):  # damaged, not missing
+        sharded.load(folder, missing_ok=True)
 
 
 def test_tags_latest_and_retention(tmp_path: Path) -> None:
@@ -489,22 +471,18 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
     assert files.tags(tmp_path) == ["a"]
 
 
-def test_what_one_rank_cannot_save_none_does(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(1)
-        with pytest.raises(CheckpointError, match="rank 0: bad is a"):
-            sharded.save(tmp_path, "a", {"bad": object()})
-        model.blocks[0].register_buffer(
-            "strange", torch.zeros(3, dtype=torch.complex128 if rank == 1 else torch.float32)
-        )
-        with pytest.raises(
-            CheckpointError, match=r"rank 1: the buffer blocks\.0\.strange is a tensor of torch\.complex128"
-        ):
-            sharded.save(tmp_path, "a")
-        del model.blocks[0].strange
-        sharded.save(tmp_path, "a", {"bad": 1})
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_save_none_does(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(1)
+    with pytest.raises(CheckpointError, match="rank 0: bad is a"):
+        sharded.save(tmp_path, "a", {"bad": object()})
+    model.blocks[0].register_buffer("strange", torch.zeros(3, dtype=torch.complex128 if rank == 1 else torch.float32))
+    with pytest.raises(
+        CheckpointError, match=r"rank 1: the buffer blocks\.0\.strange is a tensor of torch\.complex128"
+    ):
+        sharded.save(tmp_path, "a")
+    del model.blocks[0].strange
+    sharded.save(tmp_path, "a", {"bad": 1})
 
 
 def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
@@ -741,22 +719,20 @@ def test_states_keep_their_shape_where_they_have_as_many_elements_as_the_paramet
 # ---------------------------------------------------------------------- asynchronous
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        steps(model, sharded, rank, range(2))
-        before = everything(sharded)
-        sharded.save(tmp_path, "a", {"x": 1}, asynchronous=True)
-        steps(model, sharded, rank, range(2, 6))
-        sharded.save(tmp_path, "b", asynchronous=True)  # waits for the first
-        assert "a" in files.tags(tmp_path)
-        sharded.checkpoints.wait()
-        assert sharded.load(tmp_path, "a").values == {"x": 1}
-        assert same(everything(sharded), before)
-        sharded.remove()
-
-    on_ranks(body, 2)
+def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(rank: int, stage: int, tmp_path: Path) -> None:
+    model, sharded = build(stage)
+    steps(model, sharded, rank, range(2))
+    before = everything(sharded)
+    sharded.save(tmp_path, "a", {"x": 1}, asynchronous=True)
+    steps(model, sharded, rank, range(2, 6))
+    sharded.save(tmp_path, "b", asynchronous=True)  # waits for the first
+    assert "a" in files.tags(tmp_path)
+    sharded.checkpoints.wait()
+    assert sharded.load(tmp_path, "a").values == {"x": 1}
+    assert same(everything(sharded), before)
+    sharded.remove()
 
 
 def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:

@@ -63,23 +63,21 @@ def test_saved_by_dcp_and_loaded_at_another_world_size(stage: int, target: tuple
     on_ranks(load, target[0])
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("value", ["x", None, torch.zeros(3)], ids=repr)
-def test_a_value_of_another_type_is_refused_and_nothing_is_taken(value: Any) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2)
-        step(model, sharded, rank, 0)
-        before = every_state(sharded)
-        state = zeroshard.DistributedState(sharded)
-        read = state.state_dict()
-        read["optim"]["embedding.weight"]["step"] = value
-        with pytest.raises(
-            zeroshard.CheckpointError,
-            match=r"weight\.step is a .* in the checkpoint, and a tensor",
-        ):
-            state.load_state_dict(read)
-        assert same(every_state(sharded), before)
-
-    on_ranks(body, 1)
+def test_a_value_of_another_type_is_refused_and_nothing_is_taken(rank: int, value: Any) -> None:
+    model, sharded = build(2)
+    step(model, sharded, rank, 0)
+    before = every_state(sharded)
+    state = zeroshard.DistributedState(sharded)
+    read = state.state_dict()
+    read["optim"]["embedding.weight"]["step"] = value
+    with pytest.raises(
+        zeroshard.CheckpointError,
+        match=r"weight\.step is a .* in the checkpoint, and a tensor",
+    ):
+        state.load_state_dict(read)
+    assert same(every_state(sharded), before)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Muon])
@@ -97,72 +95,63 @@ def test_asking_for_states_before_the_first_step_changes_nothing(optimizer: Any)
     assert torch.equal(*weights)
 
 
-def test_after_an_error_while_states_are_made_the_next_call_makes_them() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
-        state = zeroshard.DistributedState(sharded)
+@pytest.mark.ranks(1)
+def test_after_an_error_while_states_are_made_the_next_call_makes_them(rank: int) -> None:
+    model, sharded = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
+    state = zeroshard.DistributedState(sharded)
 
-        def fail(*_: Any, **__: Any) -> None:
-            raise MemoryError
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(sys.modules["torch.optim.adam"], "adam", fail)  # which updates states that were made before
-            with pytest.raises(MemoryError):
-                state.state_dict()
-        assert state.state_dict()["optim"]["embedding.weight"]["step"] == 0
-        other, plain = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
-        for one, trained in ((model, sharded), (other, plain)):
-            step(one, trained, rank, 0)
-        assert same(every_state(sharded), every_state(plain))
-
-    on_ranks(body, 1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules["torch.optim.adam"], "adam", fail)  # which updates states that were made before
+        with pytest.raises(MemoryError):
+            state.state_dict()
+    assert state.state_dict()["optim"]["embedding.weight"]["step"] == 0
+    other, plain = build(2, make_optimizer=partial(torch.optim.Adam, lr=0.1))
+    for one, trained in ((model, sharded), (other, plain)):
+        step(one, trained, rank, 0)
+    assert same(every_state(sharded), every_state(plain))
 
 
-def test_torchs_functions_for_whole_states_are_refused() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3)
-        step(model, sharded, rank, 0)
-        with pytest.raises(zeroshard.UsageError, match=r"takes a rank's shards.*DistributedState"):
-            get_optimizer_state_dict(model, sharded.optimizer)
-        step(model, sharded, rank, 1)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_torchs_functions_for_whole_states_are_refused(rank: int) -> None:
+    model, sharded = build(3)
+    step(model, sharded, rank, 0)
+    with pytest.raises(zeroshard.UsageError, match=r"takes a rank's shards.*DistributedState"):
+        get_optimizer_state_dict(model, sharded.optimizer)
+    step(model, sharded, rank, 1)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2])
-def test_an_optimizer_itself_is_saved_only_if_every_rank_has_all_states(stage: int, tmp_path: Path) -> None:
+def test_an_optimizer_itself_is_saved_only_if_every_rank_has_all_states(rank: int, stage: int, tmp_path: Path) -> None:
     """DCP would keep one rank's shards, and the load would find states missing."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        step(model, sharded, rank, 0)
-        kept = {"optimizer": sharded.optimizer}
-        if stage == 2:
-            for call in (dcp.save, dcp.load):
-                with pytest.raises(zeroshard.UsageError, match=r"one rank's in place of all.*DistributedState"):
-                    call(kept, checkpoint_id=tmp_path)
-            return
-        dcp.save(kept, checkpoint_id=tmp_path)
-        expected = every_state(sharded)
-        step(model, sharded, rank, 1)
-        dcp.load(kept, checkpoint_id=tmp_path)
-        after = every_state(sharded)
-        assert same(*({key: one[key] for key in one if "parameters" not in key} for one in (expected, after)))
-
-    on_ranks(body, 2)
-
-
-def test_states_on_disk_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(Policy.stage(3).offloaded(optimizer=Place.DISK, path=str(tmp_path)))
-        step(model, sharded, rank, 0)
+    model, sharded = build(stage)
+    step(model, sharded, rank, 0)
+    kept = {"optimizer": sharded.optimizer}
+    if stage == 2:
         for call in (dcp.save, dcp.load):
-            with pytest.raises(zeroshard.UsageError, match=r"stores some elsewhere.*Use sharded\.save"):
-                call({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "dcp")
-        assert not (tmp_path / "dcp").exists()
-        step(model, sharded, rank, 1)
+            with pytest.raises(zeroshard.UsageError, match=r"one rank's in place of all.*DistributedState"):
+                call(kept, checkpoint_id=tmp_path)
+        return
+    dcp.save(kept, checkpoint_id=tmp_path)
+    expected = every_state(sharded)
+    step(model, sharded, rank, 1)
+    dcp.load(kept, checkpoint_id=tmp_path)
+    after = every_state(sharded)
+    assert same(*({key: one[key] for key in one if "parameters" not in key} for one in (expected, after)))
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+def test_states_on_disk_are_refused_before_a_file_is_written(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(Policy.stage(3).offloaded(optimizer=Place.DISK, path=str(tmp_path)))
+    step(model, sharded, rank, 0)
+    for call in (dcp.save, dcp.load):
+        with pytest.raises(zeroshard.UsageError, match=r"stores some elsewhere.*Use sharded\.save"):
+            call({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "dcp")
+    assert not (tmp_path / "dcp").exists()
+    step(model, sharded, rank, 1)
 
 
 def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(tmp_path: Path) -> None:

@@ -246,23 +246,20 @@ def test_a_consolidation_on_a_disk_that_fills_leaves_nothing_and_names_the_file(
     assert not list(out.iterdir())
 
 
-def test_a_saved_file_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+@pytest.mark.ranks(1, fresh=True)
+def test_a_saved_file_is_replaced_only_by_a_whole_one(rank: int, tmp_path: Path) -> None:
     """A file size limit stands for the disk's end."""
-
-    def body(rank: int) -> None:
-        engine = zeroshard.initialize(model=MODELS["tied"](), config=CONFIG)[0]
+    engine = zeroshard.initialize(model=MODELS["tied"](), config=CONFIG)[0]
+    engine.save_16bit_model(tmp_path)
+    before = (tmp_path / "pytorch_model.bin").read_bytes()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written"):
         engine.save_16bit_model(tmp_path)
-        before = (tmp_path / "pytorch_model.bin").read_bytes()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin cannot be written"):
-            engine.save_16bit_model(tmp_path)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert (tmp_path / "pytorch_model.bin").read_bytes() == before
-        assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
-
-    run_ranks(body, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (tmp_path / "pytorch_model.bin").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
 def test_two_exports_to_one_folder_are_refused(tmp_path: Path) -> None:

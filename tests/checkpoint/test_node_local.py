@@ -185,15 +185,12 @@ def test_hosts_that_were_killed_before_their_manifests_have_their_parts(tmp_path
     assert torch.equal(found, values) and tag == "two"
 
 
-def test_a_folder_that_other_hosts_do_not_see(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_folder_that_other_hosts_do_not_see(rank: int, tmp_path: Path) -> None:
     """Without node_local: the error says how it is meant."""
-
-    def body(rank: int) -> None:
-        run = Run(rank, tmp_path, 1)
-        with pytest.raises(CheckpointError, match=r"rank 1: this rank does not see .* save with node_local=True"):
-            run.sharded.save(run.folder, "one")
-
-    on_ranks(body, 2)
+    run = Run(rank, tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"rank 1: this rank does not see .* save with node_local=True"):
+        run.sharded.save(run.folder, "one")
 
 
 @pytest.mark.parametrize("what", ["cut", "unreadable"])
@@ -247,15 +244,13 @@ def test_old_ones_go_on_every_host(tmp_path: Path) -> None:
         assert {path.name for path in (tmp_path / f"host{host}").iterdir()} == {"two", files.LATEST}
 
 
-def test_a_folder_that_hosts_share_is_refused(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        run = Run(rank, tmp_path, 1)
-        run.folder = tmp_path / "shared"
-        with pytest.raises(CheckpointError, match=r"several hosts share the folder .*Save without node_local"):
-            run.save("one")
-        assert not list((tmp_path / "shared").rglob("rank_*"))
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_folder_that_hosts_share_is_refused(rank: int, tmp_path: Path) -> None:
+    run = Run(rank, tmp_path, 1)
+    run.folder = tmp_path / "shared"
+    with pytest.raises(CheckpointError, match=r"several hosts share the folder .*Save without node_local"):
+        run.save("one")
+    assert not list((tmp_path / "shared").rglob("rank_*"))
 
 
 def test_a_disk_that_is_full_on_the_next_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,35 +281,31 @@ def _carry_where_files_stay_small(*arguments: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_ranks_that_do_not_agree_are_told(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        run = Run(rank, tmp_path, 1)
-        for work in (run.sharded.save, run.sharded.load):
-            with pytest.raises(UsageError, match="node_local is True on rank 0 and False on rank 1"):
-                work(run.folder, "one", node_local=rank == 0)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_ranks_that_do_not_agree_are_told(rank: int, tmp_path: Path) -> None:
+    run = Run(rank, tmp_path, 1)
+    for work in (run.sharded.save, run.sharded.load):
+        with pytest.raises(UsageError, match="node_local is True on rank 0 and False on rank 1"):
+            work(run.folder, "one", node_local=rank == 0)
 
 
-def test_an_engine_does_it_by_its_config(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        members.host_id = lambda: str(rank)  # type: ignore[assignment]
-        config = {
-            "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2},
-            "checkpoint": {"use_node_local_storage": True},
-        }  # fmt: skip
-        folder = tmp_path / f"host{rank}"
-        torch.manual_seed(0)
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-        engine.backward(engine(*tokens(0, 0)))
-        engine.step()
-        engine.save_checkpoint(folder, client_state={"best": 1})
-        if rank == 0:
-            shutil.rmtree(folder)
-        path, state = engine.load_checkpoint(folder)
-        assert path == str(folder / "global_step1") and state == {"best": 1}
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_an_engine_does_it_by_its_config(rank: int, tmp_path: Path) -> None:
+    members.host_id = lambda: str(rank)  # type: ignore[assignment]
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2},
+        "checkpoint": {"use_node_local_storage": True},
+    }  # fmt: skip
+    folder = tmp_path / f"host{rank}"
+    torch.manual_seed(0)
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    engine.backward(engine(*tokens(0, 0)))
+    engine.step()
+    engine.save_checkpoint(folder, client_state={"best": 1})
+    if rank == 0:
+        shutil.rmtree(folder)
+    path, state = engine.load_checkpoint(folder)
+    assert path == str(folder / "global_step1") and state == {"best": 1}
 
 
 def test_numbers_that_are_not_finite_are_on_every_host(tmp_path: Path) -> None:

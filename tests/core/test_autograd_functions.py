@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from twin import build, same, steps, whole
 
-from zeroshard.testing.ranks import run_ranks
-
 SEEN: list[Any] = []
 
 
@@ -44,25 +42,23 @@ class Model(nn.Module):
         return result.square().mean()
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_saved_parameter_has_its_attributes(frozen: bool) -> None:
+def test_a_saved_parameter_has_its_attributes(rank: int, frozen: bool) -> None:
     def marked() -> Model:
         model = Model()
         model.head.weight.mark = "mine"  # type: ignore[attr-defined]
         model.head.weight.requires_grad_(not frozen)
         return model
 
-    def body(rank: int) -> None:
-        found = []
-        for stage in (0, 3):
-            SEEN.clear()
-            model, sharded = build(stage, make_model=marked)
-            steps(model, sharded, rank, range(3), batch)
-            assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
-            found.append(whole(model))
-        assert same(*found)
-
-    run_ranks(body, 2)
+    found = []
+    for stage in (0, 3):
+        SEEN.clear()
+        model, sharded = build(stage, make_model=marked)
+        steps(model, sharded, rank, range(3), batch)
+        assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
+        found.append(whole(model))
+    assert same(*found)
 
 
 class Late(torch.autograd.Function):
@@ -104,13 +100,11 @@ class Borrowing(nn.Module):
         return inputs.square().mean()
 
 
-def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward() -> None:
-    def body(rank: int) -> None:
-        found = []
-        for stage in (0, 3):
-            model, sharded = build(stage, make_model=Borrowing)
-            steps(model, sharded, rank, range(3), batch)
-            found.append(whole(model))
-        assert same(*found)
-
-    run_ranks(body, 2)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward(rank: int) -> None:
+    found = []
+    for stage in (0, 3):
+        model, sharded = build(stage, make_model=Borrowing)
+        steps(model, sharded, rank, range(3), batch)
+        found.append(whole(model))
+    assert same(*found)

@@ -19,7 +19,6 @@ from zeroshard.core.storage.base import AcceleratorStorage
 from zeroshard.core.storage.buffers import FlatBuffer
 from zeroshard.core.storage.transfers import CPU, STAGED_COUNT, Copies, Transfer
 from zeroshard.errors import UsageError
-from zeroshard.testing import run_ranks
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=4, width=256, heads=4, context=16)
@@ -62,30 +61,28 @@ def test_views_see_what_comes_to_the_same_place(storage: AcceleratorStorage, mib
     assert not buffer.nbytes
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.full
-def test_models_that_are_made_and_removed_leave_nothing() -> None:
-    def body(rank: int) -> None:
-        def once(removes: bool) -> None:
-            model = GPT(CONFIG)
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-            update(model(*batch(rank, 0)), sharded.optimizer)
-            if removes:
-                sharded.remove()
+def test_models_that_are_made_and_removed_leave_nothing(rank: int) -> None:
+    def once(removes: bool) -> None:
+        model = GPT(CONFIG)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+        update(model(*batch(rank, 0)), sharded.optimizer)
+        if removes:
+            sharded.remove()
 
-        def resident() -> int:
-            return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
-        for number in range(12):
-            once(number % 2 == 0)
-            gc.collect()
-        before = mappings(), resident()
-        for number in range(30):
-            once(number % 2 == 0)
-            gc.collect()
-        # A model takes 20 MiB, in 60 mappings; malloc keeps a model's worth or two.
-        assert mappings() <= before[0] + 60 and resident() <= before[1] + 100 * MIB
-
-    run_ranks(body, 2)
+    for number in range(12):
+        once(number % 2 == 0)
+        gc.collect()
+    before = mappings(), resident()
+    for number in range(30):
+        once(number % 2 == 0)
+        gc.collect()
+    # A model takes 20 MiB, in 60 mappings; malloc keeps a model's worth or two.
+    assert mappings() <= before[0] + 60 and resident() <= before[1] + 100 * MIB
 
 
 # ---------------------------------------------------------------------- slots
@@ -126,34 +123,33 @@ def test_a_slot_that_is_emptied_takes_no_memory_of_its_neighbours(storage: Accel
 # ---------------------------------------------------------------------- training
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize(
     "precision", [None, Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)], ids=["fp32", "bf16"]
 )
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_take_nothing_between_zero_grad_and_the_backward(stage: int, precision: Precision | None) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = GPT(CONFIG)
-        sharded = zeroshard.shard(
-            model, torch.optim.AdamW(model.parameters()), Policy.stage(stage), precision=precision
-        )
-        fresh = sharded.memory_report()["gradients"]
-        during, after = [], []
-        for step in range(3):
-            loss = model(*batch(rank, step))
-            after.append(sharded.memory_report()["gradients"])  # at the end of the forward
-            loss.backward()
-            sharded.optimizer.step()
-            during.append(sharded.memory_report()["gradients"])
-            sharded.optimizer.zero_grad()
-        assert fresh == 0 and after == [0, 0, 0]
-        assert min(during) == pytest.approx(sharded.memory_formula()["gradients"], rel=0.02)
-        assert sharded.states.get(next(n for n, _ in model.named_parameters()), "gradients") is None
-
-    run_ranks(body, 2)
+def test_gradients_take_nothing_between_zero_grad_and_the_backward(
+    rank: int, stage: int, precision: Precision | None
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage), precision=precision)
+    fresh = sharded.memory_report()["gradients"]
+    during, after = [], []
+    for step in range(3):
+        loss = model(*batch(rank, step))
+        after.append(sharded.memory_report()["gradients"])  # at the end of the forward
+        loss.backward()
+        sharded.optimizer.step()
+        during.append(sharded.memory_report()["gradients"])
+        sharded.optimizer.zero_grad()
+    assert fresh == 0 and after == [0, 0, 0]
+    assert min(during) == pytest.approx(sharded.memory_formula()["gradients"], rel=0.02)
+    assert sharded.states.get(next(n for n, _ in model.named_parameters()), "gradients") is None
 
 
-def test_who_keeps_a_gradient_keeps_its_memory() -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_who_keeps_a_gradient_keeps_its_memory(rank: int) -> None:
     """An optimizer that holds what it was lent."""
 
     class Keeps(torch.optim.SGD):
@@ -162,60 +158,54 @@ def test_who_keeps_a_gradient_keeps_its_memory() -> None:
             return super().step(closure)
 
     kept: list[Tensor] = []
-
-    def body(rank: int) -> None:
-        model = GPT(CONFIG)
-        inner = Keeps(model.parameters(), lr=0.1)
-        sharded = zeroshard.shard(model, inner, Policy.stage(3), elementwise=True)
-        model(*batch(rank, 0)).backward()
-        sharded.optimizer.step()
-        copies = [gradient.clone() for gradient in kept]
-        sharded.optimizer.zero_grad()
-        assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
-        assert sharded.memory_report()["gradients"] > 0
-        kept.clear()
-        model(*batch(rank, 1)).backward()
-        kept.clear()
-        sharded.optimizer.zero_grad()
-        assert sharded.memory_report()["gradients"] == 0
-
-    run_ranks(body, 2)
+    model = GPT(CONFIG)
+    inner = Keeps(model.parameters(), lr=0.1)
+    sharded = zeroshard.shard(model, inner, Policy.stage(3), elementwise=True)
+    model(*batch(rank, 0)).backward()
+    sharded.optimizer.step()
+    copies = [gradient.clone() for gradient in kept]
+    sharded.optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
+    assert sharded.memory_report()["gradients"] > 0
+    kept.clear()
+    model(*batch(rank, 1)).backward()
+    kept.clear()
+    sharded.optimizer.zero_grad()
+    assert sharded.memory_report()["gradients"] == 0
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("forgets", [False, True])
-def test_parked_gradients_come_back_unless_forgotten(stage: int, forgets: bool, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        def run(parks: bool) -> tuple[dict[str, Tensor], list[int]]:
-            torch.manual_seed(0)
-            model = GPT(CONFIG)
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
-            seen = []
-            for step in range(3):
-                model(*batch(rank, step)).backward()
-                sharded.optimizer.step()
-                if parks:
-                    offload = zeroshard.Offload(str(tmp_path))
-                    sharded.offload_states(place=zeroshard.Place.DISK, offload=offload)
-                    seen.append(sharded.memory_report()["gradients"])
-                    if forgets:
-                        sharded.optimizer.zero_grad()
-                    sharded.reload_states()
-                    seen.append(sharded.memory_report()["gradients"])
-                if not forgets or not parks:
-                    sharded.optimizer.step()  # with the same gradients once more
+def test_parked_gradients_come_back_unless_forgotten(rank: int, stage: int, forgets: bool, tmp_path: Path) -> None:
+    def run(parks: bool) -> tuple[dict[str, Tensor], list[int]]:
+        torch.manual_seed(0)
+        model = GPT(CONFIG)
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
+        seen = []
+        for step in range(3):
+            model(*batch(rank, step)).backward()
+            sharded.optimizer.step()
+            if parks:
+                offload = zeroshard.Offload(str(tmp_path))
+                sharded.offload_states(place=zeroshard.Place.DISK, offload=offload)
+                seen.append(sharded.memory_report()["gradients"])
+                if forgets:
                     sharded.optimizer.zero_grad()
-            with zeroshard.unsharded(model):
-                return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}, seen
+                sharded.reload_states()
+                seen.append(sharded.memory_report()["gradients"])
+            if not forgets or not parks:
+                sharded.optimizer.step()  # with the same gradients once more
+                sharded.optimizer.zero_grad()
+        with zeroshard.unsharded(model):
+            return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}, seen
 
-        found, seen = run(True)
-        assert set(seen[::2]) == {0}
-        assert (set(seen[1::2]) == {0}) is (forgets and stage > 0)
-        if not forgets:
-            expected, _ = run(False)
-            assert same(expected, found)
-
-    run_ranks(body, 2)
+    found, seen = run(True)
+    assert set(seen[::2]) == {0}
+    assert (set(seen[1::2]) == {0}) is (forgets and stage > 0)
+    if not forgets:
+        expected, _ = run(False)
+        assert same(expected, found)
 
 
 def test_buffers_of_failed_copies_are_not_lost() -> None:

@@ -63,70 +63,62 @@ def agree(collectives: Collectives, rank: int) -> None:
 # ---------------------------------------------------------------------- groups of our own
 
 
-def test_what_a_group_holds_is_given_back() -> None:
-    def body(rank: int) -> None:
-        pair = dist.new_group([1, 2])
-        agree(first := create_collectives(None, CPU), rank)  # whatever is made once in a process
-        first.close()
-        before = lent()
-        for _ in range(200):
-            both = create_collectives(None, CPU), create_collectives(pair, CPU) if rank else Alone()
-            agree(both[0], rank)
-            agree(both[1], rank - 1 if rank else 0)
-            for collectives in both:
-                collectives.close()
-        assert falls_to(before), (lent(), before)
+@pytest.mark.ranks(3)
+def test_what_a_group_holds_is_given_back(rank: int) -> None:
+    pair = dist.new_group([1, 2])
+    agree(first := create_collectives(None, CPU), rank)  # whatever is made once in a process
+    first.close()
+    before = lent()
+    for _ in range(200):
+        both = create_collectives(None, CPU), create_collectives(pair, CPU) if rank else Alone()
+        agree(both[0], rank)
+        agree(both[1], rank - 1 if rank else 0)
+        for collectives in both:
+            collectives.close()
+    assert falls_to(before), (lent(), before)
+    for _ in range(3):
+        agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
+    assert falls_to(before), (lent(), before)
+
+
+@pytest.mark.ranks(3)
+def test_any_ranks_make_groups_in_any_order(rank: int) -> None:
+    left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+    if rank == 0:
         for _ in range(3):
-            agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
-        assert falls_to(before), (lent(), before)
-
-    on_ranks(body, 3)
-
-
-def test_any_ranks_make_groups_in_any_order() -> None:
-    def body(rank: int) -> None:
-        left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
-        if rank == 0:
-            for _ in range(3):
-                agree(create_collectives(left, CPU), 0)
-        if rank == 1:
-            for _ in range(3):
-                agree(create_collectives(left, CPU), 1)
-            agree(create_collectives(right, CPU), 0)
-        if rank == 2:
-            agree(create_collectives(right, CPU), 1)
-        agree(create_collectives(None, CPU), rank)
-
-    on_ranks(body, 3)
+            agree(create_collectives(left, CPU), 0)
+    if rank == 1:
+        for _ in range(3):
+            agree(create_collectives(left, CPU), 1)
+        agree(create_collectives(right, CPU), 0)
+    if rank == 2:
+        agree(create_collectives(right, CPU), 1)
+    agree(create_collectives(None, CPU), rank)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="this torch sorts the ranks of every group"
 )
-def test_the_order_of_the_users_group_is_kept() -> None:
-    def body(rank: int) -> None:
-        turned = dist.new_group([1, 0], sort_ranks=False)
-        collectives = create_collectives(turned, CPU)
-        assert collectives.rank == dist.get_rank(turned) == 1 - rank
-        agree(collectives, 1 - rank)
-        value = torch.tensor([rank])
-        collectives.broadcast(value)
-        assert value.item() == 1
-
-    on_ranks(body, 2)
+def test_the_order_of_the_users_group_is_kept(rank: int) -> None:
+    turned = dist.new_group([1, 0], sort_ranks=False)
+    collectives = create_collectives(turned, CPU)
+    assert collectives.rank == dist.get_rank(turned) == 1 - rank
+    agree(collectives, 1 - rank)
+    value = torch.tensor([rank])
+    collectives.broadcast(value)
+    assert value.item() == 1
 
 
-def test_closed_collectives_say_so() -> None:
-    def body(rank: int) -> None:
-        collectives = create_collectives(None, CPU)
-        control = collectives.control()
-        agree(control, rank)
-        collectives.close()
-        with pytest.raises(UsageError, match="closed"):
-            collectives.exchange(b"x", "anything")
-        control.close()
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_closed_collectives_say_so(rank: int) -> None:
+    collectives = create_collectives(None, CPU)
+    control = collectives.control()
+    agree(control, rank)
+    collectives.close()
+    with pytest.raises(UsageError, match="closed"):
+        collectives.exchange(b"x", "anything")
+    control.close()
 
 
 def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,14 +132,11 @@ def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(body, 2)
 
 
-def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory() -> None:
+@pytest.mark.ranks(2)
+def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory(rank: int) -> None:
     """Its tensors are not handed to a backend that would take their addresses for CPU memory."""
-
-    def body(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
-
-    on_ranks(body, 2)
+    assert dist.group.WORLD is not None
+    assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
 
 
 def test_one_contribution_is_not_copied() -> None:
@@ -526,26 +515,23 @@ def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, whe
         assert f"rank {count - 1} closed the connection" in message
 
 
+@pytest.mark.ranks(2, fresh=True, collective_timeout=3, timeout=40)
 @pytest.mark.full
-def test_a_store_that_does_not_answer_keeps_nobody(impatient: None, tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_keeps_nobody(rank: int, impatient: None, tmp_path: Path) -> None:
     """The process that holds the store stands still: a failed wait ends in our error all the same."""
-
-    def body(rank: int) -> None:
-        collectives = create_collectives(None, CPU)
-        if rank == 0:
-            (tmp_path / "pid.part").write_text(str(os.getpid()))
-            (tmp_path / "pid.part").rename(tmp_path / "pid")
-            until(tmp_path / "done")
-            return
-        until(tmp_path / "pid")
-        holder = int((tmp_path / "pid").read_text())
-        os.kill(holder, signal.SIGSTOP)
-        try:
-            with pytest.raises(CollectiveError, match="no answer from rank 0 or from the store"):
-                collectives.exchange(b"x", "an answer")
-            collectives.close()
-        finally:
-            os.kill(holder, signal.SIGCONT)
-            (tmp_path / "done").touch()
-
-    run_ranks(body, 2, collective_timeout=3, timeout=40)
+    collectives = create_collectives(None, CPU)
+    if rank == 0:
+        (tmp_path / "pid.part").write_text(str(os.getpid()))
+        (tmp_path / "pid.part").rename(tmp_path / "pid")
+        until(tmp_path / "done")
+        return
+    until(tmp_path / "pid")
+    holder = int((tmp_path / "pid").read_text())
+    os.kill(holder, signal.SIGSTOP)
+    try:
+        with pytest.raises(CollectiveError, match="no answer from rank 0 or from the store"):
+            collectives.exchange(b"x", "an answer")
+        collectives.close()
+    finally:
+        os.kill(holder, signal.SIGCONT)
+        (tmp_path / "done").touch()

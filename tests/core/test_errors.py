@@ -106,20 +106,16 @@ def test_ranks_with_different_settings_are_refused(what: str) -> None:
         assert what in message
 
 
-def test_groups_that_are_none_of_this_ranks() -> None:
-    def body(rank: int) -> None:
-        group: Any = torch.distributed.new_group([0])
-        if rank == 1:
-            model = Stack()
-            assert "this rank is not in the group" in refusal(
-                lambda: zeroshard.shard(model, sgd(model), 2, group=group)
-            )
-            assert "group= is a list" in refusal(lambda: zeroshard.shard(model, sgd(model), 2, group=[0, 1]))  # type: ignore[arg-type]
-            make = zeroshard.ZeroRedundancyOptimizer
-            assert "not in the group" in refusal(lambda: make(model.parameters(), torch.optim.SGD, group, lr=0.1))
-        torch.distributed.barrier()
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_groups_that_are_none_of_this_ranks(rank: int) -> None:
+    group: Any = torch.distributed.new_group([0])
+    if rank == 1:
+        model = Stack()
+        assert "this rank is not in the group" in refusal(lambda: zeroshard.shard(model, sgd(model), 2, group=group))
+        assert "group= is a list" in refusal(lambda: zeroshard.shard(model, sgd(model), 2, group=[0, 1]))  # type: ignore[arg-type]
+        make = zeroshard.ZeroRedundancyOptimizer
+        assert "not in the group" in refusal(lambda: make(model.parameters(), torch.optim.SGD, group, lr=0.1))
+    torch.distributed.barrier()
 
 
 def test_models_and_optimizers_that_cannot_be_sharded() -> None:
@@ -161,18 +157,16 @@ def test_wrong_arguments_are_sentences() -> None:
     assert sharded.policy == Policy.stage(3)
 
 
-def test_models_in_the_hands_of_torchs_wrappers_are_refused() -> None:
-    def body(rank: int) -> None:
-        ddp = nn.parallel.DistributedDataParallel(Stack())
-        assert "DistributedDataParallel" in refusal(lambda: zeroshard.shard(ddp, sgd(ddp)))
-        fsdp = nn.Sequential(nn.Linear(4, 4))
-        fully_shard(fsdp[0])
-        assert "0 is managed by FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
-        cut = nn.Linear(4, 4)
-        parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
-        assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: zeroshard.shard(cut, sgd(cut)))
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_models_in_the_hands_of_torchs_wrappers_are_refused(rank: int) -> None:
+    ddp = nn.parallel.DistributedDataParallel(Stack())
+    assert "DistributedDataParallel" in refusal(lambda: zeroshard.shard(ddp, sgd(ddp)))
+    fsdp = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(fsdp[0])
+    assert "0 is managed by FSDPModule" in refusal(lambda: zeroshard.shard(fsdp, sgd(fsdp)))
+    cut = nn.Linear(4, 4)
+    parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
+    assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: zeroshard.shard(cut, sgd(cut)))
 
 
 def test_policies_without_meaning() -> None:

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 from models import tokens
-from ranks import on_ranks
 from torch import nn
 from torch.profiler import profile
 from twin import LARGE_BUCKETS, build
@@ -25,24 +24,22 @@ def labels_of_a_step(rank: int, stage: int) -> Counter[str]:
     return Counter({event.key: event.count for event in found.key_averages()})
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_profile_names_what_units_do(stage: int) -> None:
-    def body(rank: int) -> None:
-        labels = labels_of_a_step(rank, stage)
-        gathers = {2: ("all-gather of updated {}", 1), 3: ("all-gather of {}", 2)}
-        text, count = gathers[stage]
-        for number, unit in enumerate(("blocks.0", "blocks.1"), start=1):
-            named = [label for label in labels if unit in label and f"[bucket {number}]" in label]
-            bucket = f"{unit} [bucket {number}]"
-            assert labels[text.format(bucket)] in (count, count - 1), named  # the last unit may stay for its backward
-            assert labels[f"reduce-scatter of gradients of {bucket}"] == 1, named
-            assert labels[f"wait for reduce-scatter of gradients of {bucket}"] == 1, named
-            assert labels[f"wait for all-gather of {bucket}"] >= 1, named
-        assert labels["update of the shards"] == 1
-        assert labels["exchange of gradient norms"] == 1
-        assert labels["exchange of the gradient norm and the flags of used parameters"] == 1
-
-    on_ranks(body, 2)
+def test_a_profile_names_what_units_do(rank: int, stage: int) -> None:
+    labels = labels_of_a_step(rank, stage)
+    gathers = {2: ("all-gather of updated {}", 1), 3: ("all-gather of {}", 2)}
+    text, count = gathers[stage]
+    for number, unit in enumerate(("blocks.0", "blocks.1"), start=1):
+        named = [label for label in labels if unit in label and f"[bucket {number}]" in label]
+        bucket = f"{unit} [bucket {number}]"
+        assert labels[text.format(bucket)] in (count, count - 1), named  # the last unit may stay for its backward
+        assert labels[f"reduce-scatter of gradients of {bucket}"] == 1, named
+        assert labels[f"wait for reduce-scatter of gradients of {bucket}"] == 1, named
+        assert labels[f"wait for all-gather of {bucket}"] >= 1, named
+    assert labels["update of the shards"] == 1
+    assert labels["exchange of gradient norms"] == 1
+    assert labels["exchange of the gradient norm and the flags of used parameters"] == 1
 
 
 def test_without_a_profiler_a_label_is_one_shared_object() -> None:

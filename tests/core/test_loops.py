@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, tokens
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
@@ -479,33 +478,31 @@ class Depth(Stack):
         return x
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(3))
-def test_stochastic_depth_by_rank(stage: int) -> None:
+def test_stochastic_depth_by_rank(rank: int, stage: int) -> None:
     """Until parameters are sharded, no rank has to run what another runs."""
 
-    def body(rank: int) -> None:
-        def train(take: Callable[..., nn.Module]) -> dict[str, Tensor]:
-            torch.manual_seed(0)
-            model = Depth()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            forward = take(model, optimizer)
-            for number in range(STEPS):
-                forward(*tokens(rank, number)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            return whole(model)
+    def train(take: Callable[..., nn.Module]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Depth()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        forward = take(model, optimizer)
+        for number in range(STEPS):
+            forward(*tokens(rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
 
-        expected = train(lambda model, _: DistributedDataParallel(model, find_unused_parameters=True))
+    expected = train(lambda model, _: DistributedDataParallel(model, find_unused_parameters=True))
 
-        def take(model: nn.Module, optimizer: Any) -> nn.Module:
-            zeroshard.shard(model, optimizer, stage, bucket_numel=100)
-            return model
+    def take(model: nn.Module, optimizer: Any) -> nn.Module:
+        zeroshard.shard(model, optimizer, stage, bucket_numel=100)
+        return model
 
-        found = train(take)
-        assert same_on_all_ranks(found)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-
-    on_ranks(body, 2)
+    found = train(take)
+    assert same_on_all_ranks(found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 
 
 def run(function: Loop, take: Callable[..., nn.Module], rank: int) -> tuple[dict[str, Tensor], Any]:
@@ -515,34 +512,27 @@ def run(function: Loop, take: Callable[..., nn.Module], rank: int) -> tuple[dict
     return whole(model), more
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", LOOPS)
-def test_one_line_changes_nothing_else(name: str, stage: int) -> None:
+def test_one_line_changes_nothing_else(rank: int, name: str, stage: int) -> None:
     function = LOOPS[name]
+    expected, theirs = run(function, lambda model, _: DistributedDataParallel(model, find_unused_parameters=True), rank)
 
-    def body(rank: int) -> None:
-        expected, theirs = run(
-            function, lambda model, _: DistributedDataParallel(model, find_unused_parameters=True), rank
-        )
+    def take(model: nn.Module, optimizer: Any) -> nn.Module:
+        zeroshard.shard(model, optimizer, stage)
+        return model
 
-        def take(model: nn.Module, optimizer: Any) -> nn.Module:
-            zeroshard.shard(model, optimizer, stage)
-            return model
-
-        found, ours = run(function, take, rank)
-        assert same_on_all_ranks(found)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-    on_ranks(body, 2)
+    found, ours = run(function, take, rank)
+    assert same_on_all_ranks(found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sum_over_ranks_of_a_loss() -> None:
-    def body(rank: int) -> None:
-        sharded = zeroshard.shard(nn.Linear(2, 1), None, 1)
-        loss = torch.tensor(rank + 1.0, requires_grad=True) * 2
-        total = sharded.sum_over_ranks(loss)
-        assert total.shape == () and float(total) == 6.0 and not total.requires_grad
-        assert sharded.sum_over_ranks(torch.full((2, 3), 0.5).T).tolist() == [[1.0, 1.0]] * 3
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_sum_over_ranks_of_a_loss(rank: int) -> None:
+    sharded = zeroshard.shard(nn.Linear(2, 1), None, 1)
+    loss = torch.tensor(rank + 1.0, requires_grad=True) * 2
+    total = sharded.sum_over_ranks(loss)
+    assert total.shape == () and float(total) == 6.0 and not total.requires_grad
+    assert sharded.sum_over_ranks(torch.full((2, 3), 0.5).T).tolist() == [[1.0, 1.0]] * 3

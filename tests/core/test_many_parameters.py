@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import train_reference
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, whole
@@ -69,36 +69,30 @@ class InTwoPieces(Many):
         return self.wide(x).square().mean()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bucket_numel", [SMALL_BUCKETS, LARGE_BUCKETS])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_bits_do_not_depend_on_how_many_are_taken_at_once(microbatches: int, bucket_numel: int) -> None:
+def test_bits_do_not_depend_on_how_many_are_taken_at_once(rank: int, microbatches: int, bucket_numel: int) -> None:
     work = Workload(make_model=Many, make_batch=batch, steps=2, microbatches=microbatches, max_norm=0.5)
     settings = {**STAGES, "stage 2 over gloo": Setting(Policy.stage(2), "gloo")}
-
-    def body(rank: int) -> None:
-        before = units.TAKEN_AT_ONCE
-        one_by_one: dict[bool, Run] = {}
-        try:
-            for units.TAKEN_AT_ONCE in (1, 50, before):
-                for kind, done in expect_equal(rank, work, settings, bucket_numel=bucket_numel).items():
-                    assert one_by_one.setdefault(kind, done).equals(done)
-        finally:
-            units.TAKEN_AT_ONCE = before
-        close(done.parameters, train_reference(work, 2).parameters)
-
-    on_ranks(body, 2)
+    before = units.TAKEN_AT_ONCE
+    one_by_one: dict[bool, Run] = {}
+    try:
+        for units.TAKEN_AT_ONCE in (1, 50, before):
+            for kind, done in expect_equal(rank, work, settings, bucket_numel=bucket_numel).items():
+                assert one_by_one.setdefault(kind, done).equals(done)
+    finally:
+        units.TAKEN_AT_ONCE = before
+    close(done.parameters, train_reference(work, 2).parameters)
 
 
+@pytest.mark.ranks(2)
 @EVERY_STAGE
-def test_a_parameter_that_gives_two_gradients_in_one_backward(stage: int) -> None:
+def test_a_parameter_that_gives_two_gradients_in_one_backward(rank: int, stage: int) -> None:
     make_batch = partial(batch, skips=False)
-
-    def body(rank: int) -> None:
-        work = Workload(make_model=InTwoPieces, make_batch=make_batch, steps=2)
-        done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
-        close(done[False].parameters, train_reference(work, 2).parameters)
-
-    on_ranks(body, 2)
+    work = Workload(make_model=InTwoPieces, make_batch=make_batch, steps=2)
+    done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
+    close(done[False].parameters, train_reference(work, 2).parameters)
 
 
 class Part(nn.Module):
@@ -126,160 +120,142 @@ class PartsTwice(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.ranks(2)
 @EVERY_STAGE
 @pytest.mark.parametrize("taken_at_once", [1, 1 << 16])
-def test_a_block_that_gives_two_gradients_and_never_all(stage: int, taken_at_once: int) -> None:
-    def body(rank: int) -> None:
-        before = units.TAKEN_AT_ONCE
-        try:
-            units.TAKEN_AT_ONCE = taken_at_once
-            work = Workload(make_model=PartsTwice, make_batch=batch, steps=2)
-            done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
-        finally:
-            units.TAKEN_AT_ONCE = before
-        close(done[False].parameters, train_reference(work, 2).parameters)
-
-    on_ranks(body, 2)
+def test_a_block_that_gives_two_gradients_and_never_all(rank: int, stage: int, taken_at_once: int) -> None:
+    before = units.TAKEN_AT_ONCE
+    try:
+        units.TAKEN_AT_ONCE = taken_at_once
+        work = Workload(make_model=PartsTwice, make_batch=batch, steps=2)
+        done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
+    finally:
+        units.TAKEN_AT_ONCE = before
+    close(done[False].parameters, train_reference(work, 2).parameters)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_bucket_is_asked_once_for_many_gradients(skips: bool) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(1, make_model=Many, bucket_numel=LARGE_BUCKETS)
-        asked = []
-        ask = GradientBucket.add_gradients
-        GradientBucket.add_gradients = lambda bucket, gradients: (asked.append(len(gradients)), ask(bucket, gradients))
-        try:
-            model(*batch(rank, 0, skips)).backward()
-        finally:
-            GradientBucket.add_gradients = ask
-        assert len(asked) == 1
-        assert asked[0] > 2 * COUNT - 20
-        sharded.remove()
-
-    on_ranks(body, 2)
+def test_a_bucket_is_asked_once_for_many_gradients(rank: int, skips: bool) -> None:
+    model, sharded = build(1, make_model=Many, bucket_numel=LARGE_BUCKETS)
+    asked = []
+    ask = GradientBucket.add_gradients
+    GradientBucket.add_gradients = lambda bucket, gradients: (asked.append(len(gradients)), ask(bucket, gradients))
+    try:
+        model(*batch(rank, 0, skips)).backward()
+    finally:
+        GradientBucket.add_gradients = ask
+    assert len(asked) == 1
+    assert asked[0] > 2 * COUNT - 20
+    sharded.remove()
 
 
+@pytest.mark.ranks(2)
 @EVERY_STAGE
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_what_waits_when_a_backward_aborts_is_forgotten(stage: int, microbatch: int) -> None:
-    def body(rank: int) -> None:
-        def run(disturbed: bool) -> dict[str, Tensor]:
-            model, sharded = build(stage, make_model=Many)
-            if disturbed:
-                for number in range(microbatch):
-                    with sharded.accumulate():
-                        model(*batch(rank, 10 + number)).backward()
-                abort(model(*batch(rank, 20, skips=False)), model.layer15.weight)
-                with pytest.raises(UsageError, match="was aborted"):
-                    sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-            model(*batch(rank, 0)).backward()
-            sharded.optimizer.step()
-            return whole(model)
-
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
-
-
-@EVERY_STAGE
-def test_zero_grad_inside_of_a_backward_forgets_what_waits(stage: int) -> None:
-    """As plain PyTorch: the gradients that come later are those of the step."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=Many, make_optimizer=partial(torch.optim.SGD, lr=0.1))
-        before = whole(model)
-        loss = model(*batch(rank, 0, skips=False))
-        model.layer15.weight.register_post_accumulate_grad_hook(lambda _: sharded.optimizer.zero_grad())
-        loss.backward()
-        sharded.optimizer.step()
-        now = whole(model)
-        changed = {fqn.split(".")[0] for fqn, value in now.items() if not torch.equal(value, before[fqn])}
-        assert {f"layer{number}" for number in range(14)} <= changed
-        assert not {"wide", *(f"layer{number}" for number in range(17, COUNT))} & changed
-
-    on_ranks(body, 2)
-
-
-@EVERY_STAGE
-def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(stage: int) -> None:
-    """No forward lies between: both graphs were there before."""
-
-    def body(rank: int) -> None:
+def test_what_waits_when_a_backward_aborts_is_forgotten(rank: int, stage: int, microbatch: int) -> None:
+    def run(disturbed: bool) -> dict[str, Tensor]:
         model, sharded = build(stage, make_model=Many)
-        first, second = (model(*batch(rank, number, skips=False)) for number in range(2))
-        abort(first, model.layer15.weight)
-        with pytest.raises(UsageError, match="was aborted"):
-            second.backward()
-        sharded.optimizer.zero_grad()
-        model(*batch(rank, 2)).backward()
+        if disturbed:
+            for number in range(microbatch):
+                with sharded.accumulate():
+                    model(*batch(rank, 10 + number)).backward()
+            abort(model(*batch(rank, 20, skips=False)), model.layer15.weight)
+            with pytest.raises(UsageError, match="was aborted"):
+                sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        model(*batch(rank, 0)).backward()
         sharded.optimizer.step()
+        return whole(model)
 
-        other, twin = build(stage, make_model=Many)
-        other(*batch(rank, 2)).backward()
-        twin.optimizer.step()
-        assert same(whole(other), whole(model))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
+@pytest.mark.ranks(2)
 @EVERY_STAGE
-def test_a_hook_of_the_users_finds_every_gradient(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, _ = build(stage, make_model=Many)
-        shapes = []
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: shapes.append((p.grad.shape, p.shape)))
-        model(*batch(rank, 0, skips=False)).backward()
-        assert len(shapes) > 2 * COUNT
-        assert all(gradient == parameter for gradient, parameter in shapes)
+def test_zero_grad_inside_of_a_backward_forgets_what_waits(rank: int, stage: int) -> None:
+    """As plain PyTorch: the gradients that come later are those of the step."""
+    model, sharded = build(stage, make_model=Many, make_optimizer=partial(torch.optim.SGD, lr=0.1))
+    before = whole(model)
+    loss = model(*batch(rank, 0, skips=False))
+    model.layer15.weight.register_post_accumulate_grad_hook(lambda _: sharded.optimizer.zero_grad())
+    loss.backward()
+    sharded.optimizer.step()
+    now = whole(model)
+    changed = {fqn.split(".")[0] for fqn, value in now.items() if not torch.equal(value, before[fqn])}
+    assert {f"layer{number}" for number in range(14)} <= changed
+    assert not {"wide", *(f"layer{number}" for number in range(17, COUNT))} & changed
 
-    on_ranks(body, 2)
 
-
+@pytest.mark.ranks(2)
 @EVERY_STAGE
-def test_gradients_with_a_graph_of_their_own_are_taken_without_it(stage: int) -> None:
-    def body(rank: int) -> None:
-        bits = []
-        for create_graph in (False, True):
-            model, sharded = build(stage, make_model=Many)
-            model(*batch(rank, 0)).backward(create_graph=create_graph)
-            model(*batch(rank, 1)).backward()  # no graph is left, so nothing keeps the parameters
-            here = [zeroshard.parameter_states(parameter).is_here for parameter in model.parameters()]
-            assert any(here) == (stage < 3)
-            sharded.optimizer.step()
-            bits.append(whole(model))
-        assert same(*bits)
+def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(rank: int, stage: int) -> None:
+    """No forward lies between: both graphs were there before."""
+    model, sharded = build(stage, make_model=Many)
+    first, second = (model(*batch(rank, number, skips=False)) for number in range(2))
+    abort(first, model.layer15.weight)
+    with pytest.raises(UsageError, match="was aborted"):
+        second.backward()
+    sharded.optimizer.zero_grad()
+    model(*batch(rank, 2)).backward()
+    sharded.optimizer.step()
 
-    on_ranks(body, 2)
+    other, twin = build(stage, make_model=Many)
+    other(*batch(rank, 2)).backward()
+    twin.optimizer.step()
+    assert same(whole(other), whole(model))
 
 
-def test_a_compiled_step_does_not_read_the_hooks() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_model=Many)
-        compiled_frames = []
+@pytest.mark.ranks(2)
+@EVERY_STAGE
+def test_a_hook_of_the_users_finds_every_gradient(rank: int, stage: int) -> None:
+    model, _ = build(stage, make_model=Many)
+    shapes = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: shapes.append((p.grad.shape, p.shape)))
+    model(*batch(rank, 0, skips=False)).backward()
+    assert len(shapes) > 2 * COUNT
+    assert all(gradient == parameter for gradient, parameter in shapes)
 
-        def keep(graph: Any, inputs: Any) -> Any:
-            compiled_frames.append(graph)
-            return graph.forward
 
-        def run(x: Tensor) -> Tensor:
-            loss = model.wide(x + 1).square().mean()
-            loss.backward()
-            return loss.detach() * 2
-
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
-        torch.compile(run, backend=keep)(x)
+@pytest.mark.ranks(2)
+@EVERY_STAGE
+def test_gradients_with_a_graph_of_their_own_are_taken_without_it(rank: int, stage: int) -> None:
+    bits = []
+    for create_graph in (False, True):
+        model, sharded = build(stage, make_model=Many)
+        model(*batch(rank, 0)).backward(create_graph=create_graph)
+        model(*batch(rank, 1)).backward()  # no graph is left, so nothing keeps the parameters
+        here = [zeroshard.parameter_states(parameter).is_here for parameter in model.parameters()]
+        assert any(here) == (stage < 3)
         sharded.optimizer.step()
-        other, twin = build(2, make_model=Many)
-        other.wide(x + 1).square().mean().backward()
-        twin.optimizer.step()
-        assert same(whole(other), whole(model))
-        names = {str(node.target) for graph in compiled_frames for node in graph.graph.nodes}
-        assert not [name for name in names if "grad" in name]
+        bits.append(whole(model))
+    assert same(*bits)
 
-    run_ranks(body, 2)
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_compiled_step_does_not_read_the_hooks(rank: int) -> None:
+    model, sharded = build(2, make_model=Many)
+    compiled_frames = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        compiled_frames.append(graph)
+        return graph.forward
+
+    def run(x: Tensor) -> Tensor:
+        loss = model.wide(x + 1).square().mean()
+        loss.backward()
+        return loss.detach() * 2
+
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    torch.compile(run, backend=keep)(x)
+    sharded.optimizer.step()
+    other, twin = build(2, make_model=Many)
+    other.wide(x + 1).square().mean().backward()
+    twin.optimizer.step()
+    assert same(whole(other), whole(model))
+    names = {str(node.target) for graph in compiled_frames for node in graph.graph.nodes}
+    assert not [name for name in names if "grad" in name]
 
 
 class Deep(nn.Module):

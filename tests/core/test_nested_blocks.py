@@ -381,57 +381,49 @@ def test_nested_blocks_at_length(name: str, dtype: torch.dtype | None, tmp_path:
     on_ranks(run, RANKS, name, dtype, range(100, 100 + 60 * times), tmp_path, timeout=300.0 * times)
 
 
-def test_writes_through_data_in_a_block_that_only_reads_are_lost_with_a_warning() -> None:
+@pytest.mark.ranks(2)
+def test_writes_through_data_in_a_block_that_only_reads_are_lost_with_a_warning(rank: int) -> None:
     """PEFT's merges write so, and take the change back. Pickles, copies and reads are no writes."""
-
-    def body(rank: int) -> None:
-        model, sharded = small(3)
-        weight = model.blocks[0].weight
-        before = whole(model)["blocks.0.weight"]
-        for _ in range(2):  # the second time, between a backward and its step
-            for first in (0, 3):
-                with (
-                    pytest.warns(
-                        UserWarning, match=r"`data` inside unsharded\(\).*: blocks.0.weight. .* modifier_rank=0"
-                    ),
-                    zeroshard.unsharded(model),
-                ):
-                    with zeroshard.unsharded(weight):
-                        assert type(weight.data) is Tensor
-                        weight.data.view(-1)[first:].fill_(7.0)
-                    assert not torch.equal(weight, before)
-                assert torch.equal(whole(model)["blocks.0.weight"], before)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                with zeroshard.unsharded(model):
-                    assert bool((weight.data == weight).all())
-                    assert type(pickle.loads(pickle.dumps(weight))) is nn.Parameter
-                    assert type(copy.deepcopy(weight)) is type(nn.Parameter(weight)) is nn.Parameter
-                    model(torch.ones(2, WIDTH))
-                    with zeroshard.unsharded(weight, modifier_rank=0):
-                        weight.data.mul_(1.0)
-            model(torch.ones(2, WIDTH)).backward()
-            assert weight.grad is not None
-        sharded.optimizer.step()
-
-    on_ranks(body, 2)
+    model, sharded = small(3)
+    weight = model.blocks[0].weight
+    before = whole(model)["blocks.0.weight"]
+    for _ in range(2):  # the second time, between a backward and its step
+        for first in (0, 3):
+            with (
+                pytest.warns(UserWarning, match=r"`data` inside unsharded\(\).*: blocks.0.weight. .* modifier_rank=0"),
+                zeroshard.unsharded(model),
+            ):
+                with zeroshard.unsharded(weight):
+                    assert type(weight.data) is Tensor
+                    weight.data.view(-1)[first:].fill_(7.0)
+                assert not torch.equal(weight, before)
+            assert torch.equal(whole(model)["blocks.0.weight"], before)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with zeroshard.unsharded(model):
+                assert bool((weight.data == weight).all())
+                assert type(pickle.loads(pickle.dumps(weight))) is nn.Parameter
+                assert type(copy.deepcopy(weight)) is type(nn.Parameter(weight)) is nn.Parameter
+                model(torch.ones(2, WIDTH))
+                with zeroshard.unsharded(weight, modifier_rank=0):
+                    weight.data.mul_(1.0)
+        model(torch.ones(2, WIDTH)).backward()
+        assert weight.grad is not None
+    sharded.optimizer.step()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_copy_inside_a_borrowers_forward_borrows_nothing(stage: int) -> None:
+def test_a_copy_inside_a_borrowers_forward_borrows_nothing(rank: int, stage: int) -> None:
     """One rank alone can run it: its hooks do not gather the parameters of the original."""
+    model, _ = small(stage)
+    zeroshard.borrow(model.runs[0], model.blocks[0].weight)
+    copies: list[Net] = []
 
-    def body(rank: int) -> None:
-        model, _ = small(stage)
-        zeroshard.borrow(model.runs[0], model.blocks[0].weight)
-        copies: list[Net] = []
+    def keep() -> None:
+        copies.append(copy.deepcopy(model))
 
-        def keep() -> None:
-            copies.append(copy.deepcopy(model))
-
-        model.runs[0](keep)
-        if rank == 0:
-            copies[0].runs[0](lambda: None)
-        assert bool((copies[0].blocks[0].weight == 1).all())
-
-    on_ranks(body, 2)
+    model.runs[0](keep)
+    if rank == 0:
+        copies[0].runs[0](lambda: None)
+    assert bool((copies[0].blocks[0].weight == 1).all())

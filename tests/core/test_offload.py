@@ -20,7 +20,6 @@ import pytest
 import torch
 from insides import around_requests
 from models import tokens, two_groups, workload
-from ranks import on_ranks, run_ranks
 from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, build, refusal, steps, update
 
 from zeroshard import Offload, Place, Policy, Sharded, ZeroshardError
@@ -37,49 +36,48 @@ def keep_places_apart() -> None:
     storages.is_cpu_memory = lambda device: False
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", [CPU, DISK])
 @pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
-def test_parked_states_come_back(apart: bool, place: Place, precision: str, stage: int, tmp_path: Path) -> None:
+def test_parked_states_come_back(
+    rank: int, apart: bool, place: Place, precision: str, stage: int, tmp_path: Path
+) -> None:
     work = workload("tied", param_groups=two_groups, steps=4, microbatches=2)
+    expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS)
+    if apart:
+        keep_places_apart()
 
-    def body(rank: int) -> None:
-        expected = train(rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS)
-        if apart:
-            keep_places_apart()
+    def park(sharded: Sharded) -> None:
+        before = sharded.memory_report()
+        states = {fqn: sharded.states.get(fqn, "exp_avg") for fqn in ("embedding.weight", "blocks.0.scale")}
+        freed = sharded.offload_states(place=place, offload=Offload(str(tmp_path)))
+        during = sharded.memory_report()
+        at_rest = before["parameters"] + before["gradients"] + before["optimizer"]
+        if place is CPU and not apart:
+            assert freed == 0  # it is there already
+        else:
+            assert 0.9 * at_rest < freed
+            assert during["parameters"] + during["gradients"] + during["optimizer"] < 0.1 * at_rest
+            for use in (
+                lambda: next(sharded.model.parameters()).isnan(),
+                lambda: sharded.model(*work.make_batch(rank, 0)), sharded.optimizer.step, lambda: sharded.states,
+                lambda: sharded.save(tmp_path, "parked"), lambda: sharded.offload_states(place=place),
+            ):  # fmt: skip
+                with pytest.raises(ZeroshardError, match="parked"):
+                    use()
+            sharded.optimizer.zero_grad()
+        sharded.reload_states()
+        for fqn, value in states.items():
+            assert torch.equal(sharded.states.get(fqn, "exp_avg"), value)
 
-        def park(sharded: Sharded) -> None:
-            before = sharded.memory_report()
-            states = {fqn: sharded.states.get(fqn, "exp_avg") for fqn in ("embedding.weight", "blocks.0.scale")}
-            freed = sharded.offload_states(place=place, offload=Offload(str(tmp_path)))
-            during = sharded.memory_report()
-            at_rest = before["parameters"] + before["gradients"] + before["optimizer"]
-            if place is CPU and not apart:
-                assert freed == 0  # it is there already
-            else:
-                assert 0.9 * at_rest < freed
-                assert during["parameters"] + during["gradients"] + during["optimizer"] < 0.1 * at_rest
-                for use in (
-                    lambda: next(sharded.model.parameters()).isnan(),
-                    lambda: sharded.model(*work.make_batch(rank, 0)), sharded.optimizer.step, lambda: sharded.states,
-                    lambda: sharded.save(tmp_path, "parked"), lambda: sharded.offload_states(place=place),
-                ):  # fmt: skip
-                    with pytest.raises(ZeroshardError, match="parked"):
-                        use()
-                sharded.optimizer.zero_grad()
-            sharded.reload_states()
-            for fqn, value in states.items():
-                assert torch.equal(sharded.states.get(fqn, "exp_avg"), value)
-
-        run = train(
-            rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS, inspect=park
-        )
-        assert run.equals(expected)
-        assert not list(tmp_path.iterdir())
-
-    on_ranks(body, 2)
+    run = train(
+        rank, work, Policy.stage(stage), precision=PRECISIONS[precision], bucket_numel=SMALL_BUCKETS, inspect=park
+    )
+    assert run.equals(expected)
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -184,16 +182,13 @@ def test_calls_that_fail(call: str, error: int, tmp_path: Path, monkeypatch: pyt
         assert torch.equal(fresh.states.get(fqn), value)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.ranks(1, fresh=True)
+def test_a_full_disk(rank: int, tmp_path: Path) -> None:
     """The kernel's limit on the size of files stands for a disk that is full; what is missing is missing at the start."""
-
-    def body(rank: int) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-        said = refusal(lambda: trained(stage3_on_disk(tmp_path)))
-        assert "has no room for" in said and str(tmp_path) in said, said
-
-    run_ranks(body, 1)  # its limit stays with the process
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    said = refusal(lambda: trained(stage3_on_disk(tmp_path)))
+    assert "has no room for" in said and str(tmp_path) in said, said
 
 
 @pytest.mark.parametrize("change", ["flip", "cut"])

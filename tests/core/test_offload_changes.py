@@ -19,7 +19,6 @@ import pytest
 import torch
 from insides import units
 from models import Stack, sgd, tokens
-from ranks import on_ranks
 from test_offload import keep_places_apart, take_steps
 from test_offload_states import policies, trained
 from torch import Tensor, nn
@@ -73,35 +72,32 @@ CHANGES: dict[str, tuple[Callable[[Sharded], None], str, int]] = {
 QUICK = ("clamped", "states, bf16")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "change", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CHANGES]
 )
-def test_what_users_change_counts(change: str, tmp_path: Path) -> None:
+def test_what_users_change_counts(rank: int, change: str, tmp_path: Path) -> None:
     """Between `zero_grad` and the next step, when much is read ahead already. In place where parameters are unsharded."""
     apply, precision, highest_stage = CHANGES[change]
-
-    def body(rank: int) -> None:
-        results = []
-        chosen = {name: policy for name, policy in policies(tmp_path).items() if name != "memory"}
-        unsharded = [Policy.stage(2), *(p for p in chosen.values() if not p.parameters.sharded)]
-        for number, policy in enumerate(
-            unsharded + ([p for p in chosen.values() if p.parameters.sharded] if highest_stage == 3 else [])
-        ):
-            if number == 1:
-                keep_places_apart()
-            sharded = trained(policy, precision, "frozen")
-            for batch in (2, 3, 4):
-                apply(sharded)
-                take_steps(sharded, batch)
+    results = []
+    chosen = {name: policy for name, policy in policies(tmp_path).items() if name != "memory"}
+    unsharded = [Policy.stage(2), *(p for p in chosen.values() if not p.parameters.sharded)]
+    for number, policy in enumerate(
+        unsharded + ([p for p in chosen.values() if p.parameters.sharded] if highest_stage == 3 else [])
+    ):
+        if number == 1:
+            keep_places_apart()
+        sharded = trained(policy, precision, "frozen")
+        for batch in (2, 3, 4):
             apply(sharded)
-            with zeroshard.unsharded(sharded.model):
-                shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
-            results.append(every_state(sharded) | shown)
-            sharded.remove()
-        for result in results[1:]:
-            assert same(result, results[0])
-
-    on_ranks(body, 2)
+            take_steps(sharded, batch)
+        apply(sharded)
+        with zeroshard.unsharded(sharded.model):
+            shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
+        results.append(every_state(sharded) | shown)
+        sharded.remove()
+    for result in results[1:]:
+        assert same(result, results[0])
 
 
 @pytest.mark.parametrize("place", [CPU, DISK])
@@ -241,28 +237,26 @@ def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path)
         zeroshard.core.storage.storages.is_cpu_memory = keep
 
 
-def test_questions_about_shapes_bring_nothing_back(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        sharded = trained(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
-        parameters = list(sharded.model.parameters())
+@pytest.mark.ranks(1)
+def test_questions_about_shapes_bring_nothing_back(rank: int, tmp_path: Path) -> None:
+    keep_places_apart()
+    sharded = trained(policies(tmp_path)["stage 2, whole in CPU memory"], model="tied", steps=0)
+    parameters = list(sharded.model.parameters())
 
-        def away() -> bool:
-            here = any(zeroshard.parameter_states(parameter).is_here for parameter in parameters)
-            return not here and not sharded.memory_report()["parameters"]
+    def away() -> bool:
+        here = any(zeroshard.parameter_states(parameter).is_here for parameter in parameters)
+        return not here and not sharded.memory_report()["parameters"]
 
-        assert away(), "after shard"
-        sum(p.numel() for p in sharded.model.parameters() if p.requires_grad and p.shape and p.dtype == torch.float32)
-        next(sharded.model.parameters()).device  # noqa: B018
-        assert away()
-        with zeroshard.unsharded(sharded.model):
-            assert not next(sharded.model.parameters()).isnan().any()
-        assert away(), "after a look inside"
-        assert not next(sharded.model.parameters()).isnan().any() and not away()
-        take_steps(sharded, 0)
-        assert away(), "after a step"
-
-    on_ranks(body, 1)
+    assert away(), "after shard"
+    sum(p.numel() for p in sharded.model.parameters() if p.requires_grad and p.shape and p.dtype == torch.float32)
+    next(sharded.model.parameters()).device  # noqa: B018
+    assert away()
+    with zeroshard.unsharded(sharded.model):
+        assert not next(sharded.model.parameters()).isnan().any()
+    assert away(), "after a look inside"
+    assert not next(sharded.model.parameters()).isnan().any() and not away()
+    take_steps(sharded, 0)
+    assert away(), "after a step"
 
 
 @pytest.mark.full
@@ -354,72 +348,65 @@ def write_in_a_borrower(sharded: Sharded, weight: nn.Parameter) -> None:
     handle.remove()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write", [write_and_park, assign_and_park, write_through_data_and_park, write_in_a_borrower])
 def test_a_write_counts_although_whole_parameters_leave_at_once(
-    write: Callable[[Sharded, nn.Parameter], None], dtype: torch.dtype
+    rank: int, write: Callable[[Sharded, nn.Parameter], None], dtype: torch.dtype
 ) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
-        for number in range(2):
-            if number:
-                write(sharded, model[0].weight)
-            update(model(torch.ones(2, 8, dtype=dtype)).sum(), optimizer)
-        assert bool((model[0].weight == 2).all())
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
+    for number in range(2):
+        if number:
+            write(sharded, model[0].weight)
+        update(model(torch.ones(2, 8, dtype=dtype)).sum(), optimizer)
+    assert bool((model[0].weight == 2).all())
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("way", ["consolidated_state_dict", "deepcopy"])
-def test_a_copy_of_the_model_returns_units_to_their_place_one_at_a_time(way: str) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
-        model(torch.ones(2, 16)).sum().backward()
-        optimizer.step()
-        most = [0]
+def test_a_copy_of_the_model_returns_units_to_their_place_one_at_a_time(rank: int, way: str) -> None:
+    keep_places_apart()
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    most = [0]
 
-        def look(*_: Any) -> None:
-            most[0] = max(most[0], sharded.memory_report()["parameters"])
+    def look(*_: Any) -> None:
+        most[0] = max(most[0], sharded.memory_report()["parameters"])
 
-        for module in model:
-            module.register_state_dict_post_hook(look)
-        if way == "deepcopy":
-            copy.deepcopy(model)
-        else:
-            sharded.consolidated_state_dict()
-            assert most[0] <= 16 * 17 * 4
-        assert not sharded.memory_report()["parameters"]
-
-    on_ranks(body, 1)
+    for module in model:
+        module.register_state_dict_post_hook(look)
+    if way == "deepcopy":
+        copy.deepcopy(model)
+    else:
+        sharded.consolidated_state_dict()
+        assert most[0] <= 16 * 17 * 4
+    assert not sharded.memory_report()["parameters"]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_write_through_data_is_parked_with_parameters_that_rest_in_cpu_memory(
-    stage: int, dtype: torch.dtype | None
+    rank: int, stage: int, dtype: torch.dtype | None
 ) -> None:
     """It leaves no trace in fp32, where the parameters are their own master weights."""
-
-    def body(rank: int) -> None:
-        keep_places_apart()
-        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-        policy = replace(Policy.stage(stage), parameters=Residency(sharded=False, place=CPU))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        precision = None if dtype is None else Precision(dtype)
-        sharded = zeroshard.shard(model, optimizer, policy, precision=precision)
-        model[0].weight.data.fill_(3.0)
-        sharded.offload_states(("parameters", "optimizer"))
-        sharded.reload_states()
-        assert bool((model[0].weight == 3).all())
-        assert bool((sharded.states.get("0.weight") == 3).all())
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    policy = replace(Policy.stage(stage), parameters=Residency(sharded=False, place=CPU))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = None if dtype is None else Precision(dtype)
+    sharded = zeroshard.shard(model, optimizer, policy, precision=precision)
+    model[0].weight.data.fill_(3.0)
+    sharded.offload_states(("parameters", "optimizer"))
+    sharded.reload_states()
+    assert bool((model[0].weight == 3).all())
+    assert bool((sharded.states.get("0.weight") == 3).all())
 
 
 # ---------------------------------------------------------------------- whole parameters that rest in CPU memory
@@ -434,55 +421,54 @@ def deep(stage: int) -> tuple[Stack, Sharded]:
     return build(Policy.stage(stage).offloaded(parameters=CPU), make_model=deep_model, bucket_numel=LARGE_BUCKETS)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_two_blocks_are_on_the_accelerator_while_the_model_runs(stage: int) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
+def test_two_blocks_are_on_the_accelerator_while_the_model_runs(rank: int, stage: int) -> None:
+    keep_places_apart()
+    model, sharded = deep(stage)
+    most = [0]
+
+    def look(*_: Any) -> None:
+        most[0] = max(most[0], sharded.memory_report()["parameters"])
+
+    for block in model.blocks:
+        block.down.register_forward_hook(look)
+        block.down.register_full_backward_hook(look)
+    steps(model, sharded, rank, range(3))
+    root, block = (unit.layout.numel for unit in (units(sharded)[0], units(sharded)[1]))  # with padding
+    assert 4 * block < most[0] <= 4 * (root + 2 * block)
+    assert sharded.memory_report()["parameters"] == 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_alone_runs_and_reads_the_model(rank: int, stage: int) -> None:
+    keep_places_apart()
+    results = []
+    for is_alone in (False, True):
         model, sharded = deep(stage)
-        most = [0]
-
-        def look(*_: Any) -> None:
-            most[0] = max(most[0], sharded.memory_report()["parameters"])
-
-        for block in model.blocks:
-            block.down.register_forward_hook(look)
-            block.down.register_full_backward_hook(look)
-        steps(model, sharded, rank, range(3))
-        root, block = (unit.layout.numel for unit in (units(sharded)[0], units(sharded)[1]))  # with padding
-        assert 4 * block < most[0] <= 4 * (root + 2 * block)
-        assert sharded.memory_report()["parameters"] == 0
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_one_rank_alone_runs_and_reads_the_model(stage: int) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        results = []
-        for is_alone in (False, True):
-            model, sharded = deep(stage)
-            steps(model, sharded, rank, range(2))
-            (x,) = tokens(0, 9)
-            if rank == 0 and is_alone:
-                with torch.no_grad():
-                    expected = copy.deepcopy(model)(x)
-                    assert torch.equal(model(x), expected)
-                for _ in range(2):  # with a graph that nobody differentiates
-                    assert torch.equal(model(x).detach(), expected)
-                assert torch.equal(model.state_dict()["embedding.weight"], model.embedding.weight)
-                assert torch.autograd.grad(model(x), model.blocks[3].up.weight)[0].any()
-            steps(model, sharded, rank, range(2))
-            results.append(whole(model))
-        assert same(results[1], results[0])
-
-    on_ranks(body, 2)
+        steps(model, sharded, rank, range(2))
+        (x,) = tokens(0, 9)
+        if rank == 0 and is_alone:
+            with torch.no_grad():
+                expected = copy.deepcopy(model)(x)
+                assert torch.equal(model(x), expected)
+            for _ in range(2):  # with a graph that nobody differentiates
+                assert torch.equal(model(x).detach(), expected)
+            assert torch.equal(model.state_dict()["embedding.weight"], model.embedding.weight)
+            assert torch.autograd.grad(model(x), model.blocks[3].up.weight)[0].any()
+        steps(model, sharded, rank, range(2))
+        results.append(whole(model))
+    assert same(results[1], results[0])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("way", ["in place", "data in place", "new data"])
-def test_a_write_in_a_forward_stays_when_the_block_leaves(way: str, trained: bool, dtype: torch.dtype) -> None:
+def test_a_write_in_a_forward_stays_when_the_block_leaves(
+    rank: int, way: str, trained: bool, dtype: torch.dtype
+) -> None:
     def write(module: nn.Module, *_: Any) -> None:
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
@@ -499,63 +485,52 @@ def test_a_write_in_a_forward_stays_when_the_block_leaves(way: str, trained: boo
         model.blocks[2].requires_grad_(trained)
         return model
 
-    def body(rank: int) -> None:
-        keep_places_apart()
-        results = []
-        for place in (None, CPU):
-            policy = Policy.stage(2).offloaded(parameters=place)
-            model, sharded = build(policy, make_model=partly_trained, make_optimizer=sgd)
-            hook = model.blocks[2].up.register_forward_pre_hook(write)
-            steps(model, sharded, rank, [0])
-            hook.remove()
-            steps(model, sharded, rank, range(2))
-            results.append(whole(model))
-        assert same(results[1], results[0])
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    results = []
+    for place in (None, CPU):
+        policy = Policy.stage(2).offloaded(parameters=place)
+        model, sharded = build(policy, make_model=partly_trained, make_optimizer=sgd)
+        hook = model.blocks[2].up.register_forward_pre_hook(write)
+        steps(model, sharded, rank, [0])
+        hook.remove()
+        steps(model, sharded, rank, range(2))
+        results.append(whole(model))
+    assert same(results[1], results[0])
 
 
-def test_a_graph_outside_of_the_model_keeps_what_it_reads() -> None:
+@pytest.mark.ranks(2)
+def test_a_graph_outside_of_the_model_keeps_what_it_reads(rank: int) -> None:
     """A penalty reads parameters outside of all forwards: autograd saves them past the hooks."""
-
-    def body(rank: int) -> None:
-        keep_places_apart()
-        results = []
-        for place in (None, CPU):
-            model, sharded = build(Policy.stage(2).offloaded(parameters=place), make_model=deep_model)
-            for number in range(3):
-                with torch.no_grad():
-                    assert all(p.norm().isfinite() for p in model.parameters())
-                penalty = sum((p * p).sum() for p in model.parameters())
-                update(model(*tokens(rank, number)) + 1e-2 * penalty, sharded.optimizer)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
-            assert place is None or sharded.memory_report()["parameters"] == 0
-        assert same(results[1], results[0])
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    results = []
+    for place in (None, CPU):
+        model, sharded = build(Policy.stage(2).offloaded(parameters=place), make_model=deep_model)
+        for number in range(3):
+            with torch.no_grad():
+                assert all(p.norm().isfinite() for p in model.parameters())
+            penalty = sum((p * p).sum() for p in model.parameters())
+            update(model(*tokens(rank, number)) + 1e-2 * penalty, sharded.optimizer)
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        assert place is None or sharded.memory_report()["parameters"] == 0
+    assert same(results[1], results[0])
 
 
-def test_a_transform_of_torch_func_names_the_place() -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        model, _ = deep(2)
-        with pytest.raises(zeroshard.UsageError, match=r"at rest in CPU memory, .*without offloaded parameters"):
-            torch.func.vmap(model)(torch.stack([*tokens(0, 0), *tokens(0, 1)]))
-
-    on_ranks(body, 1)
+@pytest.mark.ranks(1)
+def test_a_transform_of_torch_func_names_the_place(rank: int) -> None:
+    keep_places_apart()
+    model, _ = deep(2)
+    with pytest.raises(zeroshard.UsageError, match=r"at rest in CPU memory, .*without offloaded parameters"):
+        torch.func.vmap(model)(torch.stack([*tokens(0, 0), *tokens(0, 1)]))
 
 
-def test_a_graph_of_a_part_outlives_another_step_after_a_state_was_set() -> None:
+@pytest.mark.ranks(2)
+def test_a_graph_of_a_part_outlives_another_step_after_a_state_was_set(rank: int) -> None:
     """A unit must not stay whole, without hooks on what autograd saves, after its values were set."""
-
-    def body(rank: int) -> None:
-        keep_places_apart()
-        model, sharded = deep(1)
-        sharded.states.set("embedding.weight", "parameters", torch.ones(31, 12))
-        assert sharded.memory_report()["parameters"] == 0
-        loss = model.head(torch.ones(1, 12)).sum()
-        model(*tokens(rank, 0)).backward()
-        loss.backward()
-        sharded.optimizer.step()
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    model, sharded = deep(1)
+    sharded.states.set("embedding.weight", "parameters", torch.ones(31, 12))
+    assert sharded.memory_report()["parameters"] == 0
+    loss = model.head(torch.ones(1, 12)).sum()
+    model(*tokens(rank, 0)).backward()
+    loss.backward()
+    sharded.optimizer.step()

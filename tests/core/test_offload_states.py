@@ -80,25 +80,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
     return make
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("source", PLACES)
 @pytest.mark.parametrize("target", PLACES)
 def test_checkpoints_go_from_any_place_to_any(
-    target: str, source: str, precision: str, checkpoint: Callable[[str, str], Path], tmp_path: Path
+    rank: int, target: str, source: str, precision: str, checkpoint: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     folder = checkpoint(source, precision)
-
-    def body(rank: int) -> None:
-        keep_places_apart()
-        saved, expected = torch.load(folder / "states.pt")
-        fresh = trained(policies(tmp_path)[target], precision, steps=1)
-        fresh.load(folder, "a")
-        assert same(every_state(fresh), saved)
-        take_steps(fresh, 2)
-        assert same(every_state(fresh), expected), "a step later"
-
-    on_ranks(body, 2)
+    keep_places_apart()
+    saved, expected = torch.load(folder / "states.pt")
+    fresh = trained(policies(tmp_path)[target], precision, steps=1)
+    fresh.load(folder, "a")
+    assert same(every_state(fresh), saved)
+    take_steps(fresh, 2)
+    assert same(every_state(fresh), expected), "a step later"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -110,53 +107,49 @@ def test_exports_are_the_same_from_any_place(
     assert same(*exports)
 
 
-def test_states_by_name(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        results = []
-        for policy in policies(tmp_path).values():
-            sharded = trained(policy)
-            states = sharded.states
-            states.set("embedding.weight", "exp_avg", torch.full((VOCABULARY, 12), 0.25))
-            for name in (PARAMETERS, "exp_avg_sq"):
-                held = states.local("embedding.weight", name)
-                states.set_local("embedding.weight", name, [Range(h.start, h.tensor * 0 + 0.5) for h in held])
-            frozen = states.get("blocks.1.up.weight")
-            assert frozen is not None
-            states.set("blocks.1.up.weight", PARAMETERS, frozen + 1)
-            sharded.model(*tokens(rank, 2)).backward()
-            gradient = states.get("embedding.weight", "gradients")
-            states.set("embedding.weight", "gradients", gradient * 0 + 0.125)
-            sharded.clip_grad_norm_(0.1)
-            sharded.clip_grad_norm_(0.05)
-            norm = float(sharded.clip_grad_norm_(None))
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-            take_steps(sharded, 3)
-            results.append(every_state(sharded) | {"gradient": gradient, "norm": torch.tensor(norm)})
-            sharded.remove()
-        for result in results[1:]:
-            assert same(result, results[0])
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_states_by_name(rank: int, tmp_path: Path) -> None:
+    keep_places_apart()
+    results = []
+    for policy in policies(tmp_path).values():
+        sharded = trained(policy)
+        states = sharded.states
+        states.set("embedding.weight", "exp_avg", torch.full((VOCABULARY, 12), 0.25))
+        for name in (PARAMETERS, "exp_avg_sq"):
+            held = states.local("embedding.weight", name)
+            states.set_local("embedding.weight", name, [Range(h.start, h.tensor * 0 + 0.5) for h in held])
+        frozen = states.get("blocks.1.up.weight")
+        assert frozen is not None
+        states.set("blocks.1.up.weight", PARAMETERS, frozen + 1)
+        sharded.model(*tokens(rank, 2)).backward()
+        gradient = states.get("embedding.weight", "gradients")
+        states.set("embedding.weight", "gradients", gradient * 0 + 0.125)
+        sharded.clip_grad_norm_(0.1)
+        sharded.clip_grad_norm_(0.05)
+        norm = float(sharded.clip_grad_norm_(None))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        take_steps(sharded, 3)
+        results.append(every_state(sharded) | {"gradient": gradient, "norm": torch.tensor(norm)})
+        sharded.remove()
+    for result in results[1:]:
+        assert same(result, results[0])
 
 
-def test_frozen_and_freed(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        keep_places_apart()
-        results = []
-        for policy in policies(tmp_path).values():
-            sharded = trained(policy, model="tied")
-            for trains in (False, True):
-                sharded.model.get_submodule("blocks.0").requires_grad_(trains)
-                sharded.update_trainable()
-                take_steps(sharded, 2 + trains)
-            results.append(every_state(sharded))
-            sharded.remove()
-        for result in results[1:]:
-            assert same(result, results[0])
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_frozen_and_freed(rank: int, tmp_path: Path) -> None:
+    keep_places_apart()
+    results = []
+    for policy in policies(tmp_path).values():
+        sharded = trained(policy, model="tied")
+        for trains in (False, True):
+            sharded.model.get_submodule("blocks.0").requires_grad_(trains)
+            sharded.update_trainable()
+            take_steps(sharded, 2 + trains)
+        results.append(every_state(sharded))
+        sharded.remove()
+    for result in results[1:]:
+        assert same(result, results[0])
 
 
 def test_optimizer_state_dicts(tmp_path: Path) -> None:
@@ -364,23 +357,20 @@ def run_engine(config: dict[str, Any], rank: int, steps: int = 3) -> tuple[zeros
     return engine, engine_steps(engine, rank, range(steps))
 
 
-def test_a_config_with_both_on_disk(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_a_config_with_both_on_disk(rank: int, tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1e5}
     zero = {
         "stage": 3, "offload_optimizer": {**disk, "pipeline_read": True, "pipeline_write": True},
         "offload_param": {**disk, "max_in_cpu": 0},
     }  # fmt: skip
     aio = {"block_size": 8192, "queue_depth": 2, "single_submit": False, "overlap_events": True}
-
-    def body(rank: int) -> None:
-        _, expected = run_engine({**SHARED, "zero_optimization": {"stage": 3}}, rank)
-        engine, losses = run_engine({**SHARED, "zero_optimization": zero, "aio": aio}, rank)
-        assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
-        assert engine.memory_report()["disk"] > 16 * NUMEL // 2
-        assert engine.memory_report()["optimizer"] < 2048
-        engine.destroy()
-
-    on_ranks(body, 2)
+    _, expected = run_engine({**SHARED, "zero_optimization": {"stage": 3}}, rank)
+    engine, losses = run_engine({**SHARED, "zero_optimization": zero, "aio": aio}, rank)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert engine.memory_report()["disk"] > 16 * NUMEL // 2
+    assert engine.memory_report()["optimizer"] < 2048
+    engine.destroy()
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

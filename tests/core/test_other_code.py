@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -98,20 +97,19 @@ BESIDE = [
 ]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(("beside", "stage"), BESIDE)
 def test_code_that_reads_beside_training_changes_no_bit(
-    beside: Callable[[nn.Module], Callable[[], object]], stage: int
+    rank: int, beside: Callable[[nn.Module], Callable[[], object]], stage: int
 ) -> None:
-    def body(rank: int) -> None:
-        expected = trained(rank, stage)
-        assert all(map(torch.equal, expected, trained(rank, stage, beside)))
-
-    on_ranks(body, 2)
+    expected = trained(rank, stage)
+    assert all(map(torch.equal, expected, trained(rank, stage, beside)))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["checkpoint", "checkpoint, reentrant", "saved on CPU", "kept by others"])
-def test_parts_run_alone_under_the_hooks_of_others(how: str) -> None:
+def test_parts_run_alone_under_the_hooks_of_others(rank: int, how: str) -> None:
     """At stage 3, with the bits of stage 2."""
 
     def part(module: nn.Module, x: Tensor) -> Tensor:
@@ -124,24 +122,19 @@ def test_parts_run_alone_under_the_hooks_of_others(how: str) -> None:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return module(x)  # type: ignore[no-any-return]
 
-    def body(rank: int) -> None:
-        def run(stage: int) -> list[Tensor]:
-            torch.manual_seed(0)
-            model = nn.ModuleDict(
-                {"body": nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), "head": nn.Linear(16, 8)}
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-            zeroshard.shard(model, optimizer, stage)
-            for number in range(4):
-                x = torch.randn(6, 16, generator=torch.Generator().manual_seed(10 * number + rank)).requires_grad_()
-                for layer in model["body"]:
-                    x = part(layer, x).tanh()
-                loss = sum(part(model["head"], chunk).square().mean() for chunk in x.chunk(3))
-                assert isinstance(loss, Tensor)
-                update(loss, optimizer)
-            with zeroshard.unsharded(model):
-                return [parameter.detach().clone() for parameter in model.parameters()]
+    def run(stage: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"body": nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), "head": nn.Linear(16, 8)})
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        zeroshard.shard(model, optimizer, stage)
+        for number in range(4):
+            x = torch.randn(6, 16, generator=torch.Generator().manual_seed(10 * number + rank)).requires_grad_()
+            for layer in model["body"]:
+                x = part(layer, x).tanh()
+            loss = sum(part(model["head"], chunk).square().mean() for chunk in x.chunk(3))
+            assert isinstance(loss, Tensor)
+            update(loss, optimizer)
+        with zeroshard.unsharded(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
 
-        assert all(map(torch.equal, run(2), run(3)))
-
-    on_ranks(body, 2)
+    assert all(map(torch.equal, run(2), run(3)))

@@ -220,96 +220,85 @@ def test_a_sender_to_a_dead_rank_whose_children_hold_its_sockets_does_not_wait(t
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-def test_a_gather_that_is_given_up_writes_nothing() -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        rows = torch.full((2, 4), float(rank))
-        collectives.all_gather(rows, 0, "rows").abandon()
-        assert rows.eq(rank).all()
-        collectives.all_gather(rows, 0, "rows").wait()
-        assert rows[:, 0].tolist() == [0, 1]
-        end(collectives)
-
-    run_ranks(body, 2)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_gather_that_is_given_up_writes_nothing(rank: int) -> None:
+    collectives = shared()
+    rows = torch.full((2, 4), float(rank))
+    collectives.all_gather(rows, 0, "rows").abandon()
+    assert rows.eq(rank).all()
+    collectives.all_gather(rows, 0, "rows").wait()
+    assert rows[:, 0].tolist() == [0, 1]
+    end(collectives)
 
 
-def test_a_rank_that_leaves_disturbs_nobody_who_does_not_need_it(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        watch.REPORT_SECONDS = 0.5  # rank 0 has no word to say
-        pair = dist.new_group([1, 2])
-        everybody = shared()
-        own = shared(pair) if rank else None
-        tensor = torch.full((1000,), float(rank))
-        everybody.broadcast(tensor, 2)
-        if own is None:
-            everybody.close()
-            (tmp_path / "left").touch()
-            until(tmp_path / "done")
-            return
-        until(tmp_path / "left")
-        for number in range(20):
-            everybody.transfer(torch.full((1000,), float(number)), 1, 2, "a transfer").wait()
-            assert own.exchange(bytes([rank]), "ranks") == [b"\1", b"\2"]
-        with pytest.raises(CollectiveError, match="rank 0"):
-            everybody.exchange(b"x", "everybody")
-        dist.barrier(pair)
-        (tmp_path / "done").touch()
-
-    run_ranks(body, 3)
+@pytest.mark.ranks(3, fresh=True)
+def test_a_rank_that_leaves_disturbs_nobody_who_does_not_need_it(rank: int, tmp_path: Path) -> None:
+    watch.REPORT_SECONDS = 0.5  # rank 0 has no word to say
+    pair = dist.new_group([1, 2])
+    everybody = shared()
+    own = shared(pair) if rank else None
+    tensor = torch.full((1000,), float(rank))
+    everybody.broadcast(tensor, 2)
+    if own is None:
+        everybody.close()
+        (tmp_path / "left").touch()
+        until(tmp_path / "done")
+        return
+    until(tmp_path / "left")
+    for number in range(20):
+        everybody.transfer(torch.full((1000,), float(number)), 1, 2, "a transfer").wait()
+        assert own.exchange(bytes([rank]), "ranks") == [b"\1", b"\2"]
+    with pytest.raises(CollectiveError, match="rank 0"):
+        everybody.exchange(b"x", "everybody")
+    dist.barrier(pair)
+    (tmp_path / "done").touch()
 
 
-def test_a_rank_that_ends_after_its_backward_leaves_the_others_theirs(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(0)
-        step(model, sharded, rank, 0)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_rank_that_ends_after_its_backward_leaves_the_others_theirs(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(0)
+    step(model, sharded, rank, 0)
+    if rank == 0:
+        model.embedding.weight.register_hook(lambda gradient: until(tmp_path / "left"))
+    model(*tokens(rank, 1)).backward()
+    if rank == 1:
+        del model, sharded
+        gc.collect()
+        (tmp_path / "left").touch()
+
+
+@pytest.mark.ranks(2, fresh=True, collective_timeout=NEVER)
+def test_ranks_that_wait_for_each_other_in_vain_say_so_before_the_timeout(rank: int) -> None:
+    collectives = shared()
+    with pytest.raises(CollectiveError) as caught:
         if rank == 0:
-            model.embedding.weight.register_hook(lambda gradient: until(tmp_path / "left"))
-        model(*tokens(rank, 1)).backward()
-        if rank == 1:
-            del model, sharded
-            gc.collect()
-            (tmp_path / "left").touch()
-
-    run_ranks(body, 2)
-
-
-def test_ranks_that_wait_for_each_other_in_vain_say_so_before_the_timeout() -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        with pytest.raises(CollectiveError) as caught:
-            if rank == 0:
-                collectives.exchange(b"x", "an exchange of words")
-            else:
-                rows = torch.zeros(2, 10)
-                collectives.reduce_scatter(rows, rows, 3, "a reduction", 2).finish(torch.empty(10), accumulate=False)
-        assert "rank 0 waited for an exchange of words" in str(caught.value)
-        assert "rank 1 waited for a reduction" in str(caught.value)
-
-    run_ranks(body, 2, collective_timeout=NEVER)
-
-
-def test_an_interrupted_wait_can_be_taken_up_again(tmp_path: Path) -> None:
-    """As in a notebook: the messages that came are not lost."""
-
-    def body(rank: int) -> None:
-        collectives = shared()
-        rows = torch.zeros(2, 10)
-        rows[rank] = rank + 1
-        if rank == 0:
-            pending = collectives.all_gather(rows, 0, "a gather")
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(KeyboardInterrupt):
-                pending.wait()
-            (tmp_path / "go").touch()
+            collectives.exchange(b"x", "an exchange of words")
         else:
-            until(tmp_path / "go")
-            pending = collectives.all_gather(rows, 0, "a gather")
-        pending.wait()
-        assert rows.tolist() == [[1.0] * 10, [2.0] * 10]
-        assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
+            rows = torch.zeros(2, 10)
+            collectives.reduce_scatter(rows, rows, 3, "a reduction", 2).finish(torch.empty(10), accumulate=False)
+    assert "rank 0 waited for an exchange of words" in str(caught.value)
+    assert "rank 1 waited for a reduction" in str(caught.value)
 
-    run_ranks(body, 2)
+
+@pytest.mark.ranks(2, fresh=True)
+def test_an_interrupted_wait_can_be_taken_up_again(rank: int, tmp_path: Path) -> None:
+    """As in a notebook: the messages that came are not lost."""
+    collectives = shared()
+    rows = torch.zeros(2, 10)
+    rows[rank] = rank + 1
+    if rank == 0:
+        pending = collectives.all_gather(rows, 0, "a gather")
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        (tmp_path / "go").touch()
+    else:
+        until(tmp_path / "go")
+        pending = collectives.all_gather(rows, 0, "a gather")
+    pending.wait()
+    assert rows.tolist() == [[1.0] * 10, [2.0] * 10]
+    assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
 
 
 # ---------------------------------------------------------------------- nothing grows
@@ -352,108 +341,97 @@ def test_hundreds_of_engines_leave_nothing() -> None:
     many_engines(500)
 
 
+@pytest.mark.ranks("count", fresh=True)
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_forwards_without_a_step_keep_no_messages(count: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3)
-        collectives = transport_of(sharded)
-        assert isinstance(collectives, SharedMemory)
-        sizes = []
-        with torch.no_grad():
-            for number in range(100):
-                model(*tokens(rank, 0))
-                sizes.append(kept_messages(collectives))
-                if number == 20:
-                    before, nbytes = descriptors_within(), collectives.buffers_nbytes
-        assert max(sizes[20:]) <= 12 * count
-        assert collectives.buffers_nbytes == nbytes
-        assert descriptors_within() == before
-
-    run_ranks(body, count)
+def test_forwards_without_a_step_keep_no_messages(rank: int, count: int) -> None:
+    model, sharded = build(3)
+    collectives = transport_of(sharded)
+    assert isinstance(collectives, SharedMemory)
+    sizes = []
+    with torch.no_grad():
+        for number in range(100):
+            model(*tokens(rank, 0))
+            sizes.append(kept_messages(collectives))
+            if number == 20:
+                before, nbytes = descriptors_within(), collectives.buffers_nbytes
+    assert max(sizes[20:]) <= 12 * count
+    assert collectives.buffers_nbytes == nbytes
+    assert descriptors_within() == before
 
 
 # ---------------------------------------------------------------------- the shape of things
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [0, 1, 10_007])
-def test_shapes_and_dtypes(numel: int, dtype: torch.dtype) -> None:
+def test_shapes_and_dtypes(rank: int, numel: int, dtype: torch.dtype) -> None:
     """No element, one, an odd number."""
-
-    def body(rank: int) -> None:
-        collectives = shared()
-        count = collectives.world_size
-        for number in range(2):
-            rows = torch.zeros(count, numel, dtype=dtype)
-            rows[rank] = rank + 1
-            collectives.all_gather(rows, number, "a gather").wait()
-            assert rows.tolist() == [[one + 1.0] * numel for one in range(count)]
-            pending = collectives.reduce_scatter(rows, rows, number, "a reduction", count)
-            out = torch.ones(numel, dtype=dtype)
-            pending.finish(out, accumulate=True)
-            assert torch.equal(out, torch.full((numel,), rank + 2.0, dtype=dtype))
-            scalar = torch.tensor(float(rank), dtype=dtype)
-            collectives.broadcast(scalar, 2)
-            assert scalar.item() == 2
-            crosswise = torch.full((3, numel), float(rank), dtype=dtype).t()
-            collectives.broadcast(crosswise, 1)
-            assert crosswise.eq(1).all()
-        end(collectives)
-
-    on_ranks(body, 3)
+    collectives = shared()
+    count = collectives.world_size
+    for number in range(2):
+        rows = torch.zeros(count, numel, dtype=dtype)
+        rows[rank] = rank + 1
+        collectives.all_gather(rows, number, "a gather").wait()
+        assert rows.tolist() == [[one + 1.0] * numel for one in range(count)]
+        pending = collectives.reduce_scatter(rows, rows, number, "a reduction", count)
+        out = torch.ones(numel, dtype=dtype)
+        pending.finish(out, accumulate=True)
+        assert torch.equal(out, torch.full((numel,), rank + 2.0, dtype=dtype))
+        scalar = torch.tensor(float(rank), dtype=dtype)
+        collectives.broadcast(scalar, 2)
+        assert scalar.item() == 2
+        crosswise = torch.full((3, numel), float(rank), dtype=dtype).t()
+        collectives.broadcast(crosswise, 1)
+        assert crosswise.eq(1).all()
+    end(collectives)
 
 
-def test_transfers_that_a_rank_sits_out_do_not_make_it_miscount() -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        for source in range(3):
-            for target in range(3):
-                value = torch.tensor([float(rank)])
-                collectives.transfer(value, source, target, "a transfer").wait()
-                assert value.item() == (source if rank == target else rank)
-                collectives.broadcast(value, source)
-                assert value.item() == source
-        end(collectives)
-
-    on_ranks(body, 3)
+@pytest.mark.ranks(3)
+def test_transfers_that_a_rank_sits_out_do_not_make_it_miscount(rank: int) -> None:
+    collectives = shared()
+    for source in range(3):
+        for target in range(3):
+            value = torch.tensor([float(rank)])
+            collectives.transfer(value, source, target, "a transfer").wait()
+            assert value.item() == (source if rank == target else rank)
+            collectives.broadcast(value, source)
+            assert value.item() == source
+    end(collectives)
 
 
-def test_groups_that_cross_each_other() -> None:
-    def body(rank: int) -> None:
-        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 3))}
-        own = {ranks: shared(group) for ranks, group in groups.items() if rank in ranks} | {(0, 1, 2, 3): shared()}
-        controls = {ranks: one.control() for ranks, one in own.items()}
-        for number in range(10):
-            for ranks, one in own.items():
-                mine = ranks.index(rank)
-                rows = torch.zeros(len(ranks), 7)
-                rows[mine] = rank + number
-                one.all_gather(rows, 0, "a gather").wait()
-                assert rows[:, 0].tolist() == [float(other + number) for other in ranks]
-                assert controls[ranks].exchange(bytes([rank]), "ranks") == [bytes([other]) for other in ranks]
-
-    run_ranks(body, 4)
+@pytest.mark.ranks(4, fresh=True)
+def test_groups_that_cross_each_other(rank: int) -> None:
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 3))}
+    own = {ranks: shared(group) for ranks, group in groups.items() if rank in ranks} | {(0, 1, 2, 3): shared()}
+    controls = {ranks: one.control() for ranks, one in own.items()}
+    for number in range(10):
+        for ranks, one in own.items():
+            mine = ranks.index(rank)
+            rows = torch.zeros(len(ranks), 7)
+            rows[mine] = rank + number
+            one.all_gather(rows, 0, "a gather").wait()
+            assert rows[:, 0].tolist() == [float(other + number) for other in ranks]
+            assert controls[ranks].exchange(bytes([rank]), "ranks") == [bytes([other]) for other in ranks]
 
 
-def test_a_rank_that_closes_takes_away_nothing_that_others_still_read(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        rows = torch.full((2, 1 << 18), rank + 1.0)
-        pending = collectives.all_gather(rows, 0, "a gather")
-        (tmp_path / f"offered.{rank}").touch()
-        if rank == 0:
-            until(tmp_path / "offered.1")
-            collectives.close()
-            del collectives, rows, pending
-            gc.collect()
-            torch.ones(1 << 20).sum()
-            (tmp_path / "closed").touch()
-            return
-        until(tmp_path / "closed")
-        pending.wait()
-        assert rows[0].eq(1).all()
-
-    run_ranks(body, 2)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_rank_that_closes_takes_away_nothing_that_others_still_read(rank: int, tmp_path: Path) -> None:
+    collectives = shared()
+    rows = torch.full((2, 1 << 18), rank + 1.0)
+    pending = collectives.all_gather(rows, 0, "a gather")
+    (tmp_path / f"offered.{rank}").touch()
+    if rank == 0:
+        until(tmp_path / "offered.1")
+        collectives.close()
+        del collectives, rows, pending
+        gc.collect()
+        torch.ones(1 << 20).sum()
+        (tmp_path / "closed").touch()
+        return
+    until(tmp_path / "closed")
+    pending.wait()
+    assert rows[0].eq(1).all()
 
 
 # ---------------------------------------------------------------------- slow readers
@@ -637,43 +615,39 @@ def test_forked_children_change_nothing(stage: int) -> None:
     both_ways_with_children(body)
 
 
-def test_a_child_takes_no_message_of_its_parents() -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        pid = os.fork()
-        if not pid:
-            try:
-                collectives.exchange(b"c", "a child's")
-            except zeroshard.UsageError as error:
-                os._exit(0 if "forked" in str(error) else 1)
-            os._exit(2)
-        assert os.waitpid(pid, 0)[1] == 0
-        assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
-
-    run_ranks(body, 2)
-
-
-def test_a_child_that_lives_on_keeps_no_memory() -> None:
-    def body(rank: int) -> None:
-        collectives = shared()
-        collectives.broadcast(torch.ones(1 << 20))
-        mapped = set(maps())
-        pid = os.fork()
-        if not pid:
-            time.sleep(60)
-            os._exit(0)
+@pytest.mark.ranks(2, fresh=True)
+def test_a_child_takes_no_message_of_its_parents(rank: int) -> None:
+    collectives = shared()
+    pid = os.fork()
+    if not pid:
         try:
-            assert not maps(pid)
-            collectives.exchange(b"x", "forked")
-            collectives.close()
-            del collectives
-            gc.collect()
-            dist.barrier()
-            assert not mapped & held_anywhere()
-        finally:
-            os.kill(pid, signal.SIGKILL)
+            collectives.exchange(b"c", "a child's")
+        except zeroshard.UsageError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert collectives.exchange(bytes([rank]), "ranks") == [b"\0", b"\1"]
 
-    run_ranks(body, 2)
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_child_that_lives_on_keeps_no_memory(rank: int) -> None:
+    collectives = shared()
+    collectives.broadcast(torch.ones(1 << 20))
+    mapped = set(maps())
+    pid = os.fork()
+    if not pid:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert not maps(pid)
+        collectives.exchange(b"x", "forked")
+        collectives.close()
+        del collectives
+        gc.collect()
+        dist.barrier()
+        assert not mapped & held_anywhere()
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 class Numbers(torch.utils.data.Dataset[Tensor]):
@@ -960,31 +934,28 @@ def test_strangers_that_call_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> 
     run_ranks(body, 3, collective_timeout=NEVER)
 
 
-def test_lent_rows_outlive_the_collectives() -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_lent_rows_outlive_the_collectives(rank: int) -> None:
     """A rank that drops its engine after its last step, without a word, while others still read."""
-
-    def body(rank: int) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
-        port = [store.port if store else 0]
-        dist.broadcast_object_list(port)
-        store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
-        collectives = shared()
-        rows = torch.zeros(2, 1000)
-        rows[rank] = rank + 1
-        pending = collectives.all_gather(rows, 0, "rows")
-        if rank == 0:
-            pending.wait()
-            gone = weakref.ref(collectives)
-            del collectives, pending
-            gc.collect()
-            assert gone() is None
-            store.set("gone", "1")
-        else:
-            store.wait(["gone"])
-            pending.wait()
-        assert rows[:, 0].tolist() == [1, 2]
-
-    run_ranks(body, 2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = [store.port if store else 0]
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore("127.0.0.1", port[0], is_master=False)
+    collectives = shared()
+    rows = torch.zeros(2, 1000)
+    rows[rank] = rank + 1
+    pending = collectives.all_gather(rows, 0, "rows")
+    if rank == 0:
+        pending.wait()
+        gone = weakref.ref(collectives)
+        del collectives, pending
+        gc.collect()
+        assert gone() is None
+        store.set("gone", "1")
+    else:
+        store.wait(["gone"])
+        pending.wait()
+    assert rows[:, 0].tolist() == [1, 2]
 
 
 def test_ranks_of_two_networks_talk_over_gloo_and_say_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from insides import frames_between_steps
 from models import OPTIMIZERS, muon_with_adamw, workload
-from ranks import Lines, on_ranks, run_ranks
+from ranks import Lines, on_ranks
 from torch import Tensor, nn
 from twin import (
     CPU,
@@ -202,98 +202,81 @@ def test_a_run_is_plain_pytorch_with_rounded_states() -> None:
             assert torch.equal(found[f"{fqn} {name}"], optimizer.state[parameter][name]), (fqn, name)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["bf16 states", "bf16, states too"])
 @pytest.mark.parametrize("name", ["tied", "frozen base", "skipping"])
-def test_stages_and_places(name: str, precision: str, tmp_path: Path) -> None:
+def test_stages_and_places(rank: int, name: str, precision: str, tmp_path: Path) -> None:
     how = Offload(str(tmp_path), buffer_numel=8192, block_nbytes=4096)
-
-    def body(rank: int) -> None:
-        work = workload(name, steps=3, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
-        settings = {f"stage {stage}": Setting(Policy.stage(stage)) for stage in range(4)}
-        settings |= {
-            "over gloo": Setting(Policy.stage(2), "gloo"),
-            "in CPU memory": Setting(Policy.stage(2).offloaded(optimizer=CPU), apart=True),
-            "on disk": Setting(Policy.stage(2).offloaded(optimizer=DISK, offload=how)),
-            "on disk, apart": Setting(Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how), apart=True),
-            "parked": Setting(Policy.stage(2), apart=True, parks=CPU),
-        }  # fmt: skip
-        expect_equal(rank, work, settings, precision)
-
-    on_ranks(body, 2)
+    work = workload(name, steps=3, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
+    settings = {f"stage {stage}": Setting(Policy.stage(stage)) for stage in range(4)}
+    settings |= {
+        "over gloo": Setting(Policy.stage(2), "gloo"),
+        "in CPU memory": Setting(Policy.stage(2).offloaded(optimizer=CPU), apart=True),
+        "on disk": Setting(Policy.stage(2).offloaded(optimizer=DISK, offload=how)),
+        "on disk, apart": Setting(Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how), apart=True),
+        "parked": Setting(Policy.stage(2), apart=True, parks=CPU),
+    }  # fmt: skip
+    expect_equal(rank, work, settings, precision)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [*KNOWN, "Muon with AdamW"])
-def test_every_optimizer_comes_close_to_its_states_in_fp32(name: str) -> None:
+def test_every_optimizer_comes_close_to_its_states_in_fp32(rank: int, name: str) -> None:
     make = KNOWN.get(name, muon_with_adamw)
-
-    def body(rank: int) -> None:
-        ends = []
-        for precision in (None, BF16):
-            for bucket_numel in (64, 10**6):
-                model, sharded = build(1, precision=precision, make_optimizer=make, bucket_numel=bucket_numel)
-                before = {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
-                for number in range(4):
-                    step(model, sharded, rank, number)
-                ends.append(
-                    (every_state(sharded), {fqn: value - before[fqn] for fqn, value in model.named_parameters()})
-                )
-        assert same(ends[2][0], ends[3][0])
-        for fqn, moved in ends[0][1].items():
-            assert (ends[2][1][fqn] - moved).norm() <= 0.05 * moved.norm() + 1e-6, fqn
-
-    on_ranks(body, 2)
+    ends = []
+    for precision in (None, BF16):
+        for bucket_numel in (64, 10**6):
+            model, sharded = build(1, precision=precision, make_optimizer=make, bucket_numel=bucket_numel)
+            before = {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
+            for number in range(4):
+                step(model, sharded, rank, number)
+            ends.append((every_state(sharded), {fqn: value - before[fqn] for fqn, value in model.named_parameters()}))
+    assert same(ends[2][0], ends[3][0])
+    for fqn, moved in ends[0][1].items():
+        assert (ends[2][1][fqn] - moved).norm() <= 0.05 * moved.norm() + 1e-6, fqn
 
 
-def test_a_state_without_gradients_decays() -> None:
+@pytest.mark.ranks(1)
+def test_a_state_without_gradients_decays(rank: int) -> None:
     """Rounded to the nearest, a second moment would keep its value: a step takes a thousandth of it, an eighth of a gap."""
-
-    def body(rank: int) -> None:
-        make = lambda p: torch.optim.Adam(p, foreach=False)  # noqa: E731
-        model, sharded = build(1, precision=BF16, make_model=lambda: nn.Linear(40, 50), make_optimizer=make)
-        update(model(torch.ones(1, 40)).sum() * 100, sharded.optimizer)
-        first = sharded.states.get("weight", "exp_avg_sq")
-        for _ in range(100):
-            update((model(torch.zeros(1, 40)) * 0).sum(), sharded.optimizer)
-        mean = (sharded.states.get("weight", "exp_avg_sq") / first).mean().item()
-        assert mean == pytest.approx(0.999**100, rel=2e-3)
-
-    on_ranks(body, 1)
+    make = lambda p: torch.optim.Adam(p, foreach=False)  # noqa: E731
+    model, sharded = build(1, precision=BF16, make_model=lambda: nn.Linear(40, 50), make_optimizer=make)
+    update(model(torch.ones(1, 40)).sum() * 100, sharded.optimizer)
+    first = sharded.states.get("weight", "exp_avg_sq")
+    for _ in range(100):
+        update((model(torch.zeros(1, 40)) * 0).sum(), sharded.optimizer)
+    mean = (sharded.states.get("weight", "exp_avg_sq") / first).mean().item()
+    assert mean == pytest.approx(0.999**100, rel=2e-3)
 
 
 # ---------------------------------------------------------------------- bytes
 
 
+@pytest.mark.ranks("ranks", fresh=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_twelve_bytes_a_parameter(ranks: int, tmp_path: Path) -> None:
+def test_twelve_bytes_a_parameter(rank: int, ranks: int, tmp_path: Path) -> None:
     config = GPTConfig(layers=4, width=96, heads=4, context=16)
     numel = sum(parameter.numel() for parameter in GPT(config).parameters())
-
-    def body(rank: int) -> None:
-        precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16, state_dtype=torch.bfloat16)
-        work = Workload(lambda: GPT(config), gpt_batch, steps=2)
-        for stage, nbytes in ((0, 12), (1, 4 + 8 / ranks), (2, 2 + 10 / ranks), (3, 10 / ranks)):
-            run = train(rank, work, Policy.stage(stage), precision=precision)
-            assert sum(run.formula.values()) == pytest.approx(nbytes * numel)
-            for kind, expected in run.formula.items():
-                assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
-        how = Offload(str(tmp_path))
-        run = train(rank, work, Policy.stage(2).offloaded(optimizer=DISK, offload=how), precision=precision)
-        # Master weights, gradients and two states.
-        assert run.memory["disk"] == pytest.approx((4 + 2 + 2 + 2) * numel / ranks, rel=0.05)
-
-    run_ranks(body, ranks)
+    precision = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16, state_dtype=torch.bfloat16)
+    work = Workload(lambda: GPT(config), gpt_batch, steps=2)
+    for stage, nbytes in ((0, 12), (1, 4 + 8 / ranks), (2, 2 + 10 / ranks), (3, 10 / ranks)):
+        run = train(rank, work, Policy.stage(stage), precision=precision)
+        assert sum(run.formula.values()) == pytest.approx(nbytes * numel)
+        for kind, expected in run.formula.items():
+            assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
+    how = Offload(str(tmp_path))
+    run = train(rank, work, Policy.stage(2).offloaded(optimizer=DISK, offload=how), precision=precision)
+    # Master weights, gradients and two states.
+    assert run.memory["disk"] == pytest.approx((4 + 2 + 2 + 2) * numel / ranks, rel=0.05)
 
 
-def test_one_frame_and_no_read_ahead() -> None:
+@pytest.mark.ranks(2)
+def test_one_frame_and_no_read_ahead(rank: int) -> None:
     """No state is opened before the step, which would take memory from the forward. An accelerator keeps no frame (test_simgpu)."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(2, precision=BF16)
-        for number in range(3):
-            step(model, sharded, rank, number)
-            assert frames_between_steps(sharded) == (1, 0)
-
-    on_ranks(body, 2)
+    model, sharded = build(2, precision=BF16)
+    for number in range(3):
+        step(model, sharded, rank, number)
+        assert frames_between_steps(sharded) == (1, 0)
 
 
 def test_a_plan_counts_them() -> None:
@@ -318,45 +301,41 @@ def test_a_plan_counts_them() -> None:
 # ---------------------------------------------------------------------- states by name, and checkpoints
 
 
-def test_get_gives_fp32_and_set_takes_it() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3, precision=BF16)
-        step(model, sharded, rank, 0)
-        fqn = "blocks.1.up.weight"
-        before = every_state(sharded)
-        value = torch.randn(before[f"{fqn} exp_avg"].shape, generator=torch.Generator().manual_seed(1))
-        sharded.states.set(fqn, "exp_avg", value)
-        after = every_state(sharded)
-        changed = after.pop(f"{fqn} exp_avg")
-        assert changed.dtype == torch.float32
-        assert torch.equal(changed, value.bfloat16().float())  # to the nearest: no step's random bits
-        del before[f"{fqn} exp_avg"]
-        assert same(before, after)
-        text = refusal(lambda: dcp.save({"app": zeroshard.DistributedState(sharded)}, checkpoint_id="/nowhere"))
-        assert "in 16 bits" in text
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_get_gives_fp32_and_set_takes_it(rank: int) -> None:
+    model, sharded = build(3, precision=BF16)
+    step(model, sharded, rank, 0)
+    fqn = "blocks.1.up.weight"
+    before = every_state(sharded)
+    value = torch.randn(before[f"{fqn} exp_avg"].shape, generator=torch.Generator().manual_seed(1))
+    sharded.states.set(fqn, "exp_avg", value)
+    after = every_state(sharded)
+    changed = after.pop(f"{fqn} exp_avg")
+    assert changed.dtype == torch.float32
+    assert torch.equal(changed, value.bfloat16().float())  # to the nearest: no step's random bits
+    del before[f"{fqn} exp_avg"]
+    assert same(before, after)
+    text = refusal(lambda: dcp.save({"app": zeroshard.DistributedState(sharded)}, checkpoint_id="/nowhere"))
+    assert "in 16 bits" in text
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-def test_states_outlive_a_change_of_what_trains(name: str) -> None:
-    def body(rank: int) -> None:
-        ends = []
-        for bucket_numel in (64, 10**6):
-            model, sharded = build(2, precision=BF16, make_optimizer=OPTIMIZERS[name], bucket_numel=bucket_numel)
-            for number in range(2):
-                step(model, sharded, rank, number)
-            before = every_state(sharded)
-            model.blocks[1].up.weight.requires_grad_(False)
-            sharded.update_trainable()
-            after = every_state(sharded)
-            assert "blocks.1.up.weight parameters" in after
-            assert same({key: before[key] for key in after}, after)
-            step(model, sharded, rank, 2)
-            ends.append(every_state(sharded))
-        assert same(ends[0], ends[1])
-
-    on_ranks(body, 2)
+def test_states_outlive_a_change_of_what_trains(rank: int, name: str) -> None:
+    ends = []
+    for bucket_numel in (64, 10**6):
+        model, sharded = build(2, precision=BF16, make_optimizer=OPTIMIZERS[name], bucket_numel=bucket_numel)
+        for number in range(2):
+            step(model, sharded, rank, number)
+        before = every_state(sharded)
+        model.blocks[1].up.weight.requires_grad_(False)
+        sharded.update_trainable()
+        after = every_state(sharded)
+        assert "blocks.1.up.weight parameters" in after
+        assert same({key: before[key] for key in after}, after)
+        step(model, sharded, rank, 2)
+        ends.append(every_state(sharded))
+    assert same(ends[0], ends[1])
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import OPTIMIZERS
-from ranks import Lines, on_ranks, run_ranks
+from ranks import Lines, on_ranks
 from test_states_in_16_bits import KNOWN, key_and_hash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -204,18 +204,16 @@ def test_any_number_of_ranks_any_stage_and_bucket_size(name: str, rounding: Any)
         assert torch.equal(value, _rounded(value, key, None)), key
 
 
-def test_parameters_that_are_kept_whole() -> None:
-    def body(rank: int) -> None:
-        ends = []
-        for elementwise in (None, False):
-            model, sharded = build(
-                2, precision=EIGHT, make_model=Given, make_optimizer=KNOWN["AdamW"], elementwise=elementwise
-            )
-            steps(model, sharded, range(3))
-            ends.append(every_state(sharded))
-        assert same(*ends)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_parameters_that_are_kept_whole(rank: int) -> None:
+    ends = []
+    for elementwise in (None, False):
+        model, sharded = build(
+            2, precision=EIGHT, make_model=Given, make_optimizer=KNOWN["AdamW"], elementwise=elementwise
+        )
+        steps(model, sharded, range(3))
+        ends.append(every_state(sharded))
+    assert same(*ends)
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
@@ -249,7 +247,8 @@ def test_a_run_is_plain_pytorch_with_rounded_states(rounding: Any) -> None:
             assert torch.equal(found[f"{fqn} {name}"], optimizer.state[parameter][name]), (fqn, name)
 
 
-def test_places(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_places(rank: int, tmp_path: Path) -> None:
     how = Offload(str(tmp_path), block_nbytes=4096)
     settings = {
         "stage 0": Setting(Policy.stage(0)),
@@ -259,60 +258,51 @@ def test_places(tmp_path: Path) -> None:
         "on disk, apart": Setting(Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how), apart=True),
         "parked": Setting(Policy.stage(2), apart=True, parks=CPU),
     }
-
-    def body(rank: int) -> None:
-        ends = {}
-        for name, setting in settings.items():
-            with as_set(setting):
-                model, sharded = build(setting.policy, precision=EIGHT, make_model=Given, bucket_numel=2000)
-                for number in range(3):
-                    steps(model, sharded, range(number, number + 1))
-                    if setting.parks is not None:
-                        sharded.offload_states(place=setting.parks)
-                        sharded.reload_states()
-                ends[name] = every_state(sharded)
-        differ = [name for name, one in ends.items() if not same(one, ends["stage 0"])]
-        assert not differ
-
-    on_ranks(body, 2)
+    ends = {}
+    for name, setting in settings.items():
+        with as_set(setting):
+            model, sharded = build(setting.policy, precision=EIGHT, make_model=Given, bucket_numel=2000)
+            for number in range(3):
+                steps(model, sharded, range(number, number + 1))
+                if setting.parks is not None:
+                    sharded.offload_states(place=setting.parks)
+                    sharded.reload_states()
+            ends[name] = every_state(sharded)
+    differ = [name for name, one in ends.items() if not same(one, ends["stage 0"])]
+    assert not differ
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "ASGD"])
-def test_every_optimizer_comes_close_to_its_states_in_fp32(name: str) -> None:
-    def body(rank: int) -> None:
-        ends = []
-        for precision in (None, EIGHT):
-            model, sharded = build(1, precision=precision, make_model=Given, make_optimizer=KNOWN[name])
-            before = {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
-            steps(model, sharded, range(4))
-            ends.append({fqn: value.detach() - before[fqn] for fqn, value in model.named_parameters()})
-        for fqn, moved in ends[0].items():
-            assert (ends[1][fqn] - moved).norm() <= 0.1 * moved.norm() + 1e-6, fqn
-            assert torch.equal(ends[1][fqn], moved) == (fqn not in CODED or name == "SGD without momentum"), fqn
-
-    on_ranks(body, 2)
+def test_every_optimizer_comes_close_to_its_states_in_fp32(rank: int, name: str) -> None:
+    ends = []
+    for precision in (None, EIGHT):
+        model, sharded = build(1, precision=precision, make_model=Given, make_optimizer=KNOWN[name])
+        before = {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
+        steps(model, sharded, range(4))
+        ends.append({fqn: value.detach() - before[fqn] for fqn, value in model.named_parameters()})
+    for fqn, moved in ends[0].items():
+        assert (ends[1][fqn] - moved).norm() <= 0.1 * moved.norm() + 1e-6, fqn
+        assert torch.equal(ends[1][fqn], moved) == (fqn not in CODED or name == "SGD without momentum"), fqn
 
 
 # ---------------------------------------------------------------------- bytes
 
 
-def test_six_bytes_less(tmp_path: Path) -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_six_bytes_less(rank: int, tmp_path: Path) -> None:
     config = GPTConfig(layers=4, width=96, heads=4, context=16)
     numel = sum(parameter.numel() for parameter in GPT(config).parameters())
-
-    def body(rank: int) -> None:
-        work = Workload(lambda: GPT(config), gpt_batch, steps=2)
-        for stage in range(4):
-            run = train(rank, work, Policy.stage(stage), precision=EIGHT)
-            for kind, expected in run.formula.items():
-                assert run.memory[kind] == pytest.approx(expected, rel=0.08), (stage, kind)
-            each = run.formula["optimizer"] * (2 if stage else 1) / numel
-            assert each == pytest.approx(2 + 8 / BLOCK_NUMEL)
-        how = Offload(str(tmp_path))
-        run = train(rank, work, Policy.stage(2).offloaded(optimizer=DISK, offload=how), precision=EIGHT)
-        assert run.memory["disk"] == pytest.approx((4 + 2) * numel / 2, rel=0.08)  # gradients and states
-
-    run_ranks(body, 2)
+    work = Workload(lambda: GPT(config), gpt_batch, steps=2)
+    for stage in range(4):
+        run = train(rank, work, Policy.stage(stage), precision=EIGHT)
+        for kind, expected in run.formula.items():
+            assert run.memory[kind] == pytest.approx(expected, rel=0.08), (stage, kind)
+        each = run.formula["optimizer"] * (2 if stage else 1) / numel
+        assert each == pytest.approx(2 + 8 / BLOCK_NUMEL)
+    how = Offload(str(tmp_path))
+    run = train(rank, work, Policy.stage(2).offloaded(optimizer=DISK, offload=how), precision=EIGHT)
+    assert run.memory["disk"] == pytest.approx((4 + 2) * numel / 2, rel=0.08)  # gradients and states
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "uint8"])
@@ -347,55 +337,49 @@ def test_a_plan_has_the_bytes_that_a_run_measures(stage: int, dtype: str | None)
 # ---------------------------------------------------------------------- states by name, and checkpoints
 
 
-def test_get_gives_fp32_and_set_takes_it() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3, precision=EIGHT, make_model=Given)
-        steps(model, sharded, range(1))
-        before = every_state(sharded)
-        for fqn in ("blocks.1", "blocks.2"):
-            value = torch.randn(before[f"{fqn} exp_avg"].shape, generator=torch.Generator().manual_seed(1))
-            sharded.states.set(fqn, "exp_avg", value)
-            after = every_state(sharded)
-            changed = after.pop(f"{fqn} exp_avg")
-            assert torch.equal(changed, _rounded(value, "", None) if fqn in CODED else value)
-            del before[f"{fqn} exp_avg"]
-            assert same(before, {key: after[key] for key in before})
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_get_gives_fp32_and_set_takes_it(rank: int) -> None:
+    model, sharded = build(3, precision=EIGHT, make_model=Given)
+    steps(model, sharded, range(1))
+    before = every_state(sharded)
+    for fqn in ("blocks.1", "blocks.2"):
+        value = torch.randn(before[f"{fqn} exp_avg"].shape, generator=torch.Generator().manual_seed(1))
+        sharded.states.set(fqn, "exp_avg", value)
+        after = every_state(sharded)
+        changed = after.pop(f"{fqn} exp_avg")
+        assert torch.equal(changed, _rounded(value, "", None) if fqn in CODED else value)
+        del before[f"{fqn} exp_avg"]
+        assert same(before, {key: after[key] for key in before})
 
 
-def test_values_that_are_set_replace_a_block_of_nan() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, precision=EIGHT, make_model=Given)
-        steps(model, sharded, range(1))
-        for fqn in CODED:
-            ones = torch.ones(model.get_parameter(fqn).shape)
-            sharded.states.set(fqn, "exp_avg", ones * torch.nan)
-            sharded.states.set(fqn, "exp_avg", ones)
-            assert torch.equal(every_state(sharded)[f"{fqn} exp_avg"], ones)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_values_that_are_set_replace_a_block_of_nan(rank: int) -> None:
+    model, sharded = build(2, precision=EIGHT, make_model=Given)
+    steps(model, sharded, range(1))
+    for fqn in CODED:
+        ones = torch.ones(model.get_parameter(fqn).shape)
+        sharded.states.set(fqn, "exp_avg", ones * torch.nan)
+        sharded.states.set(fqn, "exp_avg", ones)
+        assert torch.equal(every_state(sharded)[f"{fqn} exp_avg"], ones)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])
-def test_states_outlive_a_change_of_what_trains(name: str) -> None:
-    def body(rank: int) -> None:
-        ends = []
-        for bucket_numel in (64, 10**6):
-            model, sharded = build(
-                2, precision=EIGHT, make_model=Given, make_optimizer=OPTIMIZERS[name], bucket_numel=bucket_numel
-            )
-            steps(model, sharded, range(2))
-            before = every_state(sharded)
-            model.blocks[0].requires_grad_(False)
-            sharded.update_trainable()
-            after = every_state(sharded)
-            assert same({key: before[key] for key in after}, after)
-            steps(model, sharded, range(2, 3))
-            ends.append(every_state(sharded))
-        assert same(ends[0], ends[1])
-
-    on_ranks(body, 2)
+def test_states_outlive_a_change_of_what_trains(rank: int, name: str) -> None:
+    ends = []
+    for bucket_numel in (64, 10**6):
+        model, sharded = build(
+            2, precision=EIGHT, make_model=Given, make_optimizer=OPTIMIZERS[name], bucket_numel=bucket_numel
+        )
+        steps(model, sharded, range(2))
+        before = every_state(sharded)
+        model.blocks[0].requires_grad_(False)
+        sharded.update_trainable()
+        after = every_state(sharded)
+        assert same({key: before[key] for key in after}, after)
+        steps(model, sharded, range(2, 3))
+        ends.append(every_state(sharded))
+    assert same(ends[0], ends[1])
 
 
 @pytest.mark.parametrize("name", ["fused AdamW", "SGD"])

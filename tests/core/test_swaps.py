@@ -130,35 +130,33 @@ def test_training_goes_on_after_a_swap_as_without_it_or_the_swap_is_refused(
         assert refused[0] is (stage == 3 or use != "evaluate")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("use", ["evaluate", "export"])
 @pytest.mark.parametrize("way", ["copy", "copy to data", "data"])
 @pytest.mark.parametrize("stage", range(4))
 def test_a_swap_inside_one_block_costs_no_digit_of_16_bit_masters(
-    stage: int, way: str, use: str, tmp_path: Path
+    rank: int, stage: int, way: str, use: str, tmp_path: Path
 ) -> None:
     """Over two blocks, master weights are rounded to what was given back (docs/sharded_parameters.md)."""
 
-    def body(rank: int) -> None:
-        def trained(*, swaps: bool) -> dict[str, Tensor]:
-            model, sharded = build(stage, precision=torch.bfloat16)
-            steps(model, sharded, rank, range(2))
-            own = {fqn: value.clone() for fqn, value in whole(model).items()}
-            average = {fqn: value * 0.5 for fqn, value in own.items()}
-            if swaps:
-                with zeroshard.unsharded(model, modifier_rank=0):
-                    WAYS[way](model, average)
-                    with torch.no_grad():
-                        model(*tokens(rank, 9))
-                    if use == "export":
-                        with pytest.raises(UsageError, match=r"inside unsharded\(modifier_rank=...\)|other `data`"):
-                            sharded.export(tmp_path / "export")
-                    WAYS[way](model, average if way == "data" else own)
-            steps(model, sharded, rank, range(2, 4))
-            return everything(sharded)
+    def trained(*, swaps: bool) -> dict[str, Tensor]:
+        model, sharded = build(stage, precision=torch.bfloat16)
+        steps(model, sharded, rank, range(2))
+        own = {fqn: value.clone() for fqn, value in whole(model).items()}
+        average = {fqn: value * 0.5 for fqn, value in own.items()}
+        if swaps:
+            with zeroshard.unsharded(model, modifier_rank=0):
+                WAYS[way](model, average)
+                with torch.no_grad():
+                    model(*tokens(rank, 9))
+                if use == "export":
+                    with pytest.raises(UsageError, match=r"inside unsharded\(modifier_rank=...\)|other `data`"):
+                        sharded.export(tmp_path / "export")
+                WAYS[way](model, average if way == "data" else own)
+        steps(model, sharded, rank, range(2, 4))
+        return everything(sharded)
 
-        assert same(trained(swaps=True), trained(swaps=False))
-
-    on_ranks(body, 2)
+    assert same(trained(swaps=True), trained(swaps=False))
 
 
 @pytest.mark.quick(3)
@@ -196,23 +194,20 @@ def test_weights_that_were_exchanged_are_not_trained(stage: int, place: Place) -
     on_ranks(body, 2)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
-def test_new_data_of_each_parameter_is_no_swap(place: Place) -> None:
+def test_new_data_of_each_parameter_is_no_swap(rank: int, place: Place) -> None:
     """A loop's variable keeps the last of them."""
     policy = Policy.stage(2).offloaded(parameters=place)
-
-    def body(rank: int) -> None:
-        with as_set(Setting(policy, apart=True)):
-            model, sharded = build(policy)
-            steps(model, sharded, rank, range(2))
-            for parameter in model.parameters():
-                data = parameter.data
-                parameter.data = data * 0.5
-            expected = whole(model)
-            step(model, sharded, rank, 2)
-            assert not same(whole(model), expected)
-
-    on_ranks(body, 2)
+    with as_set(Setting(policy, apart=True)):
+        model, sharded = build(policy)
+        steps(model, sharded, rank, range(2))
+        for parameter in model.parameters():
+            data = parameter.data
+            parameter.data = data * 0.5
+        expected = whole(model)
+        step(model, sharded, rank, 2)
+        assert not same(whole(model), expected)
 
 
 def test_what_only_a_graph_keeps_is_no_swap() -> None:

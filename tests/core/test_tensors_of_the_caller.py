@@ -325,64 +325,60 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_engine(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage},
-            "optimizer": {"type": "AdamW"},
-        }
-        engine, *_ = zeroshard.initialize(model=nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), config=config)
+def test_an_engine(rank: int, stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine, *_ = zeroshard.initialize(model=nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), config=config)
 
-        def step() -> None:
-            engine.backward(engine(torch.ones(2, 5)).square().mean())
-            engine.step()
+    def step() -> None:
+        engine.backward(engine(torch.ones(2, 5)).square().mean())
+        engine.step()
 
-        step()
-        mine = torch.arange(3.0)
-        engine.save_checkpoint(tmp_path, "one", {"mine": mine})
-        mine.fill_(-1)
-        _, client = engine.load_checkpoint(tmp_path, "one")
-        given = [client, engine.module_state_dict(), engine.consolidated_state_dict()]
-        before = copy.deepcopy(given)
-        assert torch.equal(client["mine"], torch.arange(3.0))
-        step()
-        engine.load_checkpoint(tmp_path, "one")
-        step()
-        assert same(given, before)
-
-    on_ranks(body, 2)
+    step()
+    mine = torch.arange(3.0)
+    engine.save_checkpoint(tmp_path, "one", {"mine": mine})
+    mine.fill_(-1)
+    _, client = engine.load_checkpoint(tmp_path, "one")
+    given = [client, engine.module_state_dict(), engine.consolidated_state_dict()]
+    before = copy.deepcopy(given)
+    assert torch.equal(client["mine"], torch.arange(3.0))
+    step()
+    engine.load_checkpoint(tmp_path, "one")
+    step()
+    assert same(given, before)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("flat", [False, True])
-def test_zero_redundancy_optimizer(flat: bool) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
-        optimizer = zeroshard.ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=flat, lr=torch.tensor(0.1)
-        )
+def test_zero_redundancy_optimizer(rank: int, flat: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
+    optimizer = zeroshard.ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=flat, lr=torch.tensor(0.1)
+    )
 
-        def steps() -> list[Tensor]:
-            for number in range(2):
-                update(model(torch.full((2, 5), number + 1.0)).square().mean(), optimizer)
-            return [parameter.detach().clone() for parameter in model.parameters()]
+    def steps() -> list[Tensor]:
+        for number in range(2):
+            update(model(torch.full((2, 5), number + 1.0)).square().mean(), optimizer)
+        return [parameter.detach().clone() for parameter in model.parameters()]
 
-        steps()
-        optimizer.consolidate_state_dict(0)
-        states = [optimizer.state_dict() if rank == 0 else None]
-        torch.distributed.broadcast_object_list(states)
-        (state,) = states
-        saved = copy.deepcopy(state)
-        values = {name: value.clone() for name, value in model.state_dict().items()}
-        ends = []
-        for _ in range(2):  # a rollback
-            model.load_state_dict(values)
-            optimizer.load_state_dict(state)
-            ends.append(steps())
-            assert same(state, saved)
-        assert same(*ends)
-
-    on_ranks(body, 2)
+    steps()
+    optimizer.consolidate_state_dict(0)
+    states = [optimizer.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(states)
+    (state,) = states
+    saved = copy.deepcopy(state)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    ends = []
+    for _ in range(2):  # a rollback
+        model.load_state_dict(values)
+        optimizer.load_state_dict(state)
+        ends.append(steps())
+        assert same(state, saved)
+    assert same(*ends)

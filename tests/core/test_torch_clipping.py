@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import OPTIMIZERS, Stack, sgd, tokens
-from ranks import on_ranks
 from torch import Tensor, nn
 from twin import FEW_STAGES, build, same_on_all_ranks, whole
 
@@ -153,20 +152,17 @@ def in_each_microbatch(rank: int, policy: Policy | None, dtype: torch.dtype | No
     return norms
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("clip", ["torch's", "ours"])
 @pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
-def test_what_is_clipped_in_each_microbatch(stage: int, clip: str, place: Place, tmp_path: Any) -> None:
+def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, place: Place, tmp_path: Any) -> None:
     """The factor of one clipping does not multiply gradients that come later."""
-
-    def body(rank: int) -> None:
-        policy = Policy.stage(stage)
-        if place is not Place.ACCELERATOR and stage > 0:
-            policy = policy.offloaded(optimizer=place, path=str(tmp_path))
-        expected = in_each_microbatch(rank, None, torch.float32, clip)
-        assert in_each_microbatch(rank, policy, torch.float32, clip) == pytest.approx(expected, rel=1e-5)
-
-    on_ranks(body, 2)
+    policy = Policy.stage(stage)
+    if place is not Place.ACCELERATOR and stage > 0:
+        policy = policy.offloaded(optimizer=place, path=str(tmp_path))
+    expected = in_each_microbatch(rank, None, torch.float32, clip)
+    assert in_each_microbatch(rank, policy, torch.float32, clip) == pytest.approx(expected, rel=1e-5)
 
 
 Result = tuple[dict[str, Tensor], list[Any]]
@@ -212,254 +208,218 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.quick(4)
-def test_torchs_own_clipping_clips(clip: str, ranks: int) -> None:
+def test_torchs_own_clipping_clips(rank: int, clip: str, ranks: int) -> None:
     """As plain PyTorch within rounding; the same bits under every policy and on every rank."""
-
-    def body(rank: int) -> None:
-        # By SGD: Adam makes a whole step of what rounding leaves of a gradient that is nearly 0.
-        expected, norms = train(rank, CLIPS[clip], None, make=sgd)
-        found, found_norms = train(rank, CLIPS[clip], Policy.stage(0), make=sgd)
-        torch.testing.assert_close(found_norms, norms, rtol=1e-4, atol=1e-6)
-        for fqn, value in expected.items():
-            torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
-        first, first_norms = train(rank, CLIPS[clip], Policy.stage(0))
-        assert same_on_all_ranks(first)
-        on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)]
-        for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
-            found, found_norms = train(rank, CLIPS[clip], policy)
-            assert same(found_norms, first_norms), policy
-            assert all(torch.equal(found[fqn], value) for fqn, value in first.items()), policy
-
-    on_ranks(body, ranks)
+    # By SGD: Adam makes a whole step of what rounding leaves of a gradient that is nearly 0.
+    expected, norms = train(rank, CLIPS[clip], None, make=sgd)
+    found, found_norms = train(rank, CLIPS[clip], Policy.stage(0), make=sgd)
+    torch.testing.assert_close(found_norms, norms, rtol=1e-4, atol=1e-6)
+    for fqn, value in expected.items():
+        torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+    first, first_norms = train(rank, CLIPS[clip], Policy.stage(0))
+    assert same_on_all_ranks(first)
+    on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)]
+    for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
+        found, found_norms = train(rank, CLIPS[clip], policy)
+        assert same(found_norms, first_norms), policy
+        assert all(torch.equal(found[fqn], value) for fqn, value in first.items()), policy
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(stage: int) -> None:
+def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(rank: int, stage: int) -> None:
     """Also on a rank that holds no part of it."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage, bucket_numel=100)
-        model(*tokens(rank, 0)).backward()
-        norms = {}
-        for fqn, parameter in model.named_parameters():
-            if parameter.grad is not None and parameter.numel():
-                norms[fqn] = float(parameter.grad.norm())
-                sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
-                assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
-        assert len(norms) > 3
-
-    on_ranks(body, 2)
+    model, sharded = build(stage, bucket_numel=100)
+    model(*tokens(rank, 0)).backward()
+    norms = {}
+    for fqn, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.numel():
+            norms[fqn] = float(parameter.grad.norm())
+            sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
+            assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
+    assert len(norms) > 3
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_values_are_set_after_a_factor_of_zero(stage: int, tmp_path: Path) -> None:
+def test_values_are_set_after_a_factor_of_zero(rank: int, stage: int, tmp_path: Path) -> None:
     """Gradients on disk keep their factors, and a value that is set is divided by them."""
-
-    def body(rank: int) -> None:
-        policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, path=str(tmp_path))
-        model, sharded = build(policy, make_model=lambda: nn.Linear(4, 4), make_optimizer=sgd)
-        model(torch.ones(2, 4)).sum().backward()
-        model.weight.grad.mul_(0.0)
-        model.bias.grad.mul_(0.0)
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        mean = sharded.states.get("weight", "gradients")
-        assert mean is not None and not mean.any()
-        sharded.states.set("bias", "gradients", torch.ones(4))
-        mean = sharded.states.get("bias", "gradients")
-        assert mean is not None and torch.equal(mean, torch.ones(4))
-
-    on_ranks(body, 2)
+    policy = Policy.stage(stage).offloaded(optimizer=Place.DISK, path=str(tmp_path))
+    model, sharded = build(policy, make_model=lambda: nn.Linear(4, 4), make_optimizer=sgd)
+    model(torch.ones(2, 4)).sum().backward()
+    model.weight.grad.mul_(0.0)
+    model.bias.grad.mul_(0.0)
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    mean = sharded.states.get("weight", "gradients")
+    assert mean is not None and not mean.any()
+    sharded.states.set("bias", "gradients", torch.ones(4))
+    mean = sharded.states.get("bias", "gradients")
+    assert mean is not None and torch.equal(mean, torch.ones(4))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_in_16_bits_every_policy_gives_the_same_bits(clip: str, microbatches: int) -> None:
+def test_in_16_bits_every_policy_gives_the_same_bits(rank: int, clip: str, microbatches: int) -> None:
     """With several microbatches sharded gradients are summed in another order than unsharded ones."""
-
-    def body(rank: int) -> None:
-        run = partial(train, rank, CLIPS[clip], dtype=torch.bfloat16, microbatches=microbatches)
-        groups = [(0, 1, 2, 3)] if microbatches == 1 else [(0, 1), (2, 3)]
-        for stages in groups:
-            results = [run(Policy.stage(stage)) for stage in stages]
-            for found, norms in results[1:]:
-                assert same(norms, results[0][1])
-                assert all(torch.equal(found[fqn], value) for fqn, value in results[0][0].items())
-
-    on_ranks(body, 2)
+    run = partial(train, rank, CLIPS[clip], dtype=torch.bfloat16, microbatches=microbatches)
+    groups = [(0, 1, 2, 3)] if microbatches == 1 else [(0, 1), (2, 3)]
+    for stages in groups:
+        results = [run(Policy.stage(stage)) for stage in stages]
+        for found, norms in results[1:]:
+            assert same(norms, results[0][1])
+            assert all(torch.equal(found[fqn], value) for fqn, value in results[0][0].items())
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_clipping_by_torch_and_by_us_agree(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        model(*tokens(rank, 0)).backward()
-        ours = float(sharded.clip_grad_norm_(0.3))
-        assert ours > 0.3
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        torch.testing.assert_close(float(norm), 0.3, rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(float(sharded.clip_grad_norm_(None)), 0.1, rtol=1e-4, atol=0.0)
-        mean = sharded.states.get("head.weight", "gradients")
-        assert mean is not None
-        torch.testing.assert_close(float(mean.norm()), float(model.head.weight.grad.norm()), rtol=1e-4, atol=1e-7)
-
-    on_ranks(body, 2)
+def test_clipping_by_torch_and_by_us_agree(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    model(*tokens(rank, 0)).backward()
+    ours = float(sharded.clip_grad_norm_(0.3))
+    assert ours > 0.3
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(float(norm), 0.3, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(float(sharded.clip_grad_norm_(None)), 0.1, rtol=1e-4, atol=0.0)
+    mean = sharded.states.get("head.weight", "gradients")
+    assert mean is not None
+    torch.testing.assert_close(float(mean.norm()), float(model.head.weight.grad.norm()), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_parameter_that_some_ranks_do_not_use_is_named(stage: int) -> None:
+def test_a_parameter_that_some_ranks_do_not_use_is_named(rank: int, stage: int) -> None:
     """On the others its `grad` is None, so torch's clipping cannot be one operation of all ranks."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=Sometimes, make_optimizer=sgd)
-        model(torch.ones(2, 4), is_open=rank == 0).sum().backward()
-        with pytest.raises(UsageError, match=r"side.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        sharded.clip_grad_norm_(0.1)
-        sharded.optimizer.step()
-
-    on_ranks(body, 2)
+    model, sharded = build(stage, make_model=Sometimes, make_optimizer=sgd)
+    model(torch.ones(2, 4), is_open=rank == 0).sum().backward()
+    with pytest.raises(UsageError, match=r"side.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    sharded.clip_grad_norm_(0.1)
+    sharded.optimizer.step()
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_change_on_one_rank_is_named_at_the_step(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        model(*tokens(rank, 0)).backward()
-        if rank == 1:
-            model.head.weight.grad.mul_(0.5)
-        with pytest.raises(UsageError, match=r"embedding\.weight was changed through its `grad` on ranks \[1\] only"):
-            sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        model(*tokens(rank, 1)).backward()
+def test_a_change_on_one_rank_is_named_at_the_step(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    model(*tokens(rank, 0)).backward()
+    if rank == 1:
+        model.head.weight.grad.mul_(0.5)
+    with pytest.raises(UsageError, match=r"embedding\.weight was changed through its `grad` on ranks \[1\] only"):
         sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    model(*tokens(rank, 1)).backward()
+    sharded.optimizer.step()
 
-    on_ranks(body, 2)
 
-
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_other_operations_are_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        model(*tokens(rank, 0)).backward()
-        gradient = model.head.weight.grad
-        assert gradient.shape == model.head.weight.shape
-        for operation in (lambda: gradient + 1, lambda: gradient.norm(dim=0), lambda: gradient.mul_(torch.ones(3))):
-            with pytest.raises(UsageError, match=r"embedding\.weight.*states\.get"):
-                operation()
-        with pytest.raises(UsageError, match=r"zero_ does not.*optimizer\.zero_grad\(\)"):
-            model.zero_grad(set_to_none=False)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        with pytest.raises(UsageError, match=r"embedding\.weight"):
-            gradient.mul_(0.5)  # that step is over
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-    on_ranks(body, 2)
+def test_other_operations_are_refused_by_name(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(*tokens(rank, 0)).backward()
+    gradient = model.head.weight.grad
+    assert gradient.shape == model.head.weight.shape
+    for operation in (lambda: gradient + 1, lambda: gradient.norm(dim=0), lambda: gradient.mul_(torch.ones(3))):
+        with pytest.raises(UsageError, match=r"embedding\.weight.*states\.get"):
+            operation()
+    with pytest.raises(UsageError, match=r"zero_ does not.*optimizer\.zero_grad\(\)"):
+        model.zero_grad(set_to_none=False)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    with pytest.raises(UsageError, match=r"embedding\.weight"):
+        gradient.mul_(0.5)  # that step is over
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("all_use_it", [True, False])
-def test_gradients_that_are_multiplied_between_backwards(all_use_it: bool) -> None:
+def test_gradients_that_are_multiplied_between_backwards(rank: int, all_use_it: bool) -> None:
     """Before the first step, when ranks have not agreed on an order: a backward sends no message of its own for it."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_model=Sometimes, make_optimizer=sgd)
-        model(torch.ones(2, 4), is_open=True).sum().backward()
-        for gradient in gradients(model):
-            gradient.mul_(0.5)
-        model(torch.ones(2, 4), is_open=all_use_it or rank == 0).sum().backward()
-        sharded.optimizer.step()
-        assert same_on_all_ranks(whole(model))
-
-    on_ranks(body, 2)
+    model, sharded = build(3, make_model=Sometimes, make_optimizer=sgd)
+    model(torch.ones(2, 4), is_open=True).sum().backward()
+    for gradient in gradients(model):
+        gradient.mul_(0.5)
+    model(torch.ones(2, 4), is_open=all_use_it or rank == 0).sum().backward()
+    sharded.optimizer.step()
+    assert same_on_all_ranks(whole(model))
 
 
-def test_a_local_sum_takes_no_other_tensor_for_its_own() -> None:
+@pytest.mark.ranks(2)
+def test_a_local_sum_takes_no_other_tensor_for_its_own(rank: int) -> None:
     """`p.grad *= x` assigns the sum itself; another shape of the same memory is another gradient, or torch's error."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(1, make_model=lambda: nn.Linear(4, 4, bias=False), make_optimizer=sgd)
-        with sharded.accumulate():
-            model(torch.ones(2, 4)).sum().backward()
-            model.weight.grad *= 0.5
-            with pytest.raises(RuntimeError):
-                model.weight.grad = model.weight.grad[:1]
-            with pytest.raises(RuntimeError):
-                model.weight.grad = torch.empty(0)
+    model, sharded = build(1, make_model=lambda: nn.Linear(4, 4, bias=False), make_optimizer=sgd)
+    with sharded.accumulate():
         model(torch.ones(2, 4)).sum().backward()
-        sharded.clip_grad_norm_(None)
-        mean = sharded.states.get("weight", "gradients")
-        assert mean is not None
-        assert torch.equal(mean, torch.full((4, 4), 3.0))
-
-    on_ranks(body, 2)
-
-
-def test_lists_of_factors_are_refused_by_name() -> None:
-    def body(rank: int) -> None:
-        model, _ = build(2)
-        model(*tokens(rank, 0)).backward()
-        found = [gradient for gradient in gradients(model) if gradient.numel()]
-        with pytest.raises(UsageError, match="_foreach_mul_ does not"):
-            torch._foreach_mul_(found, [0.5] * len(found))
-
-    on_ranks(body, 2)
+        model.weight.grad *= 0.5
+        with pytest.raises(RuntimeError):
+            model.weight.grad = model.weight.grad[:1]
+        with pytest.raises(RuntimeError):
+            model.weight.grad = torch.empty(0)
+    model(torch.ones(2, 4)).sum().backward()
+    sharded.clip_grad_norm_(None)
+    mean = sharded.states.get("weight", "gradients")
+    assert mean is not None
+    assert torch.equal(mean, torch.full((4, 4), 3.0))
 
 
+@pytest.mark.ranks(2)
+def test_lists_of_factors_are_refused_by_name(rank: int) -> None:
+    model, _ = build(2)
+    model(*tokens(rank, 0)).backward()
+    found = [gradient for gradient in gradients(model) if gradient.numel()]
+    with pytest.raises(UsageError, match="_foreach_mul_ does not"):
+        torch._foreach_mul_(found, [0.5] * len(found))
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(3))
-def test_a_model_that_is_pickled_before_clipping_is_clipped(stage: int) -> None:
-    def body(rank: int) -> None:
-        norms = []
-        for is_pickled in (False, True):
-            model, sharded = build(stage, make_optimizer=sgd)
-            model(*tokens(rank, 0)).backward()
-            if is_pickled:
-                torch.save(model, io.BytesIO())
-            norms.append(by_norm(model))
-            sharded.remove()
-        assert norms[0] > 0 and torch.equal(*norms)
-
-    on_ranks(body, 2)
+def test_a_model_that_is_pickled_before_clipping_is_clipped(rank: int, stage: int) -> None:
+    norms = []
+    for is_pickled in (False, True):
+        model, sharded = build(stage, make_optimizer=sgd)
+        model(*tokens(rank, 0)).backward()
+        if is_pickled:
+            torch.save(model, io.BytesIO())
+        norms.append(by_norm(model))
+        sharded.remove()
+    assert norms[0] > 0 and torch.equal(*norms)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30])
-def test_norms_of_fp64_are_of_fp64(scale: float) -> None:
-    def body(rank: int) -> None:
-        def norm_of(stage: int | None) -> tuple[Tensor, dict[str, Tensor]]:
-            torch.manual_seed(0)
-            model = nn.Linear(4, 4).double()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            if stage is not None:
-                zeroshard.shard(model, optimizer, stage)
-            (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            return norm, whole(model) if stage is not None else dict(model.named_parameters())
+def test_norms_of_fp64_are_of_fp64(rank: int, scale: float) -> None:
+    def norm_of(stage: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if stage is not None:
+            zeroshard.shard(model, optimizer, stage)
+        (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        return norm, whole(model) if stage is not None else dict(model.named_parameters())
 
-        expected, parameters = norm_of(None)
-        for stage in (0, 2, 3):
-            norm, found = norm_of(stage)
-            assert norm.dtype == torch.float64
-            torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
-            for fqn, value in parameters.items():
-                torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
-
-    on_ranks(body, 2)
+    expected, parameters = norm_of(None)
+    for stage in (0, 2, 3):
+        norm, found = norm_of(stage)
+        assert norm.dtype == torch.float64
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
+        for fqn, value in parameters.items():
+            torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("clip", [by_value, by_norm])
-def test_a_gradient_that_was_set_after_a_backward_is_named(clip: Clip) -> None:
+def test_a_gradient_that_was_set_after_a_backward_is_named(rank: int, clip: Clip) -> None:
     """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
-
-    def body(rank: int) -> None:
-        model, _ = build(2, make_model=Sometimes)
-        model(torch.ones(2, 4), is_open=False).sum().backward()
-        model.side.weight.grad = torch.ones(4, 4)
-        with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):
-            clip(model)
-
-    on_ranks(body, 2)
+    model, _ = build(2, make_model=Sometimes)
+    model(torch.ones(2, 4), is_open=False).sum().backward()
+    model.side.weight.grad = torch.ones(4, 4)
+    with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):
+        clip(model)

@@ -41,42 +41,37 @@ def all_over(control: Collectives) -> None:
         assert spread(control, None, root) == b""
 
 
+@pytest.mark.ranks("size")
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("transport", ["shared memory", "gloo"], indirect=True)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_every_root_and_length(size: int, transport: str) -> None:
-    def body(rank: int) -> None:
-        collectives = create_collectives(None, CPU)
-        control = collectives.control()
-        all_over(control)
-        before = control.sent.copy()
-        collect(control, b"short", lambda own, other: own + other, "messages")
-        messages = (control.sent["transfer"] - before["transfer"]) // FIRST_NBYTES
-        assert messages == (rank > 0), "one to the parent"
-        control.close()
-        collectives.close()
-
-    on_ranks(body, size)
+def test_every_root_and_length(rank: int, size: int, transport: str) -> None:
+    collectives = create_collectives(None, CPU)
+    control = collectives.control()
+    all_over(control)
+    before = control.sent.copy()
+    collect(control, b"short", lambda own, other: own + other, "messages")
+    messages = (control.sent["transfer"] - before["transfer"]) // FIRST_NBYTES
+    assert messages == (rank > 0), "one to the parent"
+    control.close()
+    collectives.close()
 
 
-def test_the_ranks_of_a_mesh(transport: str) -> None:
+@pytest.mark.ranks(4)
+def test_the_ranks_of_a_mesh(rank: int, transport: str) -> None:
     """In which global ranks are in another order than places."""
-
-    def body(rank: int) -> None:
-        for shape in ((2, 2), (4, 1), (1, 4)):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-            dimensions = [
-                create_collectives(mesh[name].get_group(), CPU) if size > 1 else Alone()
-                for name, size in zip(("dp", "tp"), shape, strict=True)
-            ]
-            everyone = Everyone(*dimensions)
-            control = everyone.control()
-            assert control.rank == rank
-            all_over(control)
-            control.close()
-            everyone.close()
-
-    on_ranks(body, 4)
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        dimensions = [
+            create_collectives(mesh[name].get_group(), CPU) if size > 1 else Alone()
+            for name, size in zip(("dp", "tp"), shape, strict=True)
+        ]
+        everyone = Everyone(*dimensions)
+        control = everyone.control()
+        assert control.rank == rank
+        all_over(control)
+        control.close()
+        everyone.close()
 
 
 def test_a_transport_without_messages_between_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from insides import live_numel, transport_of, units
 from models import Stack, sgd, tokens
-from ranks import on_ranks
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -29,132 +28,116 @@ from zeroshard.torch_private import saved_tensors_hooks_in_force
 # ------------------------------------------------------------------ gradients of the user's own
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_gradient_that_the_user_sets_is_this_ranks_gradient(stage: int) -> None:
+def test_a_gradient_that_the_user_sets_is_this_ranks_gradient(rank: int, stage: int) -> None:
     """As PCGrad and MAML do: gradients come from torch.autograd.grad, and are put into `grad`."""
 
-    def body(rank: int) -> None:
-        def run(by_hand: bool) -> dict[str, Tensor]:
-            model, sharded = build(stage, make_optimizer=sgd)
-            for number in range(3):
-                loss = model(*tokens(rank, number))
-                if by_hand:
-                    parameters = list(model.parameters())
-                    gradients = torch.autograd.grad(loss, parameters)
-                    for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter.grad = gradient
-                else:
-                    loss.backward()
-                sharded.clip_grad_norm_(1.0)
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-                assert all(p.grad is None for p in model.parameters())
-            return whole(model)
-
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
-
-
-@FEW_STAGES
-def test_a_gradient_set_after_a_backward_is_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
+    def run(by_hand: bool) -> dict[str, Tensor]:
         model, sharded = build(stage, make_optimizer=sgd)
-        model(*tokens(rank, 0)).backward()
-        model.head.weight.grad = torch.zeros_like(torch.empty(model.head.weight.shape))
-        with pytest.raises(UsageError, match=r"embedding\.weight\.grad was set after a backward"):
+        for number in range(3):
+            loss = model(*tokens(rank, number))
+            if by_hand:
+                parameters = list(model.parameters())
+                gradients = torch.autograd.grad(loss, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+            else:
+                loss.backward()
+            sharded.clip_grad_norm_(1.0)
             sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        step(model, sharded, rank, 1)
+            sharded.optimizer.zero_grad()
+            assert all(p.grad is None for p in model.parameters())
+        return whole(model)
 
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
+
+
+@pytest.mark.ranks(2)
+@FEW_STAGES
+def test_a_gradient_set_after_a_backward_is_refused_by_name(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    model(*tokens(rank, 0)).backward()
+    model.head.weight.grad = torch.zeros_like(torch.empty(model.head.weight.shape))
+    with pytest.raises(UsageError, match=r"embedding\.weight\.grad was set after a backward"):
+        sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    step(model, sharded, rank, 1)
 
 
 # ------------------------------------------------------------------ parameters and options that change
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_conversion_after_sharding_is_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        with pytest.raises(UsageError, match=r"weight|scale|unsharded"):
-            model.bfloat16()
-            sharded.optimizer.step()
-
-    on_ranks(body, 2)
+def test_a_conversion_after_sharding_is_refused_by_name(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    with pytest.raises(UsageError, match=r"weight|scale|unsharded"):
+        model.bfloat16()
+        sharded.optimizer.step()
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_conversion_that_changes_nothing_is_allowed(stage: int) -> None:
+def test_a_conversion_that_changes_nothing_is_allowed(rank: int, stage: int) -> None:
     """`model.to(device)` at the beginning of an evaluation, with gradients or without."""
 
-    def body(rank: int) -> None:
-        def run(convert: Callable[[nn.Module], object]) -> dict[str, Tensor]:
-            model, sharded = build(stage, make_optimizer=sgd)
-            optimizer = sharded.optimizer
-            for number in range(2):
-                model(*tokens(rank, number)).backward()
-                convert(model)
-                optimizer.step()
-                convert(model)
-                optimizer.zero_grad()
-                convert(model)
-            return whole(model)
-
-        expected = run(lambda _: None)
-        for convert in (lambda model: model.to("cpu", non_blocking=True), nn.Module.float, nn.Module.cpu):
-            assert same(run(convert), expected)
-
-    on_ranks(body, 2)
-
-
-@FEW_STAGES
-def test_a_shallow_copy_is_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
+    def run(convert: Callable[[nn.Module], object]) -> dict[str, Tensor]:
         model, sharded = build(stage, make_optimizer=sgd)
-        x = torch.ones(1, 12)
-        if stage < 3:  # a block has nothing to gather, and its copy computes with the same parameters
-            assert torch.equal(copy.copy(model.blocks[0])(x), model.blocks[0](x))
-        for one in (model, model.blocks[0])[: 1 + stage // 3]:
-            with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module of a sharded model"):
-                copy.copy(one)(*(tokens(rank, 0) if one is model else [x]))
-        step(model, sharded, rank, 0)
+        optimizer = sharded.optimizer
+        for number in range(2):
+            model(*tokens(rank, number)).backward()
+            convert(model)
+            optimizer.step()
+            convert(model)
+            optimizer.zero_grad()
+            convert(model)
+        return whole(model)
 
-    on_ranks(body, 2)
+    expected = run(lambda _: None)
+    for convert in (lambda model: model.to("cpu", non_blocking=True), nn.Module.float, nn.Module.cpu):
+        assert same(run(convert), expected)
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_replaced_parameter_is_refused_by_name(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        step(model, sharded, rank, 0)
-        model.blocks[1].up.weight = nn.Parameter(torch.zeros(33, 12))
-        with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight is no longer the tensor"):
-            step(model, sharded, rank, 1)
+def test_a_shallow_copy_is_refused_by_name(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    x = torch.ones(1, 12)
+    if stage < 3:  # a block has nothing to gather, and its copy computes with the same parameters
+        assert torch.equal(copy.copy(model.blocks[0])(x), model.blocks[0](x))
+    for one in (model, model.blocks[0])[: 1 + stage // 3]:
+        with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module of a sharded model"):
+            copy.copy(one)(*(tokens(rank, 0) if one is model else [x]))
+    step(model, sharded, rank, 0)
 
-    on_ranks(body, 1)
+
+@pytest.mark.ranks(1)
+@FEW_STAGES
+def test_a_replaced_parameter_is_refused_by_name(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(33, 12))
+    with pytest.raises(UsageError, match=r"blocks\.1\.up\.weight is no longer the tensor"):
+        step(model, sharded, rank, 1)
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("option", ["lr", "betas"])
-def test_options_that_differ_between_ranks_are_refused_by_name(stage: int, option: str) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        (group,) = sharded.optimizer.param_groups
-        step(model, sharded, rank, 0)
-        kept = group[option]
-        group[option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
-        values = {"lr": "0.01 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
-        with pytest.raises(
-            UsageError, match=f"{option} of param group 0 of AdamW is {values[option]}.*ReduceLROnPlateau"
-        ):
-            step(model, sharded, rank, 1)
-        group[option] = kept
-        sharded.optimizer.zero_grad()
+def test_options_that_differ_between_ranks_are_refused_by_name(rank: int, stage: int, option: str) -> None:
+    model, sharded = build(stage)
+    (group,) = sharded.optimizer.param_groups
+    step(model, sharded, rank, 0)
+    kept = group[option]
+    group[option] = kept if rank == 0 else {"lr": 0.05, "betas": (0.9, 0.99)}[option]
+    values = {"lr": "0.01 on rank 0 and 0.05 on rank 1", "betas": "0.9, 0.999 on rank 0 and 0.9, 0.99 on rank 1"}
+    with pytest.raises(UsageError, match=f"{option} of param group 0 of AdamW is {values[option]}.*ReduceLROnPlateau"):
         step(model, sharded, rank, 1)
-        assert same_on_all_ranks(whole(model))
-
-    on_ranks(body, 2)
+    group[option] = kept
+    sharded.optimizer.zero_grad()
+    step(model, sharded, rank, 1)
+    assert same_on_all_ranks(whole(model))
 
 
 class Doubled(nn.Module):
@@ -182,28 +165,25 @@ def by_parametrization(model: nn.Module) -> Tensor:
     return model.blocks[0].up.parametrizations.weight.original
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("write", [by_set, by_parametrization])
 def test_a_write_that_torch_hides_takes_effect_or_is_refused_by_name(
-    stage: int, write: Callable[[nn.Module], Tensor], tmp_path: Path
+    rank: int, stage: int, write: Callable[[nn.Module], Tensor], tmp_path: Path
 ) -> None:
     """`Tensor.set_`, with which parametrized weights are assigned too, comes to no class."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=parametrized, make_optimizer=partial(sgd, lr=0.0))
-        step(model, sharded, rank, 0)
-        written = write(model)
-        if stage < 3:
-            step(model, sharded, rank, 1)
-            assert torch.equal(written, torch.full_like(written, 0.5))
-            return
-        for use in (lambda: sharded.save(tmp_path, "one"), lambda: model(*tokens(rank, 1))):
-            with pytest.raises(UsageError, match=r"no effect: blocks\.\d\.up.*weight"):
-                use()
+    model, sharded = build(stage, make_model=parametrized, make_optimizer=partial(sgd, lr=0.0))
+    step(model, sharded, rank, 0)
+    written = write(model)
+    if stage < 3:
         step(model, sharded, rank, 1)
-        assert whole(model)["blocks.1.up.weight"].std() > 0
-
-    on_ranks(body, 2)
+        assert torch.equal(written, torch.full_like(written, 0.5))
+        return
+    for use in (lambda: sharded.save(tmp_path, "one"), lambda: model(*tokens(rank, 1))):
+        with pytest.raises(UsageError, match=r"no effect: blocks\.\d\.up.*weight"):
+            use()
+    step(model, sharded, rank, 1)
+    assert whole(model)["blocks.1.up.weight"].std() > 0
 
 
 def replaced(model: nn.Module) -> None:
@@ -222,31 +202,29 @@ def swapped(model: nn.Module) -> None:
     model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("change", [replaced, added, removed, swapped])
 def test_a_model_whose_modules_changed_is_refused_by_name(
-    stage: int, change: Callable[[nn.Module], None], tmp_path: Path
+    rank: int, stage: int, change: Callable[[nn.Module], None], tmp_path: Path
 ) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        optimizer = sharded.optimizer
-        step(model, sharded, rank, 0)
-        model(*tokens(rank, 1)).sum().backward()
-        change(model)
-        name = r"blocks\.[01]\.\w+(\.weight)? (is no longer part|was put into|is not the parameter)"
-        with pytest.raises(UsageError, match=name):
-            optimizer.step()
-        optimizer.zero_grad()
-        with pytest.raises(UsageError, match=name):
-            sharded.save(tmp_path, "changed")
-        with pytest.raises(UsageError, match=name):
-            sharded.export(tmp_path / "out")
-        assert not [*tmp_path.iterdir()]
-        if change in (replaced, removed):
-            with pytest.raises(UsageError, match="is no longer part"), torch.no_grad():
-                model(*tokens(rank, 2))
-
-    on_ranks(body, 2)
+    model, sharded = build(stage, make_optimizer=sgd)
+    optimizer = sharded.optimizer
+    step(model, sharded, rank, 0)
+    model(*tokens(rank, 1)).sum().backward()
+    change(model)
+    name = r"blocks\.[01]\.\w+(\.weight)? (is no longer part|was put into|is not the parameter)"
+    with pytest.raises(UsageError, match=name):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match=name):
+        sharded.save(tmp_path, "changed")
+    with pytest.raises(UsageError, match=name):
+        sharded.export(tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+    if change in (replaced, removed):
+        with pytest.raises(UsageError, match="is no longer part"), torch.no_grad():
+            model(*tokens(rank, 2))
 
 
 class Wrapped(nn.Module):
@@ -259,83 +237,77 @@ class Wrapped(nn.Module):
         return self.inner(*args)
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_module_that_is_wrapped_in_another_trains_on(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        plain, other = build(stage, make_optimizer=sgd)
-        step(model, sharded, rank, 0)
-        step(plain, other, rank, 0)
-        model.blocks[1] = Wrapped(model.blocks[1])
-        step(model, sharded, rank, 1)
-        step(plain, other, rank, 1)
-        sharded.save(tmp_path, "wrapped")
-        after, expected = [*whole(model).values()], [*whole(plain).values()]
-        assert all(torch.equal(one, two) for one, two in zip(after, expected, strict=True))
-
-    on_ranks(body, 2)
+def test_a_module_that_is_wrapped_in_another_trains_on(rank: int, stage: int, tmp_path: Path) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    plain, other = build(stage, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    step(plain, other, rank, 0)
+    model.blocks[1] = Wrapped(model.blocks[1])
+    step(model, sharded, rank, 1)
+    step(plain, other, rank, 1)
+    sharded.save(tmp_path, "wrapped")
+    after, expected = [*whole(model).values()], [*whole(plain).values()]
+    assert all(torch.equal(one, two) for one, two in zip(after, expected, strict=True))
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_an_unfrozen_parameter_is_noticed_at_the_next_forward(stage: int) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        model.blocks[1].requires_grad_(False)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
-        step(model, sharded, rank, 0)
-        model.blocks[1].requires_grad_(True)
-        with pytest.raises(UsageError, match=r"blocks\.1\..* was unfrozen.*update_trainable"):
-            model(*tokens(rank, 1))
-        sharded.update_trainable()
-        before = whole(model)
-        step(model, sharded, rank, 1)
-        assert not torch.equal(whole(model)["blocks.1.up.weight"], before["blocks.1.up.weight"])
-
-    on_ranks(body, 2)
+def test_an_unfrozen_parameter_is_noticed_at_the_next_forward(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks[1].requires_grad_(False)
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+    step(model, sharded, rank, 0)
+    model.blocks[1].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"blocks\.1\..* was unfrozen.*update_trainable"):
+        model(*tokens(rank, 1))
+    sharded.update_trainable()
+    before = whole(model)
+    step(model, sharded, rank, 1)
+    assert not torch.equal(whole(model)["blocks.1.up.weight"], before["blocks.1.up.weight"])
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("when", ["after shard", "before the backward"])
-def test_a_hook_on_gradients_that_is_registered_late_sees_and_changes_them(stage: int, when: str) -> None:
+def test_a_hook_on_gradients_that_is_registered_late_sees_and_changes_them(rank: int, stage: int, when: str) -> None:
     """As one that was registered before `shard`."""
 
-    def body(rank: int) -> None:
-        def run(when: str) -> tuple[dict[str, Tensor], list[float]]:
-            seen: list[float] = []
+    def run(when: str) -> tuple[dict[str, Tensor], list[float]]:
+        seen: list[float] = []
 
-            def halve(parameter: Tensor) -> None:
-                assert parameter.grad is not None
-                seen.append(float(parameter.grad.norm()))
-                parameter.grad.mul_(0.5)
+        def halve(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(float(parameter.grad.norm()))
+            parameter.grad.mul_(0.5)
 
-            torch.manual_seed(0)
-            model = Stack()
-            hooked = [parameter for fqn, parameter in model.named_parameters() if fqn.startswith("blocks.1")]
+        torch.manual_seed(0)
+        model = Stack()
+        hooked = [parameter for fqn, parameter in model.named_parameters() if fqn.startswith("blocks.1")]
 
-            def register() -> None:
-                for parameter in hooked:
-                    parameter.register_post_accumulate_grad_hook(halve)
+        def register() -> None:
+            for parameter in hooked:
+                parameter.register_post_accumulate_grad_hook(halve)
 
-            if when == "before shard":
+        if when == "before shard":
+            register()
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        if when == "after shard":
+            register()
+        for number in range(3):
+            loss = model(*tokens(rank, number))
+            if when == "before the backward" and not number:
                 register()
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
-            if when == "after shard":
-                register()
-            for number in range(3):
-                loss = model(*tokens(rank, number))
-                if when == "before the backward" and not number:
-                    register()
-                update(loss, sharded.optimizer)
-            return whole(model), seen
+            update(loss, sharded.optimizer)
+        return whole(model), seen
 
-        expected, found = run("before shard"), run(when)
-        assert expected[1] == found[1]
-        assert len(found[1]) == 3 * len([fqn for fqn in expected[0] if fqn.startswith("blocks.1")])
-        for fqn, value in expected[0].items():
-            assert torch.equal(value, found[0][fqn])
-
-    on_ranks(body, 2)
+    expected, found = run("before shard"), run(when)
+    assert expected[1] == found[1]
+    assert len(found[1]) == 3 * len([fqn for fqn in expected[0] if fqn.startswith("blocks.1")])
+    for fqn, value in expected[0].items():
+        assert torch.equal(value, found[0][fqn])
 
 
 # ------------------------------------------------------------------ copies
@@ -361,64 +333,57 @@ COPIES: dict[str, Callable[[nn.Module, int, Path], dict[str, Tensor]]] = {
 }
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_hold_true_values(stage: int, way: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_optimizer=sgd)
-        step(model, sharded, rank, 0)
-        copied = COPIES[way](model, rank, tmp_path)
-        expected = whole(model)
-        step(model, sharded, rank, 1)
-        assert way == "a part's state_dict" or len(copied) >= len(expected)
-        for fqn, value in copied.items():
-            known = expected.get(fqn, expected["embedding.weight"])  # the tied head goes by one name
-            assert type(value) in (Tensor, nn.Parameter) and torch.equal(value, known), fqn
-
-    on_ranks(body, 2)
+def test_copies_hold_true_values(rank: int, stage: int, way: str, tmp_path: Path) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    copied = COPIES[way](model, rank, tmp_path)
+    expected = whole(model)
+    step(model, sharded, rank, 1)
+    assert way == "a part's state_dict" or len(copied) >= len(expected)
+    for fqn, value in copied.items():
+        known = expected.get(fqn, expected["embedding.weight"])  # the tied head goes by one name
+        assert type(value) in (Tensor, nn.Parameter) and torch.equal(value, known), fqn
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", range(3))
-def test_parameters_that_were_shared_with_a_process_train_on(stage: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_parameters_that_were_shared_with_a_process_train_on(
+    rank: int, stage: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """torch moves what it shares to other memory, and leaves the parameter's storage the same object."""
-
-    def body(rank: int) -> None:
-        models = []
-        for shares in (False, True):
-            model, sharded = build(stage, precision=dtype, make_optimizer=sgd)
-            for number in range(3):
-                if shares and number:
-                    model.share_memory() if number == 1 else model.head.weight.share_memory_()
-                step(model, sharded, rank, number)
-            models.append(model)
-        assert same(*map(whole, models))
-        torch.save(model.head.weight, tmp_path / str(rank))
-        assert (tmp_path / str(rank)).stat().st_size < model.head.weight.nbytes + 2000, "a file has one parameter"
-
-    on_ranks(body, 2)
+    models = []
+    for shares in (False, True):
+        model, sharded = build(stage, precision=dtype, make_optimizer=sgd)
+        for number in range(3):
+            if shares and number:
+                model.share_memory() if number == 1 else model.head.weight.share_memory_()
+            step(model, sharded, rank, number)
+        models.append(model)
+    assert same(*map(whole, models))
+    torch.save(model.head.weight, tmp_path / str(rank))
+    assert (tmp_path / str(rank)).stat().st_size < model.head.weight.nbytes + 2000, "a file has one parameter"
 
 
-def test_a_copied_model_trains_on_its_own() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_optimizer=sgd)
-        step(model, sharded, rank, 0)
-        other = copy.deepcopy(model)
-        other(*tokens(rank, 1)).backward()
-        assert all(p.grad is not None for p in other.parameters())
-        step(model, sharded, rank, 1)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_copied_model_trains_on_its_own(rank: int) -> None:
+    model, sharded = build(3, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    other = copy.deepcopy(model)
+    other(*tokens(rank, 1)).backward()
+    assert all(p.grad is not None for p in other.parameters())
+    step(model, sharded, rank, 1)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", ["model", "parameter"])
-def test_pickling_what_is_sharded_names_the_remedy(what: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, _ = build(3)
-        with pytest.raises(UsageError, match=r"unsharded.*export"):
-            torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
-
-    on_ranks(body, 2)
+def test_pickling_what_is_sharded_names_the_remedy(rank: int, what: str, tmp_path: Path) -> None:
+    model, _ = build(3)
+    with pytest.raises(UsageError, match=r"unsharded.*export"):
+        torch.save(model if what == "model" else model.head.weight, tmp_path / str(rank))
 
 
 class Unsaveable(nn.Linear):
@@ -435,141 +400,128 @@ class Unsaveable(nn.Linear):
         pass
 
 
-def test_a_state_dict_that_raised_does_not_keep_units_whole() -> None:
-    def body(rank: int) -> None:
-        model = nn.Sequential(Unsaveable(4, 4), nn.Linear(4, 4))
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-        before = whole(model)
-        model[0].is_ready = False
-        with pytest.raises(ValueError, match="not ready"):
+@pytest.mark.ranks(2)
+def test_a_state_dict_that_raised_does_not_keep_units_whole(rank: int) -> None:
+    model = nn.Sequential(Unsaveable(4, 4), nn.Linear(4, 4))
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+    before = whole(model)
+    model[0].is_ready = False
+    with pytest.raises(ValueError, match="not ready"):
+        model.state_dict()
+    model[0].is_ready = True
+    model(torch.ones(2, 4)).sum().backward()
+    sharded.optimizer.step()
+    assert not same(before, whole(model))
+    assert same(whole(model), {name: model.state_dict()[name] for name in before})
+    sharded.remove()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_while_a_state_dict_is_made_is_refused_and_leaves_nothing_behind(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+
+    def train(*_: Any) -> None:
+        update(model(torch.ones(2, 4)).sum(), sharded.optimizer)
+
+    handle = model[1].register_state_dict_pre_hook(train)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"1\.weight is sharded at rest"):
             model.state_dict()
-        model[0].is_ready = True
-        model(torch.ones(2, 4)).sum().backward()
-        sharded.optimizer.step()
-        assert not same(before, whole(model))
-        assert same(whole(model), {name: model.state_dict()[name] for name in before})
-        sharded.remove()
-
-    on_ranks(body, 2)
-
-
-def test_a_step_while_a_state_dict_is_made_is_refused_and_leaves_nothing_behind() -> None:
-    def body(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-
-        def train(*_: Any) -> None:
-            update(model(torch.ones(2, 4)).sum(), sharded.optimizer)
-
-        handle = model[1].register_state_dict_pre_hook(train)
-        for _ in range(2):
-            with pytest.raises(UsageError, match=r"1\.weight is sharded at rest"):
-                model.state_dict()
-        handle.remove()
-        before = whole(model)
-        train()
-        assert not same(before, whole(model))
-        assert not any(unit.is_pinned for unit in units(sharded))
-        assert same(whole(model), model.state_dict())
-        sharded.remove()
-
-    on_ranks(body, 2)
+    handle.remove()
+    before = whole(model)
+    train()
+    assert not same(before, whole(model))
+    assert not any(unit.is_pinned for unit in units(sharded))
+    assert same(whole(model), model.state_dict())
+    sharded.remove()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_module_that_a_rank_runs_alone_gathers_no_others(stage: int) -> None:
+def test_a_module_that_a_rank_runs_alone_gathers_no_others(rank: int, stage: int) -> None:
     """PEFT's save of prompts runs their encoder inside `unsharded` on rank 0. No other rank would gather the next units with it."""
 
-    def body(rank: int) -> None:
-        def run(alone: bool) -> dict[str, Tensor]:
-            model, sharded = build(stage, make_optimizer=sgd)
-            steps(model, sharded, rank, range(2))
-            if alone:
-                with zeroshard.unsharded(model.blocks[0].parameters()):
-                    before = transport_of(sharded).sent.copy()
-                    if rank == 0:
-                        model.blocks[0](torch.zeros(2, 12))
-                    assert transport_of(sharded).sent == before
-            steps(model, sharded, rank, range(2, 4))
-            return whole(model)
+    def run(alone: bool) -> dict[str, Tensor]:
+        model, sharded = build(stage, make_optimizer=sgd)
+        steps(model, sharded, rank, range(2))
+        if alone:
+            with zeroshard.unsharded(model.blocks[0].parameters()):
+                before = transport_of(sharded).sent.copy()
+                if rank == 0:
+                    model.blocks[0](torch.zeros(2, 12))
+                assert transport_of(sharded).sent == before
+        steps(model, sharded, rank, range(2, 4))
+        return whole(model)
 
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
-def test_arrays_made_inside_unsharded_are_allowed() -> None:
+@pytest.mark.ranks(2)
+def test_arrays_made_inside_unsharded_are_allowed(rank: int) -> None:
     """torch cannot free memory that an array was made of: the unit stays whole then, and trains on."""
 
-    def body(rank: int) -> None:
-        def run(look: bool) -> dict[str, Tensor]:
-            model, sharded = build(3, make_optimizer=sgd)
-            step(model, sharded, rank, 0)
-            if look:
-                with pytest.warns(UserWarning, match=r"numpy array .* blocks\.0"), zeroshard.unsharded(model):
-                    array = model.blocks[0].up.weight.detach().numpy()
-                    assert array.shape == (7, 12)
-                    del array  # as long as there is one, the memory stays without a word
-            steps(model, sharded, rank, range(1, 3))
-            return whole(model)
+    def run(look: bool) -> dict[str, Tensor]:
+        model, sharded = build(3, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        if look:
+            with pytest.warns(UserWarning, match=r"numpy array .* blocks\.0"), zeroshard.unsharded(model):
+                array = model.blocks[0].up.weight.detach().numpy()
+                assert array.shape == (7, 12)
+                del array  # as long as there is one, the memory stays without a word
+        steps(model, sharded, rank, range(1, 3))
+        return whole(model)
 
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
 # ---------------------------------------------------------------------- threads
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("stage", range(4))
-def test_threads_that_evaluate_at_once_are_right_or_refused(stage: int) -> None:
+def test_threads_that_evaluate_at_once_are_right_or_refused(rank: int, stage: int) -> None:
     """At stage 3 the one gave back the parameters that the other read: the process died. One after the other they may."""
+    model, _ = build(stage)
+    batches = [tokens(0, number) for number in range(3)]
+    expected = [model(*batch).item() for batch in batches]
+    found: list[Any] = []
 
-    def body(rank: int) -> None:
-        model, _ = build(stage)
-        batches = [tokens(0, number) for number in range(3)]
-        expected = [model(*batch).item() for batch in batches]
-        found: list[Any] = []
+    def evaluate(number: int, times: int) -> None:
+        try:
+            with torch.no_grad():
+                found.extend(model(*batches[number]).item() == expected[number] for _ in range(times))
+        except UsageError as error:
+            found.append(error)
 
-        def evaluate(number: int, times: int) -> None:
-            try:
-                with torch.no_grad():
-                    found.extend(model(*batches[number]).item() == expected[number] for _ in range(times))
-            except UsageError as error:
-                found.append(error)
-
-        threads = [threading.Thread(target=evaluate, args=(number, 100)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        refused = [one for one in found if one is not True]
-        assert all("one thread at a time" in str(one) for one in refused)
-        assert bool(refused) <= (stage == 3)
-        found.clear()
-        evaluate(0, 1)
-        last = threading.Thread(target=evaluate, args=(1, 1))
-        last.start()
-        last.join()
-        assert found == [True, True]
-
-    on_ranks(body, 1)
-
-
-def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten() -> None:
-    def body(rank: int) -> None:
-        model, _ = build(3)
-
-        def abort() -> None:
-            with pytest.raises(IndexError):
-                model(torch.full((1, 3), 1 << 20))
-
-        thread = threading.Thread(target=abort)
+    threads = [threading.Thread(target=evaluate, args=(number, 100)) for number in range(3)]
+    for thread in threads:
         thread.start()
+    for thread in threads:
         thread.join()
-        assert model(*tokens(0, 0)).isfinite()
+    refused = [one for one in found if one is not True]
+    assert all("one thread at a time" in str(one) for one in refused)
+    assert bool(refused) <= (stage == 3)
+    found.clear()
+    evaluate(0, 1)
+    last = threading.Thread(target=evaluate, args=(1, 1))
+    last.start()
+    last.join()
+    assert found == [True, True]
 
-    on_ranks(body, 1)
+
+@pytest.mark.ranks(1)
+def test_a_forward_that_aborted_in_a_thread_that_ended_is_forgotten(rank: int) -> None:
+    model, _ = build(3)
+
+    def abort() -> None:
+        with pytest.raises(IndexError):
+            model(torch.full((1, 3), 1 << 20))
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    thread.join()
+    assert model(*tokens(0, 0)).isfinite()
 
 
 # ------------------------------------------------------------------ tensors that show the same memory in another way

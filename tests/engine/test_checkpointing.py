@@ -19,7 +19,6 @@ from folders import PYTHONPATH
 from memory import resident
 from models import tokens
 from quiet import no_warnings
-from ranks import on_ranks
 from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -97,18 +96,16 @@ OPTIONS = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("own", [False, True], ids=["units", "own calls"])
-def test_the_bits_are_those_without_checkpointing(own: bool, stage: int, dtype: torch.dtype | None) -> None:
-    def body(rank: int) -> None:
-        expected, _ = train(rank, stage, dtype, None)
-        for name, options in OPTIONS.items():
-            got, _ = train(rank, stage, dtype, options, own)
-            assert all(map(torch.equal, expected, got)), name
-
-    on_ranks(body, 2)
+def test_the_bits_are_those_without_checkpointing(rank: int, own: bool, stage: int, dtype: torch.dtype | None) -> None:
+    expected, _ = train(rank, stage, dtype, None)
+    for name, options in OPTIONS.items():
+        got, _ = train(rank, stage, dtype, options, own)
+        assert all(map(torch.equal, expected, got)), name
 
 
 def test_the_profile_counts_calls_seconds_and_bytes() -> None:
@@ -168,38 +165,34 @@ def test_options_without_effect_are_named() -> None:
         checkpointing.configure(None, None, False, False, checkpoint_in_cpu=True)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("chosen", ["auto", ["auto"], ["blocks.1", "blocks.[23]"]])
-def test_a_config_checkpoints_units_without_touching_the_model(chosen: Any) -> None:
-    def body(rank: int) -> None:
-        losses = []
-        for block in ({}, {"checkpoint_units": chosen, "profile": True}):
-            torch.manual_seed(0)
-            model = Model()
-            keys = list(model.state_dict())
-            config = {
-                "train_micro_batch_size_per_gpu": 3,
-                "zero_optimization": {"stage": 3},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-                "activation_checkpointing": block,
-            }
-            if chosen == ["auto"] and block:
-                with pytest.raises(UsageError, match="no module of the model is called 'auto'"):
-                    zeroshard.initialize(model=model, config=config)
-                return
-            engine, *_ = zeroshard.initialize(model=model, config=config)
-            assert list(dict(model.named_parameters())) == [key for key in keys if key != "positions"]
-            losses.append(engine_steps(engine, rank, range(3))[-1])
-            copy.deepcopy(engine.module.blocks[0].up)
-            if block:
-                names = (
-                    [f"blocks.{n}" for n in range(DEPTH)] if chosen == "auto" else [f"blocks.{n}" for n in (1, 2, 3)]
-                )
-                assert list(engine.checkpointing.costs) == names
-                engine.destroy()
-                assert not any("forward" in module.__dict__ for module in model.modules())
-        assert torch.equal(*losses)
-
-    on_ranks(body, 2)
+def test_a_config_checkpoints_units_without_touching_the_model(rank: int, chosen: Any) -> None:
+    losses = []
+    for block in ({}, {"checkpoint_units": chosen, "profile": True}):
+        torch.manual_seed(0)
+        model = Model()
+        keys = list(model.state_dict())
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "activation_checkpointing": block,
+        }
+        if chosen == ["auto"] and block:
+            with pytest.raises(UsageError, match="no module of the model is called 'auto'"):
+                zeroshard.initialize(model=model, config=config)
+            return
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        assert list(dict(model.named_parameters())) == [key for key in keys if key != "positions"]
+        losses.append(engine_steps(engine, rank, range(3))[-1])
+        copy.deepcopy(engine.module.blocks[0].up)
+        if block:
+            names = [f"blocks.{n}" for n in range(DEPTH)] if chosen == "auto" else [f"blocks.{n}" for n in (1, 2, 3)]
+            assert list(engine.checkpointing.costs) == names
+            engine.destroy()
+            assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack, tokens
-from ranks import on_ranks
 from torch import nn
 from twin import engine_steps, same, whole
 from typer.testing import CliRunner
@@ -134,16 +133,14 @@ def test_what_only_the_user_knows_is_one_error() -> None:
         load_config(ZERO2, 1, Stack(), {**KNOWN, "total_steps": 3})
 
 
-def test_users_config_trains_unchanged_and_its_floor_holds() -> None:
-    def body(rank: int) -> None:
-        engine, *_ = zeroshard.initialize(model=Stack(), config=ZERO2, auto=KNOWN)
-        assert engine.get_lr() == [5e-7]
-        for number in range(3):
-            engine.backward(engine(*tokens(rank, number)))
-            assert engine.step().applied
-        assert engine.get_lr()[0] > 5e-7
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_users_config_trains_unchanged_and_its_floor_holds(rank: int) -> None:
+    engine, *_ = zeroshard.initialize(model=Stack(), config=ZERO2, auto=KNOWN)
+    assert engine.get_lr() == [5e-7]
+    for number in range(3):
+        engine.backward(engine(*tokens(rank, number)))
+        assert engine.step().applied
+    assert engine.get_lr()[0] > 5e-7
 
 
 def test_precision_of_gradients() -> None:
@@ -159,23 +156,21 @@ def test_precision_of_gradients() -> None:
     assert dtypes(communication_data_type="fp32", gradient_accumulation_steps=2) == (bf16, fp32, fp32, fp32)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("division", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4}])
 @pytest.mark.parametrize("stage", range(4))
-def test_dividing_before_or_after_the_sum_is_the_same(stage: int, division: dict[str, Any]) -> None:
+def test_dividing_before_or_after_the_sum_is_the_same(rank: int, stage: int, division: dict[str, Any]) -> None:
     """By powers of two, to the bit."""
     common = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
-    def body(rank: int) -> None:
-        def run(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-            torch.manual_seed(0)
-            engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-            engine_steps(engine, rank, range(3))
-            return whole(engine.module)
+    def run(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        engine_steps(engine, rank, range(3))
+        return whole(engine.module)
 
-        config = {**common, "zero_optimization": {"stage": stage}}
-        assert same(run(config), run({**config, **division}))
-
-    on_ranks(body, 2)
+    config = {**common, "zero_optimization": {"stage": stage}}
+    assert same(run(config), run({**config, **division}))
 
 
 json_values = st.recursive(

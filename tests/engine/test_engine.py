@@ -26,10 +26,11 @@ ZERO1 = {  # as a user has it: no batch size at all
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int, bf16: bool) -> None:
+def test_engine_and_plain_road_give_the_same_bits(rank: int, stage: int, accumulation: int, bf16: bool) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
@@ -38,36 +39,32 @@ def test_engine_and_plain_road_give_the_same_bits(stage: int, accumulation: int,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": {"stage": stage},
     }
+    torch.manual_seed(0)
+    model = Stack()
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    assert engine.module is model
+    losses = engine_steps(engine, rank, range(4 * accumulation))
+    assert engine.global_steps == 4
+    assert engine.global_samples == 4 * 3 * accumulation * 2
+    mine = whole(model)
+    norm = engine.get_global_grad_norm()
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack()
-        engine, *_ = zeroshard.initialize(model=model, config=config)
-        assert engine.module is model
-        losses = engine_steps(engine, rank, range(4 * accumulation))
-        assert engine.global_steps == 4
-        assert engine.global_samples == 4 * 3 * accumulation * 2
-        mine = whole(model)
-        norm = engine.get_global_grad_norm()
-
-        dtype = torch.bfloat16 if bf16 else None
-        precision = Precision(dtype, accumulate_dtype=dtype if accumulation == 1 else None)
-        adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
-        plain, sharded = build(stage, precision=precision, make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
-        norms: list[float] = []
-        for step in range(4):
-            for microbatch in range(accumulation):
-                with sharded.accumulate(microbatch < accumulation - 1):
-                    loss = plain(*tokens(rank, step * accumulation + microbatch))
-                    assert torch.equal(loss, losses[step * accumulation + microbatch])
-                    (loss / accumulation).backward()
-            norms.append(sharded.clip_grad_norm_(0.5))
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        assert norms[-1] == norm
-        assert same(whole(plain), mine)
-
-    on_ranks(body, 2)
+    dtype = torch.bfloat16 if bf16 else None
+    precision = Precision(dtype, accumulate_dtype=dtype if accumulation == 1 else None)
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
+    plain, sharded = build(stage, precision=precision, make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
+    norms: list[float] = []
+    for step in range(4):
+        for microbatch in range(accumulation):
+            with sharded.accumulate(microbatch < accumulation - 1):
+                loss = plain(*tokens(rank, step * accumulation + microbatch))
+                assert torch.equal(loss, losses[step * accumulation + microbatch])
+                (loss / accumulation).backward()
+        norms.append(sharded.clip_grad_norm_(0.5))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    assert norms[-1] == norm
+    assert same(whole(plain), mine)
 
 
 @pytest.mark.parametrize("form", ["path", "dict", "mapping"])

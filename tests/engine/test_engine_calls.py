@@ -117,75 +117,69 @@ def assert_all_equal(ones: list[Tensor], others: list[Tensor], what: str) -> Non
         assert torch.equal(one, other), what
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_loops_that_say_the_same_give_the_same_bits(stage: int) -> None:
-    def body(rank: int) -> None:
-        wanted = run(make(stage), rank, as_documented)
-        assert_all_equal(wanted, run(make(stage), rank, directly), "loss.backward()")
-        assert_all_equal(wanted, run(make(stage), rank, scaled), "engine.scale(loss).backward()")
-        assert_all_equal(wanted, run(make(stage), rank, as_accelerate), "the boundary set by hand")
-        assert_all_equal(wanted, run(make(stage, 1), rank, as_accelerate), "a window longer than the config's")
-        assert_all_equal(wanted, run(make(stage, 1), rank, without_sync), "no_sync")
-        unmanaged = make(stage, 1, managed_gradient_accumulation=False)
-        assert_all_equal(wanted, run(unmanaged, rank, in_one_microbatch), "managed_gradient_accumulation: false")
-        one = unmanaged.train_batch_size()
-        assert unmanaged.global_samples == one * STEPS * 2, "each backward was a microbatch's"
-        sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
-        means = make(stage, gradient_clipping=0.0)
-        for engine in (sums, means):
-            engine_steps(engine, rank, [0])
-            engine.backward(engine(*tokens(rank, 1)))
-        assert sums.step().grad_norm == 2 * means.step().grad_norm
-
-    on_ranks(body, 2)
+def test_loops_that_say_the_same_give_the_same_bits(rank: int, stage: int) -> None:
+    wanted = run(make(stage), rank, as_documented)
+    assert_all_equal(wanted, run(make(stage), rank, directly), "loss.backward()")
+    assert_all_equal(wanted, run(make(stage), rank, scaled), "engine.scale(loss).backward()")
+    assert_all_equal(wanted, run(make(stage), rank, as_accelerate), "the boundary set by hand")
+    assert_all_equal(wanted, run(make(stage, 1), rank, as_accelerate), "a window longer than the config's")
+    assert_all_equal(wanted, run(make(stage, 1), rank, without_sync), "no_sync")
+    unmanaged = make(stage, 1, managed_gradient_accumulation=False)
+    assert_all_equal(wanted, run(unmanaged, rank, in_one_microbatch), "managed_gradient_accumulation: false")
+    one = unmanaged.train_batch_size()
+    assert unmanaged.global_samples == one * STEPS * 2, "each backward was a microbatch's"
+    sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
+    means = make(stage, gradient_clipping=0.0)
+    for engine in (sums, means):
+        engine_steps(engine, rank, [0])
+        engine.backward(engine(*tokens(rank, 1)))
+    assert sums.step().grad_norm == 2 * means.step().grad_norm
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_several_backwards_of_a_microbatch_are_summed(stage: int) -> None:
-    def body(rank: int) -> None:
-        plain = make(0, 1)
-        several = make(stage, 1)
-        for step in range(STEPS):
-            losses = [plain(*tokens(rank, 2 * step)), plain(*tokens(rank, 2 * step + 1))]
-            plain.backward(losses[0] + losses[1])
-            plain.step()
-            in_one_microbatch_sum = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
-            several.backward(in_one_microbatch_sum[0])
-            several.backward(in_one_microbatch_sum[1])
-            several.step()
-        for one, other in zip(values(plain), values(several), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-        assert_all_equal(
-            run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
-        )
-
-    on_ranks(body, 2)
+def test_several_backwards_of_a_microbatch_are_summed(rank: int, stage: int) -> None:
+    plain = make(0, 1)
+    several = make(stage, 1)
+    for step in range(STEPS):
+        losses = [plain(*tokens(rank, 2 * step)), plain(*tokens(rank, 2 * step + 1))]
+        plain.backward(losses[0] + losses[1])
+        plain.step()
+        in_one_microbatch_sum = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
+        several.backward(in_one_microbatch_sum[0])
+        several.backward(in_one_microbatch_sum[1])
+        several.step()
+    for one, other in zip(values(plain), values(several), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert_all_equal(
+        run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
+    )
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_fp16_asks_for_the_loss_scale(stage: int) -> None:
-    def body(rank: int) -> None:
-        half = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-        assert_all_equal(
-            run(make(stage, **half), rank, as_documented),
-            run(make(stage, **half), rank, scaled),
-            "engine.scale(loss).backward()",
-        )
-        engine = make(stage, 1, **half)
-        assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scaler.scale == 256
-        engine(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match=r"engine.scale\(loss\)"):
-            engine.step()
-        engine.zero_grad()
-        engine.backward(engine(*tokens(rank, 0)) * float("inf"))
-        assert not engine.step().applied
-        assert engine.optimizer.overflow and engine.skipped_steps == 1 and not engine.was_step_applied()
-        engine.backward(engine(*tokens(rank, 0)))
-        assert engine.step().applied and not engine.optimizer.overflow
-
-    on_ranks(body, 2)
+def test_fp16_asks_for_the_loss_scale(rank: int, stage: int) -> None:
+    half = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    assert_all_equal(
+        run(make(stage, **half), rank, as_documented),
+        run(make(stage, **half), rank, scaled),
+        "engine.scale(loss).backward()",
+    )
+    engine = make(stage, 1, **half)
+    assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scaler.scale == 256
+    engine(*tokens(rank, 0)).backward()
+    with pytest.raises(UsageError, match=r"engine.scale\(loss\)"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(*tokens(rank, 0)) * float("inf"))
+    assert not engine.step().applied
+    assert engine.optimizer.overflow and engine.skipped_steps == 1 and not engine.was_step_applied()
+    engine.backward(engine(*tokens(rank, 0)))
+    assert engine.step().applied and not engine.optimizer.overflow
 
 
 def test_mixed_backwards_are_refused() -> None:
@@ -199,45 +193,41 @@ def test_mixed_backwards_are_refused() -> None:
     assert_all_equal(run(engine, 0, directly), run(make(0), 0, directly), "after zero_grad")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_gradients_between_microbatches(stage: int) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        plain = Stack()
-        plain(*tokens(rank, 0)).backward()
-        engine = make(stage, 1, gradient_clipping=0.0)
-        with engine.no_sync():
-            engine.backward(engine(*tokens(rank, 0)))
-            for one, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
-                if stage < 2:
-                    assert one.grad is not None and torch.equal(
-                        one.grad, other.grad if other.grad is not None else one.grad
-                    )
-                    one.grad.mul_(2.0)  # what is written counts
-                elif one.numel():
-                    with pytest.raises(UsageError, match="not in its `grad`"):
-                        one.grad.clone()  # type: ignore[union-attr]
-        engine.backward(engine(*tokens(rank, 1)) * 0.0)
-        norm = engine.step().grad_norm
-        if stage < 2:
-            other = make(stage, 1, gradient_clipping=0.0)
-            other.backward(other(*tokens(rank, 0)) * 2.0)
-            assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
-
-    on_ranks(body, 2)
+def test_gradients_between_microbatches(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    plain(*tokens(rank, 0)).backward()
+    engine = make(stage, 1, gradient_clipping=0.0)
+    with engine.no_sync():
+        engine.backward(engine(*tokens(rank, 0)))
+        for one, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            if stage < 2:
+                assert one.grad is not None and torch.equal(
+                    one.grad, other.grad if other.grad is not None else one.grad
+                )
+                one.grad.mul_(2.0)  # what is written counts
+            elif one.numel():
+                with pytest.raises(UsageError, match="not in its `grad`"):
+                    one.grad.clone()  # type: ignore[union-attr]
+    engine.backward(engine(*tokens(rank, 1)) * 0.0)
+    norm = engine.step().grad_norm
+    if stage < 2:
+        other = make(stage, 1, gradient_clipping=0.0)
+        other.backward(other(*tokens(rank, 0)) * 2.0)
+        assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_without_a_backward_updates_nothing(stage: int) -> None:
-    def body(rank: int) -> None:
-        engine = make(stage, 1)
-        before = values(engine)
-        engine.step()
-        assert_all_equal(before, values(engine), "no gradient, no update")
-        engine_steps(engine, rank, range(2))  # the schedule begins with a rate of 0
-        assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
-
-    on_ranks(body, 2)
+def test_a_step_without_a_backward_updates_nothing(rank: int, stage: int) -> None:
+    engine = make(stage, 1)
+    before = values(engine)
+    engine.step()
+    assert_all_equal(before, values(engine), "no gradient, no update")
+    engine_steps(engine, rank, range(2))  # the schedule begins with a rate of 0
+    assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
 
 
 def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
@@ -259,7 +249,8 @@ def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
         make(1, 1).set_train_batch_size(4)
 
 
-def test_a_loop_that_never_steps_is_warned_once() -> None:
+@pytest.mark.ranks(2)
+def test_a_loop_that_never_steps_is_warned_once(rank: int) -> None:
     """As a Trainer's own training_step does that calls loss.backward(): accelerate steps in accelerator.backward."""
 
     def never_steps(engine: Engine, rank: int) -> None:
@@ -267,21 +258,18 @@ def test_a_loop_that_never_steps_is_warned_once() -> None:
             engine(*tokens(rank, index)).backward()
             engine.zero_grad()
 
-    def body(rank: int) -> None:
-        with pytest.warns(
-            UserWarning, match=r"engine\.step\(\) has not been called so far: nothing has been trained"
-        ) as caught:
-            never_steps(make(2, 1), rank)
-        assert len(caught) == 1
-        with no_warnings():
-            engine = make(2, 1)
-            for index in range(6):
-                engine.zero_grad()  # there is nothing to drop
-                engine(*tokens(rank, index)).backward()
-                engine.step()
-            never_steps(engine, rank)
-
-    on_ranks(body, 2)
+    with pytest.warns(
+        UserWarning, match=r"engine\.step\(\) has not been called so far: nothing has been trained"
+    ) as caught:
+        never_steps(make(2, 1), rank)
+    assert len(caught) == 1
+    with no_warnings():
+        engine = make(2, 1)
+        for index in range(6):
+            engine.zero_grad()  # there is nothing to drop
+            engine(*tokens(rank, index)).backward()
+            engine.step()
+        never_steps(engine, rank)
 
 
 def test_a_step_has_one_end() -> None:
@@ -353,24 +341,22 @@ class Odd(nn.Module):
         raise AssertionError("the engine was asked for a copy, and passed it on to the model")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", (1, 3))
-def test_state_dicts_of_an_odd_model(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
-        engine.backward(engine(torch.arange(4)))
-        assert engine.step().applied
-        names = {"_extra_state", "embedding.weight", "head.weight", "kept"}
-        for state in (engine.module_state_dict(), engine.consolidated_state_dict()):
-            if state is not None:
-                assert set(state) == names and state["_extra_state"] == {"version": 7}
-                assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
-                assert state["kept"].shape == (3,)
-        engine.load_module_state_dict(engine.module_state_dict())
-        engine.save_16bit_model(tmp_path, "model.bin")
-        read = torch.load(tmp_path / "model.bin")
-        assert read["kept"].dtype == torch.float32 and read["_extra_state"] == {"version": 7}
-
-    on_ranks(body, 2)
+def test_state_dicts_of_an_odd_model(rank: int, stage: int, tmp_path: Path) -> None:
+    engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
+    engine.backward(engine(torch.arange(4)))
+    assert engine.step().applied
+    names = {"_extra_state", "embedding.weight", "head.weight", "kept"}
+    for state in (engine.module_state_dict(), engine.consolidated_state_dict()):
+        if state is not None:
+            assert set(state) == names and state["_extra_state"] == {"version": 7}
+            assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
+            assert state["kept"].shape == (3,)
+    engine.load_module_state_dict(engine.module_state_dict())
+    engine.save_16bit_model(tmp_path, "model.bin")
+    read = torch.load(tmp_path / "model.bin")
+    assert read["kept"].dtype == torch.float32 and read["_extra_state"] == {"version": 7}
 
 
 def test_an_engine_is_not_copied() -> None:
@@ -426,123 +412,113 @@ def test_an_adapters_file_has_the_frozen_parameters_that_peft_saves_in_it() -> N
     assert on_ranks(body, 2) == [{"base_model.model.model.embed_tokens.base_layer.weight"}, set()]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_come_together_on_rank_0(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        engine = make(stage)
-        whole = engine.module_state_dict()
-        gathered = engine.consolidated_state_dict()
-        assert (gathered is None) == (rank != 0)
-        by_trainers = engine._zero3_consolidated_16bit_state_dict()
-        assert by_trainers.keys() == (gathered or {}).keys()
-        if rank:
-            with pytest.raises(UsageError, match="rank 0 has all of it"):
-                torch.save(by_trainers, tmp_path / "empty.pt")
-        for name, value in (gathered or {}).items():
-            assert torch.equal(value, whole[name])
-        assert gathered is None or gathered.keys() == whole.keys()
-        tied = {
-            name for name, p in engine.module.named_parameters(remove_duplicate=False) if p is engine.module.head.weight
-        }
-        assert len(tied) == 2
-        for state in (engine.module.state_dict(), gathered or {}):
-            assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
-
-    on_ranks(body, 2)
+def test_weights_come_together_on_rank_0(rank: int, stage: int, tmp_path: Path) -> None:
+    engine = make(stage)
+    whole = engine.module_state_dict()
+    gathered = engine.consolidated_state_dict()
+    assert (gathered is None) == (rank != 0)
+    by_trainers = engine._zero3_consolidated_16bit_state_dict()
+    assert by_trainers.keys() == (gathered or {}).keys()
+    if rank:
+        with pytest.raises(UsageError, match="rank 0 has all of it"):
+            torch.save(by_trainers, tmp_path / "empty.pt")
+    for name, value in (gathered or {}).items():
+        assert torch.equal(value, whole[name])
+    assert gathered is None or gathered.keys() == whole.keys()
+    tied = {
+        name for name, p in engine.module.named_parameters(remove_duplicate=False) if p is engine.module.head.weight
+    }
+    assert len(tied) == 2
+    for state in (engine.module.state_dict(), gathered or {}):
+        assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", [None, "weights.bin"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_saved_model_is_in_the_dtype_that_it_trains_in(
-    stage: int, name: str | None, bf16: bool, tmp_path: Path
+    rank: int, stage: int, name: str | None, bf16: bool, tmp_path: Path
 ) -> None:
     """Under DeepSpeed's name, where none is given; `torch.load` reads it."""
-
-    def body(rank: int) -> None:
-        engine = make(stage, bf16={"enabled": bf16})
-        whole = engine.module_state_dict()
-        if name is None:
-            assert engine.save_16bit_model(tmp_path)
-        else:
-            assert engine.save_16bit_model(tmp_path, name)
-        with pytest.raises(UsageError, match=r"model\.safetensors is a name for safetensors. .*engine\.export"):
-            engine.save_16bit_model(tmp_path, "model.safetensors")
-        read = torch.load(tmp_path / (name or "pytorch_model.bin"))
-        assert read.keys() == whole.keys()
-        for key, value in read.items():
-            assert value.dtype == (torch.float32, torch.bfloat16)[bf16]
-            assert torch.equal(value, whole[key])
-
-    on_ranks(body, 2)
+    engine = make(stage, bf16={"enabled": bf16})
+    whole = engine.module_state_dict()
+    if name is None:
+        assert engine.save_16bit_model(tmp_path)
+    else:
+        assert engine.save_16bit_model(tmp_path, name)
+    with pytest.raises(UsageError, match=r"model\.safetensors is a name for safetensors. .*engine\.export"):
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+    read = torch.load(tmp_path / (name or "pytorch_model.bin"))
+    assert read.keys() == whole.keys()
+    for key, value in read.items():
+        assert value.dtype == (torch.float32, torch.bfloat16)[bf16]
+        assert torch.equal(value, whole[key])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_checkpoint_within_a_step_begins_the_step_anew(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        engine = make(stage)
-        as_documented(engine, [tokens(rank, 0), tokens(rank, 1)])
-        engine.backward(engine(*tokens(rank, 2)))
-        engine.save_checkpoint(tmp_path)
-        engine.step()
-        engine.backward(engine(*tokens(rank, 3)))
-        engine.step()
-        wanted = values(engine)
-        other = make(stage)
-        other.load_checkpoint(tmp_path)
-        as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
-        assert_all_equal(wanted, values(other), "as if it had not been interrupted")
-
-    on_ranks(body, 2)
+def test_a_checkpoint_within_a_step_begins_the_step_anew(rank: int, stage: int, tmp_path: Path) -> None:
+    engine = make(stage)
+    as_documented(engine, [tokens(rank, 0), tokens(rank, 1)])
+    engine.backward(engine(*tokens(rank, 2)))
+    engine.save_checkpoint(tmp_path)
+    engine.step()
+    engine.backward(engine(*tokens(rank, 3)))
+    engine.step()
+    wanted = values(engine)
+    other = make(stage)
+    other.load_checkpoint(tmp_path)
+    as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
+    assert_all_equal(wanted, values(other), "as if it had not been interrupted")
 
 
-def test_folders_and_tags(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        engine = make(2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
-            assert "no checkpoint was loaded" in str(caught[-1].message)
-            engine.save_checkpoint(tmp_path, tag=f"mine{rank}")
-            assert rank != 0 or "the ranks name different tags" in str(caught[-1].message)
-        assert engine.load_checkpoint(tmp_path, "mine0")[0] is not None
-        with pytest.raises(CheckpointError, match="plain folder name"):
-            engine.save_checkpoint(tmp_path, tag="")
-        with pytest.raises(CheckpointError):
-            engine.load_checkpoint(tmp_path, tag="")
-        strict = make(2, checkpoint={"tag_validation": "FAIL"})
-        with pytest.raises(CheckpointError, match='rank 0 "mine0", rank 1 "mine1"'):
-            strict.save_checkpoint(tmp_path, tag=f"mine{rank}")
-        make(2, checkpoint={"tag_validation": "ignore"}).save_checkpoint(tmp_path, tag=f"yours{rank}")
-        assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_folders_and_tags(rank: int, tmp_path: Path) -> None:
+    engine = make(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
+        assert "no checkpoint was loaded" in str(caught[-1].message)
+        engine.save_checkpoint(tmp_path, tag=f"mine{rank}")
+        assert rank != 0 or "the ranks name different tags" in str(caught[-1].message)
+    assert engine.load_checkpoint(tmp_path, "mine0")[0] is not None
+    with pytest.raises(CheckpointError, match="plain folder name"):
+        engine.save_checkpoint(tmp_path, tag="")
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(tmp_path, tag="")
+    strict = make(2, checkpoint={"tag_validation": "FAIL"})
+    with pytest.raises(CheckpointError, match='rank 0 "mine0", rank 1 "mine1"'):
+        strict.save_checkpoint(tmp_path, tag=f"mine{rank}")
+    make(2, checkpoint={"tag_validation": "ignore"}).save_checkpoint(tmp_path, tag=f"yours{rank}")
+    assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_engines_one_after_another_and_at_once(stage: int) -> None:
-    def body(rank: int) -> None:
-        wanted = run(make(stage), rank, as_documented)
-        first = make(stage)
-        first.backward(first(*tokens(rank, 5)))
-        first.destroy()
-        assert type(next(first.module.parameters())) is nn.Parameter
-        torch.manual_seed(0)
-        first.module.load_state_dict(Stack().state_dict())
-        again = zeroshard.initialize(model=first.module, config=config(stage))[0]
-        beside = make(stage)
-        for step in range(STEPS):
-            as_documented(again, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
-            as_documented(beside, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
-        assert_all_equal(wanted, values(again), "on a model that another engine had")
-        assert_all_equal(wanted, values(beside), "beside another engine")
-
-    on_ranks(body, 2)
+def test_engines_one_after_another_and_at_once(rank: int, stage: int) -> None:
+    wanted = run(make(stage), rank, as_documented)
+    first = make(stage)
+    first.backward(first(*tokens(rank, 5)))
+    first.destroy()
+    assert type(next(first.module.parameters())) is nn.Parameter
+    torch.manual_seed(0)
+    first.module.load_state_dict(Stack().state_dict())
+    again = zeroshard.initialize(model=first.module, config=config(stage))[0]
+    beside = make(stage)
+    for step in range(STEPS):
+        as_documented(again, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+        as_documented(beside, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+    assert_all_equal(wanted, values(again), "on a model that another engine had")
+    assert_all_equal(wanted, values(beside), "beside another engine")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
+def test_a_schedule_that_fills_a_tensor_takes_effect(rank: int, stage: int) -> None:
     def run_with(lr: Any, rank: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = Stack()
@@ -556,15 +532,13 @@ def test_a_schedule_that_fills_a_tensor_takes_effect(stage: int) -> None:
         assert float(engine.get_lr()[0]) == pytest.approx(1e-2 * 0.5**STEPS)
         return values(engine)
 
-    def body(rank: int) -> None:
-        for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
-            torch.testing.assert_close(one, other)
-
-    on_ranks(body, 2)
+    for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
+        torch.testing.assert_close(one, other)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None:
+def test_a_model_whose_output_is_its_last_layers_accumulates(rank: int, stage: int) -> None:
     """Its last layer's backward begins together with its own: it is reduced before its gradients come, and once more after."""
 
     def trained(stage: int, rank: int) -> list[Tensor]:
@@ -578,11 +552,8 @@ def test_a_model_whose_output_is_its_last_layers_accumulates(stage: int) -> None
             engine.step()
         return values(engine)
 
-    def body(rank: int) -> None:
-        for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
-            assert torch.equal(one, other)
-
-    on_ranks(body, 2)
+    for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_step_that_is_refused_is_not_counted() -> None:
@@ -674,69 +645,63 @@ def test_what_deepspeeds_names_answer() -> None:
     assert {name for name in vars(Readers) if not name.startswith("_")} == READ.keys() | others
 
 
-def test_smaller_names_of_deepspeeds() -> None:
-    def body(rank: int) -> None:
-        engine = make(2, 1)
-        assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
-        assert engine.optimizer.loss_scaler is engine.loss_scaler
-        assert not engine.optimizer.dynamic_loss_scale and not engine.optimizer.needs_scaler()
-        assert engine.client_optimizer is None and not engine.is_compiled
-        engine.set_train_micro_batch_size(3)
-        assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (3, 6)
-        with pytest.raises(UsageError, match="1 or more"):
-            engine.set_train_micro_batch_size(0)
-        numbers = [tensor.item() for tensor in engine.deepspeed_io(list(range(8)), batch_size=1)]  # type: ignore[arg-type]
-        assert len(numbers) == 4
-        with pytest.raises(UsageError, match="data_sampler"):
-            engine.deepspeed_io(list(range(8)), data_sampler=[])  # type: ignore[arg-type]
-        other = make(2, 1)
-        for one in (engine, other):
-            with one.coalesce_grad_reduction() if one is engine else contextlib.nullcontext():
-                for batch in range(2):
-                    one.backward(one(*tokens(batch, rank)))
-            if one is engine:
-                one.allreduce_gradients()
-            one.step()
-        for mine, theirs in zip(values(engine), values(other), strict=True):
-            assert torch.equal(mine, theirs)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_smaller_names_of_deepspeeds(rank: int) -> None:
+    engine = make(2, 1)
+    assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
+    assert engine.optimizer.loss_scaler is engine.loss_scaler
+    assert not engine.optimizer.dynamic_loss_scale and not engine.optimizer.needs_scaler()
+    assert engine.client_optimizer is None and not engine.is_compiled
+    engine.set_train_micro_batch_size(3)
+    assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (3, 6)
+    with pytest.raises(UsageError, match="1 or more"):
+        engine.set_train_micro_batch_size(0)
+    numbers = [tensor.item() for tensor in engine.deepspeed_io(list(range(8)), batch_size=1)]  # type: ignore[arg-type]
+    assert len(numbers) == 4
+    with pytest.raises(UsageError, match="data_sampler"):
+        engine.deepspeed_io(list(range(8)), data_sampler=[])  # type: ignore[arg-type]
+    other = make(2, 1)
+    for one in (engine, other):
+        with one.coalesce_grad_reduction() if one is engine else contextlib.nullcontext():
+            for batch in range(2):
+                one.backward(one(*tokens(batch, rank)))
+        if one is engine:
+            one.allreduce_gradients()
+        one.step()
+    for mine, theirs in zip(values(engine), values(other), strict=True):
+        assert torch.equal(mine, theirs)
 
 
-def test_a_schedule_that_needs_a_metric(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model = Stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        blocks = {key: value for key, value in config(2, 1).items() if key not in ("optimizer", "scheduler")}
-        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=blocks)
-        engine.backward(engine(*tokens(0, rank)))
-        with pytest.raises(UsageError, match="lr_kwargs"):
-            engine.step()
-        for _ in range(3):
-            engine.step(lr_kwargs={"metrics": 1.0})
-            engine.backward(engine(*tokens(0, rank)))
-        assert engine.get_lr() == [0.01 * 0.5**2]
+@pytest.mark.ranks(2)
+def test_a_schedule_that_needs_a_metric(rank: int, tmp_path: Path) -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    blocks = {key: value for key, value in config(2, 1).items() if key not in ("optimizer", "scheduler")}
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=blocks)
+    engine.backward(engine(*tokens(0, rank)))
+    with pytest.raises(UsageError, match="lr_kwargs"):
+        engine.step()
+    for _ in range(3):
         engine.step(lr_kwargs={"metrics": 1.0})
-        engine.save_checkpoint(tmp_path)
-        engine.load_checkpoint(tmp_path)
-        assert schedule.best == 1.0
+        engine.backward(engine(*tokens(0, rank)))
+    assert engine.get_lr() == [0.01 * 0.5**2]
+    engine.step(lr_kwargs={"metrics": 1.0})
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert schedule.best == 1.0
 
-    on_ranks(body, 2)
 
-
-def test_steps_that_are_missing_are_named() -> None:
-    def body(rank: int) -> None:
-        engine = make(2, 2)
-        for _ in range(2):
-            engine.backward(engine(*tokens(0, rank)))
-        with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
-            engine.step()
-        engine = make(2, 2)
-        with no_warnings():
-            engine_steps(engine, rank, range(4))
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_steps_that_are_missing_are_named(rank: int) -> None:
+    engine = make(2, 2)
+    for _ in range(2):
+        engine.backward(engine(*tokens(0, rank)))
+    with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
+        engine.step()
+    engine = make(2, 2)
+    with no_warnings():
+        engine_steps(engine, rank, range(4))
 
 
 def test_a_schedule_that_raises_leaves_a_counted_step() -> None:

@@ -148,22 +148,19 @@ def test_each_way_to_name_parameters_is_one_process() -> None:
             expect_near(run, expected)
 
 
-def test_bf16_leaves_buffers_as_they_are() -> None:
+@pytest.mark.ranks(2)
+def test_bf16_leaves_buffers_as_they_are(rank: int) -> None:
     """Rotary frequencies, say; and parameters are converted before they are divided."""
-
-    def body(rank: int) -> None:
-        engine, *_ = zeroshard.initialize(model=llama(), config=settings(2, optimizer=ADAMW, bf16={"enabled": True}))
-        assert {one.dtype for one in engine.module.parameters()} == {torch.bfloat16}
-        assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
-        assert sharded_of(engine).states.get("lm_head.weight").dtype == torch.float32
-        norms = trained(engine, 0)["norms"]
-        assert norms == pytest.approx(in_one_process(llama(), ranks=1)["norms"], rel=0.05)
-        state = engine.module_state_dict()
-        assert not any(isinstance(one, DTensor) for one in state.values())
-        assert state["lm_head.weight"].shape == (32, 32)
-        engine.destroy()
-
-    on_ranks(body, 2)
+    engine, *_ = zeroshard.initialize(model=llama(), config=settings(2, optimizer=ADAMW, bf16={"enabled": True}))
+    assert {one.dtype for one in engine.module.parameters()} == {torch.bfloat16}
+    assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert sharded_of(engine).states.get("lm_head.weight").dtype == torch.float32
+    norms = trained(engine, 0)["norms"]
+    assert norms == pytest.approx(in_one_process(llama(), ranks=1)["norms"], rel=0.05)
+    state = engine.module_state_dict()
+    assert not any(isinstance(one, DTensor) for one in state.values())
+    assert state["lm_head.weight"].shape == (32, 32)
+    engine.destroy()
 
 
 def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
@@ -181,57 +178,53 @@ def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
     assert sorted(found[0][0] + found[2][0]) == list(range(8))
 
 
-def test_what_cannot_be_divided_is_refused_by_name() -> None:
-    def body(rank: int) -> None:
-        divide = partial(zeroshard.initialize, config=settings(1, optimizer=ADAMW))
-        assert "has no plan for tensor parallelism" in refusal(lambda: divide(model=nn.Linear(4, 4)))
-        adapted = llama()
-        adapted.peft_config = {}
-        assert "tensor parallelism of a PEFT model" in refusal(lambda: divide(model=adapted))
-        model = llama()
-        model.config.num_key_value_heads = 1
-        assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))
-        model = llama()
-        model.model.layers[0].mlp.up_proj = nn.Linear(32, 47)
-        assert "mlp.up_proj has out_features = 47, which 2" in refusal(lambda: divide(model=model))
-        three = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 3})
-        assert "3 tensor-parallel ranks do not divide the 2 ranks" in refusal(
-            lambda: zeroshard.initialize(model=llama(), config=three)
-        )
-        group = meshed(1, 2)["dp"].get_group()
-        assert "leave group= (mpu, sp_size) out" in refusal(lambda: divide(model=llama(), group=group))
-        model = llama()
-        model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_colwise"
-        assert 'as "packed_colwise", which is not supported' in refusal(lambda: divide(model=model))
-        model = llama()
-        model.lm_head.weight = model.model.embed_tokens.weight
-        model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
-        assert "is tied to a parameter that the plan of LlamaForCausalLM divides in another way" in refusal(
-            lambda: divide(model=model)
-        )
-        model = llama()
-        divide_layers(model, meshed(2, 1)["tp"])
-        four = copy.deepcopy(settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4}))
-        assert "autotp_size is 4, but the model is already divided over 2 ranks" in refusal(
-            lambda: zeroshard.initialize(model=model, config=four)
-        )
-        with zeroshard.sharded_init():
-            born = llama()
-        assert "was born sharded" in refusal(lambda: divide(model=born))
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_what_cannot_be_divided_is_refused_by_name(rank: int) -> None:
+    divide = partial(zeroshard.initialize, config=settings(1, optimizer=ADAMW))
+    assert "has no plan for tensor parallelism" in refusal(lambda: divide(model=nn.Linear(4, 4)))
+    adapted = llama()
+    adapted.peft_config = {}
+    assert "tensor parallelism of a PEFT model" in refusal(lambda: divide(model=adapted))
+    model = llama()
+    model.config.num_key_value_heads = 1
+    assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))
+    model = llama()
+    model.model.layers[0].mlp.up_proj = nn.Linear(32, 47)
+    assert "mlp.up_proj has out_features = 47, which 2" in refusal(lambda: divide(model=model))
+    three = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 3})
+    assert "3 tensor-parallel ranks do not divide the 2 ranks" in refusal(
+        lambda: zeroshard.initialize(model=llama(), config=three)
+    )
+    group = meshed(1, 2)["dp"].get_group()
+    assert "leave group= (mpu, sp_size) out" in refusal(lambda: divide(model=llama(), group=group))
+    model = llama()
+    model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_colwise"
+    assert 'as "packed_colwise", which is not supported' in refusal(lambda: divide(model=model))
+    model = llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
+    assert "is tied to a parameter that the plan of LlamaForCausalLM divides in another way" in refusal(
+        lambda: divide(model=model)
+    )
+    model = llama()
+    divide_layers(model, meshed(2, 1)["tp"])
+    four = copy.deepcopy(settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4}))
+    assert "autotp_size is 4, but the model is already divided over 2 ranks" in refusal(
+        lambda: zeroshard.initialize(model=model, config=four)
+    )
+    with zeroshard.sharded_init():
+        born = llama()
+    assert "was born sharded" in refusal(lambda: divide(model=born))
 
 
-def test_ranks_that_name_different_numbers_are_refused() -> None:
-    def body(rank: int) -> None:
-        four = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4 if rank == 3 else 2})
-        model = llama()
-        model.config.num_key_value_heads = 4
-        assert "different numbers of tensor-parallel ranks, [2, 2, 2, 4]" in refusal(
-            lambda: zeroshard.initialize(model=model, config=four)
-        )
-
-    on_ranks(body, 4)
+@pytest.mark.ranks(4)
+def test_ranks_that_name_different_numbers_are_refused(rank: int) -> None:
+    four = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4 if rank == 3 else 2})
+    model = llama()
+    model.config.num_key_value_heads = 4
+    assert "different numbers of tensor-parallel ranks, [2, 2, 2, 4]" in refusal(
+        lambda: zeroshard.initialize(model=model, config=four)
+    )
 
 
 def test_keys_of_the_block() -> None:

@@ -137,18 +137,15 @@ def test_later_registries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert one[1] == one[2], "the checkpoint that was loaded after the second step was saved after the first"
 
 
-def test_a_copy_of_the_model_runs() -> None:
+@pytest.mark.ranks(2)
+def test_a_copy_of_the_model_runs(rank: int) -> None:
     """As a reference model is made; a copy before the optimizer is refused like the model itself."""
-
-    def body(rank: int) -> None:
-        model = llama_factory.shard_model(nn.Linear(2, 2), {"name": "fsdp2"})
-        with pytest.raises(UsageError, match="optim_config does not name zeroshard"):
-            copy.deepcopy(model)(torch.zeros(1, 2))
-        llama_factory.make_optimizer(model, {"name": "zeroshard", "lr": 0.1})
-        copied = copy.deepcopy(model)
-        assert torch.equal(copied(torch.ones(1, 2)), model(torch.ones(1, 2)))
-
-    on_ranks(body, 2)
+    model = llama_factory.shard_model(nn.Linear(2, 2), {"name": "fsdp2"})
+    with pytest.raises(UsageError, match="optim_config does not name zeroshard"):
+        copy.deepcopy(model)(torch.zeros(1, 2))
+    llama_factory.make_optimizer(model, {"name": "zeroshard", "lr": 0.1})
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(torch.ones(1, 2)), model(torch.ones(1, 2)))
 
 
 # ---------------------------------------------------------------------- refusals

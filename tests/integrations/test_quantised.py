@@ -117,187 +117,168 @@ def quantised_units(sharded: zeroshard.Sharded) -> list[Any]:
     return [unit for unit in units_of(sharded) if unit.group.is_quantised]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_losses_are_those_of_the_unsharded_model(storage: str, nested: bool, recomputes: bool) -> None:
+def test_losses_are_those_of_the_unsharded_model(rank: int, storage: str, nested: bool, recomputes: bool) -> None:
     make = four_bit(STORAGES[storage], nested)
-
-    def body(rank: int) -> None:
-        expected = losses(*build(make, recomputes=recomputes))
-        for policy in (*range(4), Policy.stage(3).offloaded(parameters=CPU), Policy.stage(2).offloaded(parameters=CPU)):
-            # Other values on rank 1: all start from rank 0's.
-            model, optimizer = build(make, recomputes=recomputes, seed=rank)
-            zeroshard.shard(model, optimizer, policy)
-            assert losses(model, optimizer) == expected, policy
-
-    on_ranks(body, 2)
+    expected = losses(*build(make, recomputes=recomputes))
+    for policy in (*range(4), Policy.stage(3).offloaded(parameters=CPU), Policy.stage(2).offloaded(parameters=CPU)):
+        # Other values on rank 1: all start from rank 0's.
+        model, optimizer = build(make, recomputes=recomputes, seed=rank)
+        zeroshard.shard(model, optimizer, policy)
+        assert losses(model, optimizer) == expected, policy
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_no_dtype_of_the_run_converts_the_bytes(storage: str, param_dtype: torch.dtype) -> None:
-    def body(rank: int) -> None:
-        for stage in (1, 3):
-            model, optimizer = build(four_bit(STORAGES[storage]))
-            before = {
-                fqn: p.detach().clone() for fqn, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)
-            }
-            sharded = zeroshard.shard(
-                model, optimizer, stage, precision=Precision(param_dtype, keep_in_fp32=("enter", "leave"))
-            )
-            with zeroshard.unsharded(model):
-                for fqn, p in model.named_parameters():
-                    if fqn in before:
-                        assert torch.equal(p.detach().view(torch.uint8), before[fqn].view(torch.uint8))
-            value = sharded.states.get("blocks.1.up.base.weight")
-            assert torch.equal(value.view(torch.uint8), before["blocks.1.up.base.weight"].view(torch.uint8))
-
-    on_ranks(body, 2)
+def test_no_dtype_of_the_run_converts_the_bytes(rank: int, storage: str, param_dtype: torch.dtype) -> None:
+    for stage in (1, 3):
+        model, optimizer = build(four_bit(STORAGES[storage]))
+        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)}
+        sharded = zeroshard.shard(
+            model, optimizer, stage, precision=Precision(param_dtype, keep_in_fp32=("enter", "leave"))
+        )
+        with zeroshard.unsharded(model):
+            for fqn, p in model.named_parameters():
+                if fqn in before:
+                    assert torch.equal(p.detach().view(torch.uint8), before[fqn].view(torch.uint8))
+        value = sharded.states.get("blocks.1.up.base.weight")
+        assert torch.equal(value.view(torch.uint8), before["blocks.1.up.base.weight"].view(torch.uint8))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_bytes_are_sharded_and_freed_after_each_block(recomputes: bool) -> None:
-    def body(rank: int) -> None:
-        model, optimizer = build(four_bit(), recomputes=recomputes)
-        numel = sum(p.numel() for p in model.parameters() if isinstance(p, bnb.nn.Params4bit))
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-        units = quantised_units(sharded)
-        at_rest = sum(one.numel() for unit in units for bucket in unit.buckets for one in bucket.tensors("parameters"))
-        assert at_rest == numel // 2  # bytes, on each of two ranks
-        assert sum(unit.flat.nbytes for unit in units) == 0
-        live = []
-        for block in model.blocks:
-            block.register_forward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
-            block.register_full_backward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
-        losses(model, optimizer, steps=1)
-        assert len(live) >= 9
-        assert max(live) <= 2  # the block that runs, and the one that is gathered ahead of its use
-        assert not any(unit.flat.kept_count for unit in units)
-        assert sum(unit.flat.nbytes for unit in units) == 0
-
-    on_ranks(body, 2)
+def test_bytes_are_sharded_and_freed_after_each_block(rank: int, recomputes: bool) -> None:
+    model, optimizer = build(four_bit(), recomputes=recomputes)
+    numel = sum(p.numel() for p in model.parameters() if isinstance(p, bnb.nn.Params4bit))
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+    units = quantised_units(sharded)
+    at_rest = sum(one.numel() for unit in units for bucket in unit.buckets for one in bucket.tensors("parameters"))
+    assert at_rest == numel // 2  # bytes, on each of two ranks
+    assert sum(unit.flat.nbytes for unit in units) == 0
+    live = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
+        block.register_full_backward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
+    losses(model, optimizer, steps=1)
+    assert len(live) >= 9
+    assert max(live) <= 2  # the block that runs, and the one that is gathered ahead of its use
+    assert not any(unit.flat.kept_count for unit in units)
+    assert sum(unit.flat.nbytes for unit in units) == 0
 
 
-def test_the_parameter_keeps_its_class_and_state() -> None:
-    def body(rank: int) -> None:
-        model, optimizer = build(four_bit())
-        parameter = model.blocks[1].up.base.weight
-        state, values = parameter.quant_state, parameter.detach().clone()
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-        losses(model, optimizer, steps=1)
-        assert model.blocks[1].up.base.weight is parameter
-        assert isinstance(parameter, bnb.nn.Params4bit)
-        assert parameter.quant_state is state
-        assert type(parameter).__name__ == "Params4bit"  # which PEFT looks at
-        assert "sharded at rest, and `clone` needs its values" in refusal(parameter.clone)
-        assert "needs its values" in refusal(lambda: bnb.functional.dequantize_4bit(parameter, state))
-        with zeroshard.unsharded(model):
-            assert type(parameter).__name__ == "Params4bit"
-            assert torch.equal(parameter.detach(), values)
-        copied = copy.deepcopy(model.blocks[1])
-        assert type(copied.up.base.weight) is bnb.nn.Params4bit
-        assert copied.up.base.weight.quant_state is not state
-        assert torch.equal(copied.up.base.weight.detach(), values)
-        with zeroshard.unsharded(model):
-            file = io.BytesIO()
-            torch.save(parameter, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)  # an nn.Parameter, as without zeroshard, with the attributes
-        assert torch.equal(loaded.detach(), values)
-        assert torch.equal(loaded.quant_state.absmax, state.absmax)
-        sharded.remove()
-        assert type(parameter) is bnb.nn.Params4bit
+@pytest.mark.ranks(2)
+def test_the_parameter_keeps_its_class_and_state(rank: int) -> None:
+    model, optimizer = build(four_bit())
+    parameter = model.blocks[1].up.base.weight
+    state, values = parameter.quant_state, parameter.detach().clone()
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+    losses(model, optimizer, steps=1)
+    assert model.blocks[1].up.base.weight is parameter
+    assert isinstance(parameter, bnb.nn.Params4bit)
+    assert parameter.quant_state is state
+    assert type(parameter).__name__ == "Params4bit"  # which PEFT looks at
+    assert "sharded at rest, and `clone` needs its values" in refusal(parameter.clone)
+    assert "needs its values" in refusal(lambda: bnb.functional.dequantize_4bit(parameter, state))
+    with zeroshard.unsharded(model):
+        assert type(parameter).__name__ == "Params4bit"
         assert torch.equal(parameter.detach(), values)
-
-    on_ranks(body, 2)
-
-
-def test_eight_bit_weights_stay_whole() -> None:
-    def body(rank: int) -> None:
-        expected = losses(*build(eight_bit))
-        for stage in range(4):
-            model, optimizer = build(eight_bit, seed=rank)
-            if stage == 2:  # its modules have run before
-                with torch.no_grad():
-                    model(batch(0))
-            zeroshard.shard(model, optimizer, stage)
-            assert losses(model, optimizer) == expected, stage
-            for module in model.modules():
-                if isinstance(module, bnb.nn.Linear8bitLt):  # the alias is of the same memory
-                    assert module.state.CB.data_ptr() == module.weight.data_ptr()
-
-    on_ranks(body, 2)
+    copied = copy.deepcopy(model.blocks[1])
+    assert type(copied.up.base.weight) is bnb.nn.Params4bit
+    assert copied.up.base.weight.quant_state is not state
+    assert torch.equal(copied.up.base.weight.detach(), values)
+    with zeroshard.unsharded(model):
+        file = io.BytesIO()
+        torch.save(parameter, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)  # an nn.Parameter, as without zeroshard, with the attributes
+    assert torch.equal(loaded.detach(), values)
+    assert torch.equal(loaded.quant_state.absmax, state.absmax)
+    sharded.remove()
+    assert type(parameter) is bnb.nn.Params4bit
+    assert torch.equal(parameter.detach(), values)
 
 
-def test_a_checkpoint_has_bytes_and_scales(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        for kind, make in (("4 bits", four_bit()), ("8 bits", eight_bit)):
-            model, optimizer = build(make)
-            sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-            losses(model, optimizer)
-            sharded.save(tmp_path / kind, "three")
-            expected = losses(model, optimizer)
-            other, again = build(make, seed=7)
-            zeroshard.shard(other, again, Policy.stage(1)).load(tmp_path / kind, "three")
-            assert losses(other, again) == expected
-            scales = dict(scales_of(other))
-            assert len(scales) == (18 if kind == "4 bits" else 6)
-            for name, scale in scales_of(model):
-                assert torch.equal(scales[name], scale)
-        plain, optimizer = build(four_bit(nested=False))
-        sharded = zeroshard.shard(plain, optimizer, Policy.stage(3))
-        with pytest.raises(CheckpointError, match="absmax"):
-            sharded.load(tmp_path / "4 bits", "three")
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_eight_bit_weights_stay_whole(rank: int) -> None:
+    expected = losses(*build(eight_bit))
+    for stage in range(4):
+        model, optimizer = build(eight_bit, seed=rank)
+        if stage == 2:  # its modules have run before
+            with torch.no_grad():
+                model(batch(0))
+        zeroshard.shard(model, optimizer, stage)
+        assert losses(model, optimizer) == expected, stage
+        for module in model.modules():
+            if isinstance(module, bnb.nn.Linear8bitLt):  # the alias is of the same memory
+                assert module.state.CB.data_ptr() == module.weight.data_ptr()
 
 
-def test_places_and_parking(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        expected = losses(*build(four_bit()))
-        policy = Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=Offload(str(tmp_path)))
-        model, optimizer = build(four_bit())
-        sharded = zeroshard.shard(model, optimizer, policy)
-        assert losses(model, optimizer) == expected
-        model, optimizer = build(four_bit())
+@pytest.mark.ranks(2)
+def test_a_checkpoint_has_bytes_and_scales(rank: int, tmp_path: Path) -> None:
+    for kind, make in (("4 bits", four_bit()), ("8 bits", eight_bit)):
+        model, optimizer = build(make)
         sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-        sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
-        sharded.reload_states()
-        assert losses(model, optimizer) == expected
-        model, optimizer = build(four_bit())
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(2))
-        text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
-        assert "whose readers would see" in text
+        losses(model, optimizer)
+        sharded.save(tmp_path / kind, "three")
+        expected = losses(model, optimizer)
+        other, again = build(make, seed=7)
+        zeroshard.shard(other, again, Policy.stage(1)).load(tmp_path / kind, "three")
+        assert losses(other, again) == expected
+        scales = dict(scales_of(other))
+        assert len(scales) == (18 if kind == "4 bits" else 6)
+        for name, scale in scales_of(model):
+            assert torch.equal(scales[name], scale)
+    plain, optimizer = build(four_bit(nested=False))
+    sharded = zeroshard.shard(plain, optimizer, Policy.stage(3))
+    with pytest.raises(CheckpointError, match="absmax"):
+        sharded.load(tmp_path / "4 bits", "three")
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+def test_places_and_parking(rank: int, tmp_path: Path) -> None:
+    expected = losses(*build(four_bit()))
+    policy = Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=Offload(str(tmp_path)))
+    model, optimizer = build(four_bit())
+    sharded = zeroshard.shard(model, optimizer, policy)
+    assert losses(model, optimizer) == expected
+    model, optimizer = build(four_bit())
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+    sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
+    sharded.reload_states()
+    assert losses(model, optimizer) == expected
+    model, optimizer = build(four_bit())
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(2))
+    text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
+    assert "whose readers would see" in text
 
 
-def test_what_is_refused() -> None:
-    def body(rank: int) -> None:
-        model, _ = build(four_bit(torch.bfloat16))
-        weight = model.blocks[0].up.base.weight.requires_grad_(True)
-        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
-        assert "blocks.0.up.base.weight is a Params4bit and to be trained" in text
-        assert "train adapters" in text
-        for make in (four_bit(), eight_bit):
-            torch.manual_seed(0)
-            model = Adapters(make)  # not moved to its device
-            optimizer = torch.optim.SGD([model.leave.weight], lr=0.1)
-            assert "not quantised yet" in refusal(lambda: zeroshard.shard(model, optimizer, 1))  # noqa: B023
-        model, optimizer = build(four_bit())
-        model.blocks[0].up.base.weight.quant_state.packing_format_for_cpu = True
-        assert "packed for inference" in refusal(lambda: zeroshard.shard(model, optimizer, 1))
-        model, optimizer = build(four_bit(torch.bfloat16))
-        model.blocks[0].up.base.support_avx512bf16_for_cpu = True
-        sharded = zeroshard.shard(model, optimizer, 2)
-        assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
-        model.blocks[0].up.base.weight.requires_grad_(True)
-        group = {"params": [model.blocks[0].up.base.weight]}
-        with pytest.raises(UsageError, match="Params4bit"):
-            sharded.update_trainable(group)
-
-    on_ranks(body, 1)
+@pytest.mark.ranks(1)
+def test_what_is_refused(rank: int) -> None:
+    model, _ = build(four_bit(torch.bfloat16))
+    weight = model.blocks[0].up.base.weight.requires_grad_(True)
+    text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
+    assert "blocks.0.up.base.weight is a Params4bit and to be trained" in text
+    assert "train adapters" in text
+    for make in (four_bit(), eight_bit):
+        torch.manual_seed(0)
+        model = Adapters(make)  # not moved to its device
+        optimizer = torch.optim.SGD([model.leave.weight], lr=0.1)
+        assert "not quantised yet" in refusal(lambda: zeroshard.shard(model, optimizer, 1))  # noqa: B023
+    model, optimizer = build(four_bit())
+    model.blocks[0].up.base.weight.quant_state.packing_format_for_cpu = True
+    assert "packed for inference" in refusal(lambda: zeroshard.shard(model, optimizer, 1))
+    model, optimizer = build(four_bit(torch.bfloat16))
+    model.blocks[0].up.base.support_avx512bf16_for_cpu = True
+    sharded = zeroshard.shard(model, optimizer, 2)
+    assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
+    model.blocks[0].up.base.weight.requires_grad_(True)
+    group = {"params": [model.blocks[0].up.base.weight]}
+    with pytest.raises(UsageError, match="Params4bit"):
+        sharded.update_trainable(group)
 
 
 class Scaled(Tensor):
@@ -321,23 +302,21 @@ class Scaled(Tensor):
         raise NotImplementedError(func)
 
 
-def test_tensors_that_hold_others_are_refused() -> None:
-    def body(rank: int) -> None:
-        values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
-        remedy = "Quantise frozen weights with bitsandbytes"
-        for stage in range(4):
-            model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH))
-            model[1].weight = nn.Parameter(values, requires_grad=False)
-            text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage))  # noqa: B023
-            assert "1.weight is of test_quantised's class Scaled" in text
-            assert remedy in text
-        model = nn.Sequential(nn.Linear(4, WIDTH))
-        model.register_buffer("codes", values)
-        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))
-        assert text.startswith("codes is of")
+@pytest.mark.ranks(2)
+def test_tensors_that_hold_others_are_refused(rank: int) -> None:
+    values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
+    remedy = "Quantise frozen weights with bitsandbytes"
+    for stage in range(4):
+        model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[1].weight = nn.Parameter(values, requires_grad=False)
+        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage))  # noqa: B023
+        assert "1.weight is of test_quantised's class Scaled" in text
         assert remedy in text
-
-    on_ranks(body, 2)
+    model = nn.Sequential(nn.Linear(4, WIDTH))
+    model.register_buffer("codes", values)
+    text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))
+    assert text.startswith("codes is of")
+    assert remedy in text
 
 
 TORCHAO = {

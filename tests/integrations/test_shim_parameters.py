@@ -81,132 +81,121 @@ def engine_of(deepspeed: Any, stage: int, bf16: bool = False, **more: Any) -> An
 # ---------------------------------------------------------------------- tensor fragments
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_gradient_that_nothing_has_reduced_is_this_ranks(stage: int) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from deepspeed import utils
+def test_a_gradient_that_nothing_has_reduced_is_this_ranks(rank: int, stage: int) -> None:
+    deepspeed = deepspeed_of_ours()
+    from deepspeed import utils
 
-        engine = engine_of(deepspeed, stage)
-        plain = copy.deepcopy(engine.module)
-        ours = trained(engine)
-        with engine.no_sync():
-            for step in range(2):
-                engine.backward(engine(batch(rank, step)))
-                plain(batch(rank, step)).backward()
-                theirs = [p for p in plain.parameters() if p.requires_grad]
-                for own, other in zip(ours, theirs, strict=True):
-                    assert torch.equal(utils.safe_get_full_grad(own), other.grad)
-        engine.backward(engine(batch(rank, 2)))
-        parts = [torch.empty_like(ours[0]) for _ in range(2)]
-        plain(batch(rank, 2)).backward()
-        dist.all_gather(parts, plain.scale.grad)
-        assert torch.allclose(utils.safe_get_full_grad(ours[0]), sum(parts) / 2), "now the mean"
-        assert zeroshard.parameter_states(ours[0]).own_gradient() is None
-        engine.step()
-        engine.destroy()
-
-    on_ranks(body, 2)
+    engine = engine_of(deepspeed, stage)
+    plain = copy.deepcopy(engine.module)
+    ours = trained(engine)
+    with engine.no_sync():
+        for step in range(2):
+            engine.backward(engine(batch(rank, step)))
+            plain(batch(rank, step)).backward()
+            theirs = [p for p in plain.parameters() if p.requires_grad]
+            for own, other in zip(ours, theirs, strict=True):
+                assert torch.equal(utils.safe_get_full_grad(own), other.grad)
+    engine.backward(engine(batch(rank, 2)))
+    parts = [torch.empty_like(ours[0]) for _ in range(2)]
+    plain(batch(rank, 2)).backward()
+    dist.all_gather(parts, plain.scale.grad)
+    assert torch.allclose(utils.safe_get_full_grad(ours[0]), sum(parts) / 2), "now the mean"
+    assert zeroshard.parameter_states(ours[0]).own_gradient() is None
+    engine.step()
+    engine.destroy()
 
 
 def trained(engine: Any) -> list[nn.Parameter]:
     return [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.ranks("ranks")
 @RANKS
 @DTYPES
 @STAGES
-def test_gradients_are_read_and_set_whole_and_in_parts(stage: int, bf16: bool, ranks: int) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
-        from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
+def test_gradients_are_read_and_set_whole_and_in_parts(rank: int, stage: int, bf16: bool, ranks: int) -> None:
+    deepspeed = deepspeed_of_ours()
+    from deepspeed.utils import safe_get_full_grad, safe_get_local_grad, safe_set_full_grad, safe_set_local_grad
+    from deepspeed.utils.tensor_fragment import safe_update_full_grad_vectorized
 
-        engine = engine_of(deepspeed, stage, bf16)
-        engine.backward(engine(batch(rank)))
-        scale, weight, *others = trained(engine)
-        before = safe_get_full_grad(weight)
-        assert (before.shape, before.dtype, bool(before.any())) == ((9, 6), torch.float32, True)
-        safe_set_full_grad(scale, torch.full((6,), 2.0))
-        assert torch.equal(safe_get_full_grad(scale), torch.full((6,), 2.0))
-        safe_set_local_grad(weight, safe_get_local_grad(weight) * 3)
-        assert torch.equal(safe_get_full_grad(weight), (before * 3).to(weight.dtype).float())
-        safe_update_full_grad_vectorized(others, lambda gradient, parameter: torch.zeros(parameter.shape))
-        assert not any(bool(safe_get_full_grad(parameter).any()) for parameter in others)
-
-    on_ranks(body, ranks)
+    engine = engine_of(deepspeed, stage, bf16)
+    engine.backward(engine(batch(rank)))
+    scale, weight, *others = trained(engine)
+    before = safe_get_full_grad(weight)
+    assert (before.shape, before.dtype, bool(before.any())) == ((9, 6), torch.float32, True)
+    safe_set_full_grad(scale, torch.full((6,), 2.0))
+    assert torch.equal(safe_get_full_grad(scale), torch.full((6,), 2.0))
+    safe_set_local_grad(weight, safe_get_local_grad(weight) * 3)
+    assert torch.equal(safe_get_full_grad(weight), (before * 3).to(weight.dtype).float())
+    safe_update_full_grad_vectorized(others, lambda gradient, parameter: torch.zeros(parameter.shape))
+    assert not any(bool(safe_get_full_grad(parameter).any()) for parameter in others)
 
 
+@pytest.mark.ranks("ranks")
 @RANKS
 @DTYPES
 @STAGES
-def test_a_gradient_that_is_set_is_stepped_with(stage: int, bf16: bool, ranks: int) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from deepspeed import utils
+def test_a_gradient_that_is_set_is_stepped_with(rank: int, stage: int, bf16: bool, ranks: int) -> None:
+    deepspeed = deepspeed_of_ours()
+    from deepspeed import utils
 
-        engine = engine_of(deepspeed, stage, bf16)
-        scale = trained(engine)[0]
-        assert utils.safe_get_full_optimizer_state(scale, "exp_avg") is None
-        engine.backward(engine(batch(rank)))
-        utils.safe_set_full_grad(scale, torch.full((6,), 2.0))
-        assert torch.equal(utils.safe_get_full_fp32_param(scale), torch.ones(6))
-        engine.step()
-        assert bool((utils.safe_get_full_fp32_param(scale) < 1).all())
-        assert torch.equal(utils.safe_get_full_optimizer_state(scale, "exp_avg"), torch.full((6,), 2.0) * (1 - 0.9))
-
-    on_ranks(body, ranks)
+    engine = engine_of(deepspeed, stage, bf16)
+    scale = trained(engine)[0]
+    assert utils.safe_get_full_optimizer_state(scale, "exp_avg") is None
+    engine.backward(engine(batch(rank)))
+    utils.safe_set_full_grad(scale, torch.full((6,), 2.0))
+    assert torch.equal(utils.safe_get_full_fp32_param(scale), torch.ones(6))
+    engine.step()
+    assert bool((utils.safe_get_full_fp32_param(scale) < 1).all())
+    assert torch.equal(utils.safe_get_full_optimizer_state(scale, "exp_avg"), torch.full((6,), 2.0) * (1 - 0.9))
 
 
+@pytest.mark.ranks("ranks")
 @RANKS
 @DTYPES
 @STAGES
-def test_states_are_read_and_set_whole_and_in_parts(stage: int, bf16: bool, ranks: int) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from deepspeed import utils
+def test_states_are_read_and_set_whole_and_in_parts(rank: int, stage: int, bf16: bool, ranks: int) -> None:
+    deepspeed = deepspeed_of_ours()
+    from deepspeed import utils
 
-        engine = engine_of(deepspeed, stage, bf16)
-        engine.backward(engine(batch(rank)))
-        engine.step()
+    engine = engine_of(deepspeed, stage, bf16)
+    engine.backward(engine(batch(rank)))
+    engine.step()
+    for number, parameter in enumerate(trained(engine)):
+        new = torch.full(parameter.shape, 0.5 + number)
+        for state in ("exp_avg", "exp_avg_sq"):
+            utils.safe_set_full_optimizer_state(parameter, new, state)
+            assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new)
+            mine = utils.safe_get_local_optimizer_state(parameter, state)
+            utils.safe_set_local_optimizer_state(parameter, mine + 1, state)
+            assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new + 1)
+        with pytest.raises(TypeError, match="optim_state_key"):
+            utils.safe_set_full_optimizer_state(parameter, new)
+        utils.safe_set_full_fp32_param(parameter, new)
+        assert torch.equal(utils.safe_get_full_fp32_param(parameter), new)
+        mine = utils.safe_get_local_fp32_param(parameter)
+        assert mine.ndim == 1
+        utils.safe_set_local_fp32_param(parameter, mine * 2)
+        assert torch.equal(utils.safe_get_full_fp32_param(parameter), new * 2)
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
         for number, parameter in enumerate(trained(engine)):
-            new = torch.full(parameter.shape, 0.5 + number)
-            for state in ("exp_avg", "exp_avg_sq"):
-                utils.safe_set_full_optimizer_state(parameter, new, state)
-                assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new)
-                mine = utils.safe_get_local_optimizer_state(parameter, state)
-                utils.safe_set_local_optimizer_state(parameter, mine + 1, state)
-                assert torch.equal(utils.safe_get_full_optimizer_state(parameter, state), new + 1)
-            with pytest.raises(TypeError, match="optim_state_key"):
-                utils.safe_set_full_optimizer_state(parameter, new)
-            utils.safe_set_full_fp32_param(parameter, new)
-            assert torch.equal(utils.safe_get_full_fp32_param(parameter), new)
-            mine = utils.safe_get_local_fp32_param(parameter)
-            assert mine.ndim == 1
-            utils.safe_set_local_fp32_param(parameter, mine * 2)
-            assert torch.equal(utils.safe_get_full_fp32_param(parameter), new * 2)
-        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-            for number, parameter in enumerate(trained(engine)):
-                assert bool((parameter == 1 + 2 * number).all())
-
-    on_ranks(body, ranks)
+            assert bool((parameter == 1 + 2 * number).all())
 
 
+@pytest.mark.ranks(2)
 @STAGES
-def test_a_parameter_that_no_engine_trains_has_no_states(stage: int) -> None:
+def test_a_parameter_that_no_engine_trains_has_no_states(rank: int, stage: int) -> None:
     """A frozen parameter has no gradient either; a stranger has what torch gave it."""
+    deepspeed = deepspeed_of_ours()
+    from deepspeed import utils
 
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from deepspeed import utils
-
-        frozen, stranger = engine_of(deepspeed, stage).module.frozen, nn.Parameter(torch.ones(2))
-        stranger.grad = torch.ones(2)
-        assert utils.safe_get_full_fp32_param(frozen) is utils.safe_get_full_fp32_param(stranger) is None
-        assert utils.safe_get_full_grad(frozen) is None
-        assert torch.equal(utils.safe_get_full_grad(stranger), torch.ones(2))
-
-    on_ranks(body, 2)
+    frozen, stranger = engine_of(deepspeed, stage).module.frozen, nn.Parameter(torch.ones(2))
+    stranger.grad = torch.ones(2)
+    assert utils.safe_get_full_fp32_param(frozen) is utils.safe_get_full_fp32_param(stranger) is None
+    assert utils.safe_get_full_grad(frozen) is None
+    assert torch.equal(utils.safe_get_full_grad(stranger), torch.ones(2))
 
 
 # ---------------------------------------------------------------------- ds_ attributes, zero.Init, GatheredParameters
@@ -328,8 +317,9 @@ def test_init_builds_with_rank_0s_values_in_the_configs_dtype(how: str, tmp_path
     on_ranks(body, 2)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.full
-def test_a_load_of_transformers_records_the_conversions_that_the_file_needed() -> None:
+def test_a_load_of_transformers_records_the_conversions_that_the_file_needed(rank: int) -> None:
     """A save reverts what is recorded: it would write the names of an older format."""
 
     class Enabled:
@@ -338,134 +328,122 @@ def test_a_load_of_transformers_records_the_conversions_that_the_file_needed() -
         def is_zero3(self) -> bool:
             return True
 
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from transformers import Wav2Vec2Config, Wav2Vec2Model
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import revert_weight_conversion
-        from transformers.integrations import deepspeed as theirs
-        from transformers.modeling_utils import LoadStateDictConfig
+    deepspeed = deepspeed_of_ours()
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.integrations import deepspeed as theirs
+    from transformers.modeling_utils import LoadStateDictConfig
 
-        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-        convolutions = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embedding_groups": 2}
-        plain = Wav2Vec2Model(Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1))
-        names = set(plain.state_dict())
-        old = {
-            name.replace("parametrizations.weight.original0", "weight_g").replace(
-                "parametrizations.weight.original1", "weight_v"
-            )
-            for name in names
-        }
-        kept = Enabled()
-        theirs.set_hf_deepspeed_config(kept)
-        try:
-            for file in (names, old):
-                model = copy.deepcopy(plain)
-                deepspeed.zero.Init(module=model)
-                values = dict(zip(sorted(file), (plain.state_dict()[name] for name in sorted(names)), strict=True))
-                mapping = get_model_conversion_mapping(model)
-                theirs._load_state_dict_into_zero3_model(model, values, LoadStateDictConfig(weight_mapping=mapping))
-                saved = revert_weight_conversion(model, dict.fromkeys(names, torch.empty(1)))
-                assert saved.keys() == file
-        finally:
-            theirs.unset_hf_deepspeed_config()
-
-    on_ranks(body, 2)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    convolutions = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embedding_groups": 2}
+    plain = Wav2Vec2Model(Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1))
+    names = set(plain.state_dict())
+    old = {
+        name.replace("parametrizations.weight.original0", "weight_g").replace(
+            "parametrizations.weight.original1", "weight_v"
+        )
+        for name in names
+    }
+    kept = Enabled()
+    theirs.set_hf_deepspeed_config(kept)
+    try:
+        for file in (names, old):
+            model = copy.deepcopy(plain)
+            deepspeed.zero.Init(module=model)
+            values = dict(zip(sorted(file), (plain.state_dict()[name] for name in sorted(names)), strict=True))
+            mapping = get_model_conversion_mapping(model)
+            theirs._load_state_dict_into_zero3_model(model, values, LoadStateDictConfig(weight_mapping=mapping))
+            saved = revert_weight_conversion(model, dict.fromkeys(names, torch.empty(1)))
+            assert saved.keys() == file
+    finally:
+        theirs.unset_hf_deepspeed_config()
 
 
-def test_what_nothing_initialises_is_nan_and_named() -> None:
+@pytest.mark.ranks(2)
+def test_what_nothing_initialises_is_nan_and_named(rank: int) -> None:
     """transformers skips torch's initialisers while it builds a model under ZeRO-3, and some models' own leave layers out."""
+    deepspeed = deepspeed_of_ours()
+    from transformers import initialization
 
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        from transformers import initialization
-
-        torch.rand(100_000).add_(1)  # freed memory with values
-        with initialization.no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config(3)):
-            model = Net()
-        assert not torch.are_deterministic_algorithms_enabled()
-        with deepspeed.zero.GatheredParameters(model.blocks.parameters(), modifier_rank=0):
-            model.blocks[0][0].weight.data.fill_(1)
-        with deepspeed.zero.GatheredParameters(model.parameters()):
-            without = {name for name, one in model.named_parameters() if one.isnan().all()}
-        assert without == {name for name, _ in model.named_parameters() if "blocks" in name} - {"blocks.0.0.weight"}
-        context = pytest.warns(UserWarning, match=r"blocks.0.0.bias and 6 more are NaN.*modifier_rank")
-        with context if rank == 0 else contextlib.nullcontext():
-            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(3))
-
-    on_ranks(body, 2)
+    torch.rand(100_000).add_(1)  # freed memory with values
+    with initialization.no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config(3)):
+        model = Net()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with deepspeed.zero.GatheredParameters(model.blocks.parameters(), modifier_rank=0):
+        model.blocks[0][0].weight.data.fill_(1)
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        without = {name for name, one in model.named_parameters() if one.isnan().all()}
+    assert without == {name for name, _ in model.named_parameters() if "blocks" in name} - {"blocks.0.0.weight"}
+    context = pytest.warns(UserWarning, match=r"blocks.0.0.bias and 6 more are NaN.*modifier_rank")
+    with context if rank == 0 else contextlib.nullcontext():
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(3))
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_init_builds_off_the_accelerator_where_the_config_offloads_parameters(place: str, tmp_path: Path) -> None:
+def test_init_builds_off_the_accelerator_where_the_config_offloads_parameters(
+    rank: int, place: str, tmp_path: Path
+) -> None:
     zero = {"stage": 3, "offload_param": {"device": place, "nvme_path": str(tmp_path)}}
-
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        accelerator = deepspeed.accelerator.get_accelerator()
-        accelerator.current_device_name = lambda: "meta"  # as if there was another device
-        with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero}):
-            model = Net()
-        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-    on_ranks(body, 1)
+    deepspeed = deepspeed_of_ours()
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.current_device_name = lambda: "meta"  # as if there was another device
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero}):
+        model = Net()
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["born", "engine"])
-def test_only_writes_of_the_modifier_rank_count(kind: str) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        gathered = deepspeed.zero.GatheredParameters
-        if kind == "born":
-            with deepspeed.zero.Init():
-                model = Net()
-        else:
-            model = engine_of(deepspeed, 3).module
-        weights = [block[0].weight for block in model.blocks]
-        with gathered(iter([*weights, None, nn.Parameter(torch.ones(1)), weights[0]]), modifier_rank=0):
-            if rank == 0:
-                for number, weight in enumerate(weights):
-                    nn.init.constant_(weight, 1.0 + number)
-        with gathered(weights[0]), torch.no_grad():
-            assert bool((weights[0] == 1).all())
-            weights[0].data += 1.0  # as PEFT merges an adapter for a while
-        with pytest.raises(zeroshard.UsageError, match="modifier_rank"), gathered(weights[0]), torch.no_grad():
-            weights[0].add_(rank + 1)
-        with gathered(weights):
-            assert [float(weight.mean()) for weight in weights] == [1, 2]
-        with pytest.raises(KeyError), gathered(weights, modifier_rank=0):
-            weights[0].data.fill_(7)
-            raise KeyError
-        with gathered([]), gathered(weights, enabled=False), gathered(nn.Linear(1, 1).weight, modifier_rank=0):
-            assert weights[0].ds_status.name == "NOT_AVAILABLE"
-        with gathered(weights):
-            assert [float(weight.mean()) for weight in weights] == [1, 2]
-
-    on_ranks(body, 2)
-
-
-def test_a_models_weights_are_loaded_module_by_module() -> None:
-    """As in the documentation of GatheredParameters, and in transformers."""
-
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        torch.manual_seed(1)
-        wanted = Net().state_dict()
+def test_only_writes_of_the_modifier_rank_count(rank: int, kind: str) -> None:
+    deepspeed = deepspeed_of_ours()
+    gathered = deepspeed.zero.GatheredParameters
+    if kind == "born":
         with deepspeed.zero.Init():
             model = Net()
+    else:
+        model = engine_of(deepspeed, 3).module
+    weights = [block[0].weight for block in model.blocks]
+    with gathered(iter([*weights, None, nn.Parameter(torch.ones(1)), weights[0]]), modifier_rank=0):
+        if rank == 0:
+            for number, weight in enumerate(weights):
+                nn.init.constant_(weight, 1.0 + number)
+    with gathered(weights[0]), torch.no_grad():
+        assert bool((weights[0] == 1).all())
+        weights[0].data += 1.0  # as PEFT merges an adapter for a while
+    with pytest.raises(zeroshard.UsageError, match="modifier_rank"), gathered(weights[0]), torch.no_grad():
+        weights[0].add_(rank + 1)
+    with gathered(weights):
+        assert [float(weight.mean()) for weight in weights] == [1, 2]
+    with pytest.raises(KeyError), gathered(weights, modifier_rank=0):
+        weights[0].data.fill_(7)
+        raise KeyError
+    with gathered([]), gathered(weights, enabled=False), gathered(nn.Linear(1, 1).weight, modifier_rank=0):
+        assert weights[0].ds_status.name == "NOT_AVAILABLE"
+    with gathered(weights):
+        assert [float(weight.mean()) for weight in weights] == [1, 2]
 
-        def load(module: nn.Module, prefix: str) -> None:
-            with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
-                if rank == 0:
-                    module._load_from_state_dict(wanted, prefix, {}, True, [], [], [])
-            for name, child in module.named_children():
-                load(child, f"{prefix}{name}.")
 
-        load(model, "")
-        with deepspeed.zero.GatheredParameters(model.parameters()):
-            assert all(torch.equal(value, wanted[fqn]) for fqn, value in model.named_parameters())
+@pytest.mark.ranks(2)
+def test_a_models_weights_are_loaded_module_by_module(rank: int) -> None:
+    """As in the documentation of GatheredParameters, and in transformers."""
+    deepspeed = deepspeed_of_ours()
+    torch.manual_seed(1)
+    wanted = Net().state_dict()
+    with deepspeed.zero.Init():
+        model = Net()
 
-    on_ranks(body, 2)
+    def load(module: nn.Module, prefix: str) -> None:
+        with deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+            if rank == 0:
+                module._load_from_state_dict(wanted, prefix, {}, True, [], [], [])
+        for name, child in module.named_children():
+            load(child, f"{prefix}{name}.")
+
+    load(model, "")
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        assert all(torch.equal(value, wanted[fqn]) for fqn, value in model.named_parameters())
 
 
 class Crossed(nn.Module):
@@ -487,101 +465,94 @@ class Crossed(nn.Module):
         return self.blocks[1](x).square().mean()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", ["gathered", "registered"])
-def test_external_parameters(way: str) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
+def test_external_parameters(rank: int, way: str) -> None:
+    deepspeed = deepspeed_of_ours()
 
-        def run(stage: int) -> list[float]:
-            torch.manual_seed(0)
-            model = Crossed(way)
-            if way == "registered":
-                for _ in range(2):
-                    deepspeed.zero.register_external_parameter(model, model.blocks[0].weight)
-            engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage))[0]
-            losses = []
-            for step in range(3):
-                loss = engine(batch(rank, step))
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-            if way == "registered":
+    def run(stage: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Crossed(way)
+        if way == "registered":
+            for _ in range(2):
+                deepspeed.zero.register_external_parameter(model, model.blocks[0].weight)
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(stage))[0]
+        losses = []
+        for step in range(3):
+            loss = engine(batch(rank, step))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        if way == "registered":
+            deepspeed.zero.unregister_external_parameter(model, model.blocks[0].weight)
+            with pytest.raises(RuntimeError, match="not registered"):
                 deepspeed.zero.unregister_external_parameter(model, model.blocks[0].weight)
-                with pytest.raises(RuntimeError, match="not registered"):
-                    deepspeed.zero.unregister_external_parameter(model, model.blocks[0].weight)
-            return losses
+        return losses
 
-        assert run(3) == run(0)
-
-    on_ranks(body, 2)
+    assert run(3) == run(0)
 
 
-def test_trainers_may_gather_an_engine_to_generate() -> None:
+@pytest.mark.ranks(2)
+def test_trainers_may_gather_an_engine_to_generate(rank: int) -> None:
     """The sequence of TRL's `unwrap_model_for_generation`."""
-
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
-        engine = engine_of(deepspeed, 3)
-        engine.backward(engine(batch(rank)))
-        engine.step()
-        with deepspeed.zero.GatheredParameters(engine.parameters()):
-            offload = engine.optimizer.parameter_offload
-            for _, parameter in [
-                *offload.module.named_parameters(recurse=True),
-                *offload.module.ds_external_parameters(),
-            ]:
-                parameter.ds_active_sub_modules.clear()
-            for hook in [*offload.forward_hooks, *offload.backward_hooks]:
-                hook.remove()
-            offload.forward_hooks = offload.backward_hooks = []
-            with torch.no_grad():
-                for _ in range(1 + 2 * rank):  # each rank as often as it likes
-                    engine.module(batch(rank))
-            if not offload.param_coordinator.is_invalid_trace():
-                offload.param_coordinator._invalidate_trace()
-            offload._register_deepspeed_module(offload.module)
-        engine.backward(engine(batch(rank, 1)))
-        engine.step()
-        with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
-            model.module(batch(rank))
-
-    on_ranks(body, 2)
+    deepspeed = deepspeed_of_ours()
+    engine = engine_of(deepspeed, 3)
+    engine.backward(engine(batch(rank)))
+    engine.step()
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        offload = engine.optimizer.parameter_offload
+        for _, parameter in [
+            *offload.module.named_parameters(recurse=True),
+            *offload.module.ds_external_parameters(),
+        ]:
+            parameter.ds_active_sub_modules.clear()
+        for hook in [*offload.forward_hooks, *offload.backward_hooks]:
+            hook.remove()
+        offload.forward_hooks = offload.backward_hooks = []
+        with torch.no_grad():
+            for _ in range(1 + 2 * rank):  # each rank as often as it likes
+                engine.module(batch(rank))
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+        offload._register_deepspeed_module(offload.module)
+    engine.backward(engine(batch(rank, 1)))
+    engine.step()
+    with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
+        model.module(batch(rank))
 
 
 # ---------------------------------------------------------------------- leaf modules
 
 
-def test_leaf_modules() -> None:
-    def body(rank: int) -> None:
-        deepspeed_of_ours()
-        from deepspeed import utils
+@pytest.mark.ranks(1)
+def test_leaf_modules(rank: int) -> None:
+    deepspeed_of_ours()
+    from deepspeed import utils
 
-        model = Net()
-        assert utils.get_z3_leaf_modules(model) == []
-        assert set(utils.set_z3_leaf_modules(model, [nn.Sequential])) == set(model.blocks)
-        assert all(utils.z3_leaf_module(block) for block in model.blocks)
-        assert all(block._z3_leaf for block in model.blocks), "the attribute that accelerate's users ask for"
-        assert utils.z3_leaf_parameter(model.blocks[0][0].weight)
-        assert not utils.z3_leaf_parameter(model.scale)
-        assert len(utils.unset_z3_leaf_modules(model, ["Sequential"])) == 2
-        assert utils.get_z3_leaf_modules(model) == []
-        assert len(utils.set_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])) == 4
-        utils.unset_z3_leaf_modules(model, [nn.Linear])
-        found, missing = utils.set_z3_leaf_modules_by_name(model, ["blocks.1", "no"], raise_if_not_found=False)
-        assert (found, missing) == ([model.blocks[1]], ["no"])
-        found, missing = utils.set_z3_leaf_modules_by_suffix(model, ["0.2", "1.2"])
-        assert (found, missing) == ([model.blocks[0][2], model.blocks[1][2]], [])
-        for call in (
-            lambda: utils.set_z3_leaf_modules(model, [nn.Conv1d]),
-            lambda: utils.set_z3_leaf_modules_by_name(model, ["no"]),
-            lambda: utils.set_z3_leaf_modules_by_suffix(model, ["no"]),
-        ):
-            with pytest.raises(ValueError, match="No modules"):
-                call()
-        with pytest.raises(AssertionError, match="types or names"):
-            utils.set_z3_leaf_modules(model, [3])
-
-    on_ranks(body, 1)
+    model = Net()
+    assert utils.get_z3_leaf_modules(model) == []
+    assert set(utils.set_z3_leaf_modules(model, [nn.Sequential])) == set(model.blocks)
+    assert all(utils.z3_leaf_module(block) for block in model.blocks)
+    assert all(block._z3_leaf for block in model.blocks), "the attribute that accelerate's users ask for"
+    assert utils.z3_leaf_parameter(model.blocks[0][0].weight)
+    assert not utils.z3_leaf_parameter(model.scale)
+    assert len(utils.unset_z3_leaf_modules(model, ["Sequential"])) == 2
+    assert utils.get_z3_leaf_modules(model) == []
+    assert len(utils.set_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"])) == 4
+    utils.unset_z3_leaf_modules(model, [nn.Linear])
+    found, missing = utils.set_z3_leaf_modules_by_name(model, ["blocks.1", "no"], raise_if_not_found=False)
+    assert (found, missing) == ([model.blocks[1]], ["no"])
+    found, missing = utils.set_z3_leaf_modules_by_suffix(model, ["0.2", "1.2"])
+    assert (found, missing) == ([model.blocks[0][2], model.blocks[1][2]], [])
+    for call in (
+        lambda: utils.set_z3_leaf_modules(model, [nn.Conv1d]),
+        lambda: utils.set_z3_leaf_modules_by_name(model, ["no"]),
+        lambda: utils.set_z3_leaf_modules_by_suffix(model, ["no"]),
+    ):
+        with pytest.raises(ValueError, match="No modules"):
+            call()
+    with pytest.raises(AssertionError, match="types or names"):
+        utils.set_z3_leaf_modules(model, [3])
 
 
 class Choosing(nn.Module):
@@ -604,34 +575,32 @@ class Mixed(nn.Module):
         return self.head(self.choosing(x)).square().mean()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["mark", "config"])
-def test_a_marked_module_is_one_unit(how: str) -> None:
-    def body(rank: int) -> None:
-        deepspeed = deepspeed_of_ours()
+def test_a_marked_module_is_one_unit(rank: int, how: str) -> None:
+    deepspeed = deepspeed_of_ours()
 
-        def run(stage: int) -> list[float]:
-            torch.manual_seed(0)
-            model = Mixed()
-            said = config(stage)
-            if how == "mark":
-                deepspeed.utils.set_z3_leaf_modules(model, [Choosing])
-            else:
-                said["zero_optimization"]["leaf_module"] = {"classes": ["Choosing", "NobodysClass"]}
-            engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=said)[0]
-            assert deepspeed.utils.get_z3_leaf_modules(model) == [model.choosing]
-            losses = []
-            for step in range(3):
-                x = batch(rank, step)
-                x[0, 0] = 1.0 - 2 * ((rank + step) % 2)  # the ranks choose differently
-                loss = engine(x)
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-            return losses
+    def run(stage: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Mixed()
+        said = config(stage)
+        if how == "mark":
+            deepspeed.utils.set_z3_leaf_modules(model, [Choosing])
+        else:
+            said["zero_optimization"]["leaf_module"] = {"classes": ["Choosing", "NobodysClass"]}
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=said)[0]
+        assert deepspeed.utils.get_z3_leaf_modules(model) == [model.choosing]
+        losses = []
+        for step in range(3):
+            x = batch(rank, step)
+            x[0, 0] = 1.0 - 2 * ((rank + step) % 2)  # the ranks choose differently
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
 
-        assert run(3) == run(0)
-
-    on_ranks(body, 2)
+    assert run(3) == run(0)
 
 
 # ---------------------------------------------------------------------- whole state dicts, estimates
@@ -652,28 +621,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
     yield folder, on_ranks(body, 2)[0]
 
 
-def test_state_dicts_out_of_our_checkpoints(saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+@pytest.mark.ranks(1)
+def test_state_dicts_out_of_our_checkpoints(rank: int, saved: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     folder, values = saved
     names = {"frozen"}
+    deepspeed_of_ours()
+    from deepspeed.utils import zero_to_fp32
 
-    def body(rank: int) -> None:
-        deepspeed_of_ours()
-        from deepspeed.utils import zero_to_fp32
-
-        got = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
-        assert got.keys() == values.keys()
-        assert same(values, got)
-        trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
-        assert values.keys() - trained.keys() == names
-        model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder, tag="global_step1")
-        assert same(model.state_dict(), values)
-        zero_to_fp32.convert_zero_checkpoint_to_state_dict(folder, tmp_path / "bf16", "bfloat16", None)
-        got = torch.load(tmp_path / "bf16" / "pytorch_model.bin")
-        assert all(torch.equal(got[fqn], value.bfloat16()) for fqn, value in values.items())
-        with pytest.raises(zeroshard.CheckpointError, match="no folder"):
-            zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="none")
-
-    on_ranks(body, 1)
+    got = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert got.keys() == values.keys()
+    assert same(values, got)
+    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert values.keys() - trained.keys() == names
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net(), folder, tag="global_step1")
+    assert same(model.state_dict(), values)
+    zero_to_fp32.convert_zero_checkpoint_to_state_dict(folder, tmp_path / "bf16", "bfloat16", None)
+    got = torch.load(tmp_path / "bf16" / "pytorch_model.bin")
+    assert all(torch.equal(got[fqn], value.bfloat16()) for fqn, value in values.items())
+    with pytest.raises(zeroshard.CheckpointError, match="no folder"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, tag="none")
 
 
 @pytest.mark.full

@@ -50,73 +50,66 @@ def plain(world_size: int) -> dict[str, Tensor]:
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 
 
+@pytest.mark.ranks("world_size")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_frozen_and_freed_trains_as_in_plain_torch(stage: int, world_size: int) -> None:
+def test_what_is_frozen_and_freed_trains_as_in_plain_torch(rank: int, stage: int, world_size: int) -> None:
     expected = plain(world_size)
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=Untied, make_optimizer=make_optimizer)
-        memory = []
-        for number in range(8):
-            if number in PHASES:
-                PHASES[number](model)
-                sharded.update_trainable()
-                memory.append(sharded.memory_report())
-            step(model, sharded, rank, number)
-        assert same(whole(model), expected)
-        # (before the first step there are no states yet)
-        gradients = memory[0]["gradients"], memory[1]["gradients"]
-        assert gradients[1] < gradients[0] if stage < 2 else gradients == (0, 0)  # sharded ones take none between steps
-        assert memory[2]["optimizer"] < memory[1]["optimizer"]
-
-    on_ranks(body, world_size)
-
-
-def test_masters_keep_their_digits_and_references_die() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_optimizer=make_optimizer, precision=Precision(param_dtype=torch.bfloat16))
-        step(model, sharded, rank, 0)
-        before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
-        old = weakref.ref(units(sharded)[1])
-        policy = units(sharded)[1].policy
-        model.blocks[0].up.requires_grad_(False)
-        sharded.update_trainable()
-        gc.collect()
-        assert old() is None
-        new = {unit.label: unit.policy.parameters for unit in units(sharded) if unit.label.startswith("blocks.0")}
-        assert new == {"blocks.0": policy.parameters, "blocks.0 (frozen)": policy.parameters}
-        for fqn, value in before.items():
-            # Of what is frozen, the parameter in its own dtype is all there is.
-            expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value
-            assert torch.equal(sharded.states.get(fqn), expected), fqn
-
-    on_ranks(body, 2)
-
-
-def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group() -> None:
-    def body(rank: int) -> None:
-        model = Stack(tied=False)
-        model.embedding.requires_grad_(False)
-        model.blocks.requires_grad_(False)
-        sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
-        scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
-        model(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match="End the step first"):
+    model, sharded = build(stage, make_model=Untied, make_optimizer=make_optimizer)
+    memory = []
+    for number in range(8):
+        if number in PHASES:
+            PHASES[number](model)
             sharded.update_trainable()
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        scheduler.step()
-        model.blocks[1].requires_grad_(True)
-        before = whole(model)["blocks.1.up.weight"]
-        sharded.update_trainable({"params": list(model.blocks[1].parameters()), "lr": 0.3})
-        assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.005, 0.3]
-        step(model, sharded, rank, 1)
-        assert not torch.equal(before, whole(model)["blocks.1.up.weight"])
-        with pytest.raises(UsageError, match="were in another group when zeroshard took"):
-            sharded.update_trainable({"params": list(model.head.parameters())})
+            memory.append(sharded.memory_report())
+        step(model, sharded, rank, number)
+    assert same(whole(model), expected)
+    # (before the first step there are no states yet)
+    gradients = memory[0]["gradients"], memory[1]["gradients"]
+    assert gradients[1] < gradients[0] if stage < 2 else gradients == (0, 0)  # sharded ones take none between steps
+    assert memory[2]["optimizer"] < memory[1]["optimizer"]
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+def test_masters_keep_their_digits_and_references_die(rank: int) -> None:
+    model, sharded = build(2, make_optimizer=make_optimizer, precision=Precision(param_dtype=torch.bfloat16))
+    step(model, sharded, rank, 0)
+    before = {fqn: sharded.states.get(fqn) for fqn, _ in model.named_parameters()}
+    old = weakref.ref(units(sharded)[1])
+    policy = units(sharded)[1].policy
+    model.blocks[0].up.requires_grad_(False)
+    sharded.update_trainable()
+    gc.collect()
+    assert old() is None
+    new = {unit.label: unit.policy.parameters for unit in units(sharded) if unit.label.startswith("blocks.0")}
+    assert new == {"blocks.0": policy.parameters, "blocks.0 (frozen)": policy.parameters}
+    for fqn, value in before.items():
+        # Of what is frozen, the parameter in its own dtype is all there is.
+        expected = value.to(torch.bfloat16) if fqn.startswith("blocks.0.up") else value
+        assert torch.equal(sharded.states.get(fqn), expected), fqn
+
+
+@pytest.mark.ranks(2)
+def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group(rank: int) -> None:
+    model = Stack(tied=False)
+    model.embedding.requires_grad_(False)
+    model.blocks.requires_grad_(False)
+    sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
+    scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
+    model(*tokens(rank, 0)).backward()
+    with pytest.raises(UsageError, match="End the step first"):
+        sharded.update_trainable()
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    scheduler.step()
+    model.blocks[1].requires_grad_(True)
+    before = whole(model)["blocks.1.up.weight"]
+    sharded.update_trainable({"params": list(model.blocks[1].parameters()), "lr": 0.3})
+    assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.005, 0.3]
+    step(model, sharded, rank, 1)
+    assert not torch.equal(before, whole(model)["blocks.1.up.weight"])
+    with pytest.raises(UsageError, match="were in another group when zeroshard took"):
+        sharded.update_trainable({"params": list(model.head.parameters())})
 
 
 def test_what_would_train_nothing_or_wrongly_is_refused() -> None:
@@ -260,8 +253,9 @@ def test_a_teacher_for_evaluation_and_a_student(stage: int) -> None:
         assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_actor_and_critic_share_a_loss(stage: int) -> None:
+def test_actor_and_critic_share_a_loss(rank: int, stage: int) -> None:
     """Two engines whose backwards are one: gradients of a sum reach both."""
 
     def train(engines_at: int | None, rank: int) -> list[Tensor]:
@@ -278,13 +272,11 @@ def test_actor_and_critic_share_a_loss(stage: int) -> None:
         with zeroshard.unsharded(models[0]), zeroshard.unsharded(models[1]):
             return [p.detach().clone() for m in models for p in m.parameters()]
 
-    def body(rank: int) -> None:
-        assert all(map(torch.equal, train(None, rank), train(stage, rank)))
-
-    on_ranks(body, 2)
+    assert all(map(torch.equal, train(None, rank), train(stage, rank)))
 
 
-def test_modes_and_exceptions_in_between() -> None:
+@pytest.mark.ranks(2)
+def test_modes_and_exceptions_in_between(rank: int) -> None:
     """eval and no_grad between microbatches, and a forward that raises, change nothing of what follows."""
 
     class Fragile(Stack):
@@ -312,27 +304,21 @@ def test_modes_and_exceptions_in_between() -> None:
             step(model, sharded, rank, number)
         return whole(model)
 
-    def body(rank: int) -> None:
-        for stage in (0, 2, 3):
-            assert same(train(rank, stage, False), train(rank, stage, True)), stage
-
-    on_ranks(body, 2)
+    for stage in (0, 2, 3):
+        assert same(train(rank, stage, False), train(rank, stage, True)), stage
 
 
-def test_a_module_whose_parameters_were_frozen_gathers_them_alone() -> None:
+@pytest.mark.ranks(2)
+def test_a_module_whose_parameters_were_frozen_gathers_them_alone(rank: int) -> None:
     """Hooks of units that `update_trainable` replaces are gone; those of the new ones are there."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_model=Untied, make_optimizer=make_optimizer)
-        up = model.blocks[0].up
-        before = [len(module._forward_pre_hooks) for module in model.modules()]
-        for requires_grad in (False, True):
-            up.requires_grad_(requires_grad)
-            sharded.update_trainable()
-            with torch.no_grad():
-                found = up(torch.ones(1, up.in_features))
-                with zeroshard.unsharded(up):
-                    assert torch.equal(found, nn.functional.linear(torch.ones(1, up.in_features), up.weight, up.bias))
-        assert [len(module._forward_pre_hooks) for module in model.modules()] == before
-
-    on_ranks(body, 2)
+    model, sharded = build(3, make_model=Untied, make_optimizer=make_optimizer)
+    up = model.blocks[0].up
+    before = [len(module._forward_pre_hooks) for module in model.modules()]
+    for requires_grad in (False, True):
+        up.requires_grad_(requires_grad)
+        sharded.update_trainable()
+        with torch.no_grad():
+            found = up(torch.ones(1, up.in_features))
+            with zeroshard.unsharded(up):
+                assert torch.equal(found, nn.functional.linear(torch.ones(1, up.in_features), up.weight, up.bias))
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == before

@@ -62,54 +62,48 @@ def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
     assert long.shape[1] == 15
 
 
-def test_evaluation_through_inner_modules() -> None:
-    def body(rank: int) -> None:
-        results = []
-        for stage in (0, 3):
-            model, sharded = build(stage, make_model=llama)
-            batch = text(rank, 0)
-            for _ in range(2):
-                update(model(**batch).loss, sharded.optimizer)
-            model.eval()
-            with torch.no_grad():
-                whole = model(**batch).logits
-                hidden = model.model(batch["input_ids"]).last_hidden_state
-            with torch.inference_mode():
-                assert torch.equal(model(**batch).logits, whole)
-            results.append((whole, model.lm_head(hidden).detach()))
-            model.train()
-            # Gradients through the inner model, without the outer one.
-            model.model(batch["input_ids"]).last_hidden_state.square().mean().backward()
-            sharded.clip_grad_norm_(1.0)
-            sharded.optimizer.step()
-            with zeroshard.unsharded(model):
-                results[-1] += tuple(p.detach().clone() for p in model.parameters())
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-
-    on_ranks(body, 2)
-
-
-def test_adapters_train_and_the_base_stays() -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model: Any = lora()
-        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-        for step in range(3):
-            update(model(**text(rank, step)).loss, sharded.optimizer)
-        report = sharded.memory_report()
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert report["optimizer"] <= 4 * 2 * (trainable / 2 + 1000) + 1000, "states for the adapters alone"
-        assert report["parameters"] < 4 * sum(p.numel() for p in before.values()) * 0.6, (
-            "the frozen base is sharded too"
-        )
+@pytest.mark.ranks(2)
+def test_evaluation_through_inner_modules(rank: int) -> None:
+    results = []
+    for stage in (0, 3):
+        model, sharded = build(stage, make_model=llama)
+        batch = text(rank, 0)
+        for _ in range(2):
+            update(model(**batch).loss, sharded.optimizer)
+        model.eval()
+        with torch.no_grad():
+            whole = model(**batch).logits
+            hidden = model.model(batch["input_ids"]).last_hidden_state
+        with torch.inference_mode():
+            assert torch.equal(model(**batch).logits, whole)
+        results.append((whole, model.lm_head(hidden).detach()))
+        model.train()
+        # Gradients through the inner model, without the outer one.
+        model.model(batch["input_ids"]).last_hidden_state.square().mean().backward()
+        sharded.clip_grad_norm_(1.0)
+        sharded.optimizer.step()
         with zeroshard.unsharded(model):
-            for fqn, parameter in model.named_parameters():
-                assert torch.equal(parameter, before[fqn]) is not parameter.requires_grad, fqn
+            results[-1] += tuple(p.detach().clone() for p in model.parameters())
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+def test_adapters_train_and_the_base_stays(rank: int) -> None:
+    torch.manual_seed(0)
+    model: Any = lora()
+    before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+    for step in range(3):
+        update(model(**text(rank, step)).loss, sharded.optimizer)
+    report = sharded.memory_report()
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert report["optimizer"] <= 4 * 2 * (trainable / 2 + 1000) + 1000, "states for the adapters alone"
+    assert report["parameters"] < 4 * sum(p.numel() for p in before.values()) * 0.6, "the frozen base is sharded too"
+    with zeroshard.unsharded(model):
+        for fqn, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[fqn]) is not parameter.requires_grad, fqn
 
 
 @pytest.mark.full

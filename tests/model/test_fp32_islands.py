@@ -60,61 +60,55 @@ def test_dtypes_and_losses_are_those_of_from_pretrained(name: str, half: str, tm
     on_ranks(body, 2)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", DECLARING)
-def test_stages_are_bit_equal(name: str, half: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        first = trained(name, Policy.stage(0), rank, HALVES[half])
-        offload = Offload(str(tmp_path), buffer_numel=1 << 16, block_nbytes=4096)
-        policies = [Policy.stage(stage) for stage in (1, 2, 3)]
-        policies += [
-            Policy.stage(3).offloaded(optimizer=place, parameters=place, offload=offload)
-            for place in (Place.CPU, Place.DISK)
-        ]
-        for policy in policies:
-            with as_set(Setting(policy, apart=policy.parameters.place is not Place.ACCELERATOR)):
-                assert trained(name, policy, rank, HALVES[half]).equals(first), policy
-
-    on_ranks(body, 2)
+def test_stages_are_bit_equal(rank: int, name: str, half: str, tmp_path: Path) -> None:
+    first = trained(name, Policy.stage(0), rank, HALVES[half])
+    offload = Offload(str(tmp_path), buffer_numel=1 << 16, block_nbytes=4096)
+    policies = [Policy.stage(stage) for stage in (1, 2, 3)]
+    policies += [
+        Policy.stage(3).offloaded(optimizer=place, parameters=place, offload=offload)
+        for place in (Place.CPU, Place.DISK)
+    ]
+    for policy in policies:
+        with as_set(Setting(policy, apart=policy.parameters.place is not Place.ACCELERATOR)):
+            assert trained(name, policy, rank, HALVES[half]).equals(first), policy
 
 
-def test_a_model_that_declares_nothing_keeps_its_bits() -> None:
-    def body(rank: int) -> None:
-        run = trained("Qwen3-MoE", Policy.stage(3), rank, torch.bfloat16)
-        assert {one.dtype for one in run.parameters.values()} == {torch.bfloat16}
-        assert not kept_in_fp32(qwen3_moe(), Precision(torch.bfloat16))
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_model_that_declares_nothing_keeps_its_bits(rank: int) -> None:
+    run = trained("Qwen3-MoE", Policy.stage(3), rank, torch.bfloat16)
+    assert {one.dtype for one in run.parameters.values()} == {torch.bfloat16}
+    assert not kept_in_fp32(qwen3_moe(), Precision(torch.bfloat16))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_config_names_others(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), Wide()))
-        config = {
-            "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
-            "zero_optimization": {"stage": stage}, "data_types": {"keep_in_fp32_modules": ["1.1.linear.*t"]},
-        }  # fmt: skip
-        engine, *_ = zeroshard.initialize(model=model, config=config)
-        for step in range(2):
-            engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + step)).float().pow(2).mean())
-            engine.step()
-        engine.save_checkpoint(tmp_path)
-        with zeroshard.unsharded(model):
-            dtypes = {fqn: p.dtype for fqn, p in model.named_parameters()}
-            before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-        assert {fqn for fqn, dtype in dtypes.items() if dtype == torch.float32} == {"1.1.linear.weight"}
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+def test_a_config_names_others(rank: int, stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), Wide()))
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage}, "data_types": {"keep_in_fp32_modules": ["1.1.linear.*t"]},
+    }  # fmt: skip
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    for step in range(2):
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + step)).float().pow(2).mean())
         engine.step()
-        engine.load_checkpoint(tmp_path)
-        with zeroshard.unsharded(model):
-            assert all(torch.equal(p, before[fqn]) for fqn, p in model.named_parameters())
-        given = {fqn: tensor.dtype for fqn, tensor in engine.named_weights()}
-        assert given == dtypes
-
-    on_ranks(body, 2)
+    engine.save_checkpoint(tmp_path)
+    with zeroshard.unsharded(model):
+        dtypes = {fqn: p.dtype for fqn, p in model.named_parameters()}
+        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    assert {fqn for fqn, dtype in dtypes.items() if dtype == torch.float32} == {"1.1.linear.weight"}
+    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    engine.load_checkpoint(tmp_path)
+    with zeroshard.unsharded(model):
+        assert all(torch.equal(p, before[fqn]) for fqn, p in model.named_parameters())
+    given = {fqn: tensor.dtype for fqn, tensor in engine.named_weights()}
+    assert given == dtypes
 
 
 class Wide(nn.Module):

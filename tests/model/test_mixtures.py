@@ -9,7 +9,6 @@ import pytest
 import torch
 from families import text
 from mixtures import MIXTURES
-from ranks import on_ranks
 from torch import Tensor
 
 import zeroshard
@@ -61,16 +60,14 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return same and torch.equal(one["loss"], other["loss"])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_stages_are_bit_equal(name: str) -> None:
-    def body(rank: int) -> None:
-        first = trained(rank, name, 0, range(4))
-        assert any(fqn.endswith(BIAS) for fqn in first["values"]) == (name in ("DeepSeek-V3", "GLM-4-MoE"))
-        for stage in (1, 2, 3):
-            assert equal(trained(rank, name, stage, range(4)), first), stage
-
-    on_ranks(body, 2)
+def test_stages_are_bit_equal(rank: int, name: str) -> None:
+    first = trained(rank, name, 0, range(4))
+    assert any(fqn.endswith(BIAS) for fqn in first["values"]) == (name in ("DeepSeek-V3", "GLM-4-MoE"))
+    for stage in (1, 2, 3):
+        assert equal(trained(rank, name, stage, range(4)), first), stage
 
 
 def test_a_rank_reaches_few_experts() -> None:
@@ -83,13 +80,11 @@ def test_a_rank_reaches_few_experts() -> None:
         assert sum(bool(one.any()) for one in gradients) == expected
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MIXTURES)
-def test_a_run_resumes_at_another_stage(name: str, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        whole = trained(rank, name, 3, range(4))
-        trained(rank, name, 3, range(2), tmp_path)
-        for stage in (1, 3):
-            assert equal(trained(rank, name, stage, range(2, 4), tmp_path, resumes=True), whole), stage
-
-    on_ranks(body, 2)
+def test_a_run_resumes_at_another_stage(rank: int, name: str, tmp_path: Path) -> None:
+    whole = trained(rank, name, 3, range(4))
+    trained(rank, name, 3, range(2), tmp_path)
+    for stage in (1, 3):
+        assert equal(trained(rank, name, stage, range(2, 4), tmp_path, resumes=True), whole), stage

@@ -45,6 +45,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # ---------------------------------------------------------------------- names and values
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -52,40 +53,36 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [(0, ACCELERATOR), *((stage, place) for stage in (1, 2, 3) for place in (ACCELERATOR, CPU, DISK))],
 )
 @pytest.mark.parametrize("name", ["Llama", "T5"])
-def test_they_are_those_of_from_pretrained(name: str, stage: int, place: Place, precision: str, tmp_path: Path) -> None:
+def test_they_are_those_of_from_pretrained(
+    rank: int, name: str, stage: int, place: Place, precision: str, tmp_path: Path
+) -> None:
     make, batch = FAMILIES[name]
-
-    def body(rank: int) -> None:
-        with as_set(Setting(Policy.stage(stage), apart=place is not ACCELERATOR)):
-            model, sharded = build(
-                offloaded(stage, place, tmp_path), make_model=make, precision=precision, bucket_numel=2000
-            )
-            for number in range(2):
-                update(model(**batch(rank, number)).loss, sharded.optimizer)
-            found, given = kept(sharded.named_weights()), kept(sharded.named_weights(to=1))
-            sharded.export(tmp_path / "out", DTYPES[precision])
-        same(found, load_file(tmp_path / "out" / "model.safetensors"))
-        loaded = type(model).from_pretrained(tmp_path / "out", dtype="auto")
-        state = loaded.state_dict()
-        tied = {n for n, _ in loaded.named_parameters(remove_duplicate=False)} - set(dict(loaded.named_parameters()))
-        same(found, {n: tensor for n, tensor in state.items() if n not in tied})
-        same(given, found if rank == 1 else {})
-
-    on_ranks(body, 2)
+    with as_set(Setting(Policy.stage(stage), apart=place is not ACCELERATOR)):
+        model, sharded = build(
+            offloaded(stage, place, tmp_path), make_model=make, precision=precision, bucket_numel=2000
+        )
+        for number in range(2):
+            update(model(**batch(rank, number)).loss, sharded.optimizer)
+        found, given = kept(sharded.named_weights()), kept(sharded.named_weights(to=1))
+        sharded.export(tmp_path / "out", DTYPES[precision])
+    same(found, load_file(tmp_path / "out" / "model.safetensors"))
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype="auto")
+    state = loaded.state_dict()
+    tied = {n for n, _ in loaded.named_parameters(remove_duplicate=False)} - set(dict(loaded.named_parameters()))
+    same(found, {n: tensor for n, tensor in state.items() if n not in tied})
+    same(given, found if rank == 1 else {})
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_buffers_are_among_them(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=MODELS["batch norm"])
-        model(*floats(0, 0)).backward()
-        sharded.optimizer.step()
-        found = kept(sharded.named_weights())
-        sharded.export(tmp_path / "out")
-        same(found, load_file(tmp_path / "out" / "model.safetensors"))
-        assert found["net.1.running_mean"].any()
-
-    on_ranks(body, 2)
+def test_buffers_are_among_them(rank: int, stage: int, tmp_path: Path) -> None:
+    model, sharded = build(stage, make_model=MODELS["batch norm"])
+    model(*floats(0, 0)).backward()
+    sharded.optimizer.step()
+    found = kept(sharded.named_weights())
+    sharded.export(tmp_path / "out")
+    same(found, load_file(tmp_path / "out" / "model.safetensors"))
+    assert found["net.1.running_mean"].any()
 
 
 def adapted(**options: Any) -> nn.Module:
@@ -180,75 +177,67 @@ def test_adapters_with_names() -> None:
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_at_most_the_shards_and_two_units(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, make_model=lambda: GPT(SMALL))
-        for number in range(1):
-            update(model(*gpt_batch(rank, number)), sharded.optimizer)
-        settle(sharded)
-        largest = max(unit.flat.tensor.nbytes for unit in units(sharded))
-        at_rest = sharded.memory_report()
+def test_at_most_the_shards_and_two_units(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_model=lambda: GPT(SMALL))
+    for number in range(1):
+        update(model(*gpt_batch(rank, number)), sharded.optimizer)
+    settle(sharded)
+    largest = max(unit.flat.tensor.nbytes for unit in units(sharded))
+    at_rest = sharded.memory_report()
 
-        def look() -> int:
-            assert sum(unit.sharded_at_rest and unit.flat.nbytes > 0 for unit in units(sharded)) == (stage == 3)
-            return sum(sharded.memory_report().values()) - sum(at_rest.values())
+    def look() -> int:
+        assert sum(unit.sharded_at_rest and unit.flat.nbytes > 0 for unit in units(sharded)) == (stage == 3)
+        return sum(sharded.memory_report().values()) - sum(at_rest.values())
 
-        seen = [look() for _ in sharded.named_weights()]
-        assert max(seen) <= 2 * largest
-        after = sharded.memory_report()
-        assert {**after, "buffers": 0} == {**at_rest, "buffers": 0}
-        sharded.remove()
-
-    run_ranks(body, 2)
+    seen = [look() for _ in sharded.named_weights()]
+    assert max(seen) <= 2 * largest
+    after = sharded.memory_report()
+    assert {**after, "buffers": 0} == {**at_rest, "buffers": 0}
+    sharded.remove()
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_messages_are_those_of_one_forward(stage: int, precision: str, transport: str) -> None:
+def test_the_messages_are_those_of_one_forward(rank: int, stage: int, precision: str, transport: str) -> None:
     """Each unit is gathered once, in as many calls and bytes as a forward without gradients gathers all. Stage 2 sends nothing."""
+    model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
+    collectives: Any = transport_of(sharded)
+    calls: list[tuple[int, ...]] = []
+    gather = collectives.all_gather
 
-    def body(rank: int) -> None:
-        model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
-        collectives: Any = transport_of(sharded)
-        calls: list[tuple[int, ...]] = []
-        gather = collectives.all_gather
+    def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tuple(rows.shape))
+        return gather(rows, *args, **kwargs)
 
-        def count(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.append(tuple(rows.shape))
-            return gather(rows, *args, **kwargs)
+    def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
+        calls.clear()
+        sharded.comm_report()
+        run()
+        settle(sharded)
+        sent = Counter(sharded.comm_report())
+        del sent["exchange"]  # a byte a unit, by which ranks agree to go on
+        return sent, sorted(calls)
 
-        def taken(run: Callable[[], object]) -> tuple[Counter[str], list[tuple[int, ...]]]:
-            calls.clear()
-            sharded.comm_report()
-            run()
-            settle(sharded)
-            sent = Counter(sharded.comm_report())
-            del sent["exchange"]  # a byte a unit, by which ranks agree to go on
-            return sent, sorted(calls)
-
-        with torch.no_grad():
-            model(*gpt_batch(rank, 0))  # the first finds the order of units
-            collectives.all_gather = count
-            forward = taken(lambda: model(*gpt_batch(rank, 0)))
-        handed_over = taken(lambda: kept(sharded.named_weights()))
-        assert handed_over == forward
-        assert bool(forward[1]) == (stage == 3)
-        sharded.remove()
-
-    run_ranks(body, 2)
+    with torch.no_grad():
+        model(*gpt_batch(rank, 0))  # the first finds the order of units
+        collectives.all_gather = count
+        forward = taken(lambda: model(*gpt_batch(rank, 0)))
+    handed_over = taken(lambda: kept(sharded.named_weights()))
+    assert handed_over == forward
+    assert bool(forward[1]) == (stage == 3)
+    sharded.remove()
 
 
-def test_what_is_kept_stays(transport: str) -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_what_is_kept_stays(rank: int, transport: str) -> None:
     """A list of all tensors is the whole model: units give back what nobody looks at."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(3)
-        step(model, sharded, rank, 0)
-        listed = dict(sharded.named_weights())
-        same(listed, {name: sharded.states.get(name) for name in listed})
-
-    run_ranks(body, 2)
+    model, sharded = build(3)
+    step(model, sharded, rank, 0)
+    listed = dict(sharded.named_weights())
+    same(listed, {name: sharded.states.get(name) for name in listed})
 
 
 # ---------------------------------------------------------------------- loops that end early
@@ -273,7 +262,8 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     return int(request.param)
 
 
-def test_every_rank_may_leave_early(stage: int, transport: str) -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_every_rank_may_leave_early(rank: int, stage: int, transport: str) -> None:
     def breaks(sharded: Sharded) -> None:
         for name, _ in sharded.named_weights():
             if name.startswith("blocks.1"):
@@ -297,41 +287,34 @@ def test_every_rank_may_leave_early(stage: int, transport: str) -> None:
             if sharded.rank == 0 and number == len(dict(sharded.model.named_parameters())):
                 break
 
-    def body(rank: int) -> None:
-        expected = trained_after(rank, lambda sharded: None)
-        for leave in (breaks, raises, receiver_breaks, at_the_last, lambda sharded: kept(sharded.named_weights())):
-            assert torch.equal(trained_after(rank, leave), expected)
-
-    run_ranks(body, 2)
+    expected = trained_after(rank, lambda sharded: None)
+    for leave in (breaks, raises, receiver_breaks, at_the_last, lambda sharded: kept(sharded.named_weights())):
+        assert torch.equal(trained_after(rank, leave), expected)
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("how", ["break", "exception"])
-def test_one_rank_that_leaves_is_named(how: str, transport: str) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3)
-        handed: list[str] = []
+def test_one_rank_that_leaves_is_named(rank: int, how: str, transport: str) -> None:
+    model, sharded = build(3)
+    handed: list[str] = []
 
-        def consume() -> None:
-            for name, _ in sharded.named_weights():
-                handed.append(name)
-                if rank == 1 and name.startswith("blocks.0"):
-                    if how == "break":
-                        break
-                    raise ValueError("the consumer's own")
+    def consume() -> None:
+        for name, _ in sharded.named_weights():
+            handed.append(name)
+            if rank == 1 and name.startswith("blocks.0"):
+                if how == "break":
+                    break
+                raise ValueError("the consumer's own")
 
-        if rank == 0:
-            with pytest.raises(
-                UsageError, match=r"ranks \[1\] .*left the loop over named_weights\(\) after .*Leave it on"
-            ):
-                consume()
-        elif how == "break":
+    if rank == 0:
+        with pytest.raises(UsageError, match=r"ranks \[1\] .*left the loop over named_weights\(\) after .*Leave it on"):
             consume()
-        else:
-            with pytest.raises(ValueError, match="the consumer's own"):
-                consume()
-        step(model, sharded, rank, 0)  # nobody waits, and nothing is held
-
-    run_ranks(body, 2)
+    elif how == "break":
+        consume()
+    else:
+        with pytest.raises(ValueError, match="the consumer's own"):
+            consume()
+    step(model, sharded, rank, 0)  # nobody waits, and nothing is held
 
 
 def test_a_rank_alone(transport: str) -> None:
@@ -369,31 +352,27 @@ def test_a_rank_alone(transport: str) -> None:
 # ---------------------------------------------------------------------- what a consumer may not do
 
 
-def test_writes_are_refused() -> None:
-    def body(rank: int) -> None:
-        for stage in (3, 2):
-            model, sharded = build(stage)
-            before = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
-            with pytest.raises(UsageError, match="parameters were changed inside unsharded"):
-                for _, tensor in sharded.named_weights():
-                    tensor.zero_()
-            if stage == 3:
-                same({name: sharded.states.get(name) for name in before}, before)
-                same(kept(sharded.named_weights()), before)
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_inside_is_refused(stage: int) -> None:
-    def body(rank: int) -> None:
+@pytest.mark.ranks(2)
+def test_writes_are_refused(rank: int) -> None:
+    for stage in (3, 2):
         model, sharded = build(stage)
-        model(*tokens(rank, 0)).backward()
-        with pytest.raises(UsageError, match=r"optimizer\.step\(\) (was called )?inside .*loop over named_weights\(\)"):
-            for _ in sharded.named_weights():
-                sharded.optimizer.step()
+        before = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
+        with pytest.raises(UsageError, match="parameters were changed inside unsharded"):
+            for _, tensor in sharded.named_weights():
+                tensor.zero_()
+        if stage == 3:
+            same({name: sharded.states.get(name) for name in before}, before)
+            same(kept(sharded.named_weights()), before)
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_inside_is_refused(rank: int, stage: int) -> None:
+    model, sharded = build(stage)
+    model(*tokens(rank, 0)).backward()
+    with pytest.raises(UsageError, match=r"optimizer\.step\(\) (was called )?inside .*loop over named_weights\(\)"):
+        for _ in sharded.named_weights():
+            sharded.optimizer.step()
 
 
 def test_what_is_wrong_is_said_at_once() -> None:
@@ -410,16 +389,14 @@ def test_what_is_wrong_is_said_at_once() -> None:
     sharded.remove()
 
 
-def test_an_engine_hands_them_over() -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW"},
-        }
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-        names = sorted(name for name, _ in engine.named_weights(to=0))
-        assert names == (sorted(dict(engine.module.named_parameters())) if rank == 0 else [])
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_an_engine_hands_them_over(rank: int) -> None:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    names = sorted(name for name, _ in engine.named_weights(to=0))
+    assert names == (sorted(dict(engine.module.named_parameters())) if rank == 0 else [])

@@ -172,23 +172,20 @@ def test_a_change_in_a_constructor(change: str, model: type[Early]) -> None:
     assert on_ranks(body, 2) == [[], []]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_parameter_of_another(stage: int) -> None:
+def test_a_parameter_of_another(rank: int, stage: int) -> None:
     """`nn.Parameter(parameter)` is ordinary, whatever the parameter is at that moment."""
-
-    def body(rank: int) -> None:
-        for attributes in (None, Attributes):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            zeroshard.shard(model, optimizer, Policy.stage(stage), attributes=attributes)
-            model(torch.ones(2, 4)).sum().backward()
-            for _ in range(2):
-                with zeroshard.unsharded(model):
-                    weight = model[0].weight
-                    made = nn.Parameter(weight, requires_grad=False)
-                    assert type(made) is nn.Parameter and not made.requires_grad
-                    assert torch.equal(made, weight) and made.data_ptr() == weight.data_ptr()
-                    assert type(weight) is not nn.Parameter or attributes is None
-                optimizer.step()
-
-    on_ranks(body, 2)
+    for attributes in (None, Attributes):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zeroshard.shard(model, optimizer, Policy.stage(stage), attributes=attributes)
+        model(torch.ones(2, 4)).sum().backward()
+        for _ in range(2):
+            with zeroshard.unsharded(model):
+                weight = model[0].weight
+                made = nn.Parameter(weight, requires_grad=False)
+                assert type(made) is nn.Parameter and not made.requires_grad
+                assert torch.equal(made, weight) and made.data_ptr() == weight.data_ptr()
+                assert type(weight) is not nn.Parameter or attributes is None
+            optimizer.step()

@@ -97,8 +97,9 @@ def _anything(module: nn.Module) -> None:
         tensor.zero_()
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_model_on_the_meta_device_is_made_module_by_module(ranks: int) -> None:
+def test_a_model_on_the_meta_device_is_made_module_by_module(rank: int, ranks: int) -> None:
     """torch's own modules draw their numbers in the order in which they are built."""
 
     def make() -> nn.Module:
@@ -106,43 +107,37 @@ def test_a_model_on_the_meta_device_is_made_module_by_module(ranks: int) -> None
         model[2].weight = model[1].weight
         return model
 
-    def body(rank: int) -> None:
-        with torch.device("meta"):
-            model = make()
-        torch.manual_seed(3)
-        zeroshard.materialise(model)
-        assert model[2].weight is model[1].weight
-        torch.manual_seed(3)
-        expected = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5))
-        assert torch.equal(model[0].weight.detach(), expected[0].weight)
-        assert torch.equal(model[1].bias.detach(), expected[1].bias)
-        assert torch.equal(model[4].running_var, torch.ones(5))
-        assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-
-    on_ranks(body, ranks)
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(3)
+    zeroshard.materialise(model)
+    assert model[2].weight is model[1].weight
+    torch.manual_seed(3)
+    expected = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5))
+    assert torch.equal(model[0].weight.detach(), expected[0].weight)
+    assert torch.equal(model[1].bias.detach(), expected[1].bias)
+    assert torch.equal(model[4].running_var, torch.ones(5))
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_a_model_that_was_born_sharded_moves_by_parts() -> None:
+@pytest.mark.ranks(2)
+def test_a_model_that_was_born_sharded_moves_by_parts(rank: int) -> None:
     """module.to and module.half: every rank converts its own part."""
-
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        expected = Stack().to(torch.bfloat16)
-        torch.manual_seed(0)
-        with zeroshard.sharded_init():
-            model = Stack()
-        kinds = {type(p) for p in model.parameters()}
-        model.to(torch.bfloat16)
-        assert {type(p) for p in model.parameters()} == kinds, "still in parts"
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            assert one.dtype is torch.bfloat16
-            assert torch.equal(one.detach(), other.detach())
-        model.to("cpu").float()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(3))
-        with zeroshard.unsharded(model):
-            assert torch.equal(model.head.weight, expected.head.weight.float())
-
-    on_ranks(body, 2)
+    torch.manual_seed(0)
+    expected = Stack().to(torch.bfloat16)
+    torch.manual_seed(0)
+    with zeroshard.sharded_init():
+        model = Stack()
+    kinds = {type(p) for p in model.parameters()}
+    model.to(torch.bfloat16)
+    assert {type(p) for p in model.parameters()} == kinds, "still in parts"
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.dtype is torch.bfloat16
+        assert torch.equal(one.detach(), other.detach())
+    model.to("cpu").float()
+    zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(3))
+    with zeroshard.unsharded(model):
+        assert torch.equal(model.head.weight, expected.head.weight.float())
 
 
 @pytest.mark.full

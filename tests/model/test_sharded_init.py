@@ -24,83 +24,75 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.quick(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", [*MODELS, *FAMILIES])
-def test_the_numbers_are_the_same(name: str, ranks: int) -> None:
+def test_the_numbers_are_the_same(rank: int, name: str, ranks: int) -> None:
     make = MODELS[name] if name in MODELS else FAMILIES[name][0]
-
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        plain = values(make())
-        after = torch.rand(1)
-        torch.manual_seed(0)
-        with zeroshard.sharded_init():
-            model = make()
-        assert torch.equal(torch.rand(1), after), "as many random numbers were drawn"
-        born = values(model)
-        assert born.keys() == plain.keys()
-        for fqn, value in plain.items():
-            assert torch.equal(born[fqn], value), fqn
-        twin = copy.deepcopy(model)
-        assert same(values(twin), plain)
-
-    on_ranks(body, ranks)
+    torch.manual_seed(0)
+    plain = values(make())
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    with zeroshard.sharded_init():
+        model = make()
+    assert torch.equal(torch.rand(1), after), "as many random numbers were drawn"
+    born = values(model)
+    assert born.keys() == plain.keys()
+    for fqn, value in plain.items():
+        assert torch.equal(born[fqn], value), fqn
+    twin = copy.deepcopy(model)
+    assert same(values(twin), plain)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_it_trains_as_one_that_was_whole(stage: int) -> None:
-    def body(rank: int) -> None:
-        def run(born: bool) -> dict[str, torch.Tensor]:
-            torch.manual_seed(0)
-            if born:
-                with zeroshard.sharded_init():
-                    model = Stack()
-            else:
+def test_it_trains_as_one_that_was_whole(rank: int, stage: int) -> None:
+    def run(born: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        if born:
+            with zeroshard.sharded_init():
                 model = Stack()
-            shapes = [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
-            sharded = zeroshard.shard(
-                model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), Policy.stage(stage)
-            )
-            assert shapes == [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
-            assert not any(isinstance(p, BornSharded) for p in model.parameters())
-            steps(model, sharded, rank, range(3))
-            with zeroshard.unsharded(model):
-                return values(model)
-
-        plain, born = run(False), run(True)
-        assert same(born, plain)
-
-    on_ranks(body, 2)
-
-
-def test_what_is_written_after_the_cut_counts() -> None:
-    def body(rank: int) -> None:
-        with zeroshard.sharded_init():
+        else:
             model = Stack()
-        with torch.no_grad():
-            model.blocks[0].up.weight.fill_(3.0)
-            model.blocks[0].up.bias.data.zero_()
-            nn.init.constant_(model.blocks[1].up.weight, 2.0)
-            model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
-        model.blocks[2].up.weight.requires_grad_(False)
-        assert "shape" not in repr(model)
-        sharded = zeroshard.shard(
-            model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), Policy.stage(3)
-        )
+        shapes = [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), Policy.stage(stage))
+        assert shapes == [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
+        assert not any(isinstance(p, BornSharded) for p in model.parameters())
+        steps(model, sharded, rank, range(3))
         with zeroshard.unsharded(model):
-            assert bool((model.blocks[0].up.weight == 3).all())
-            assert bool((model.blocks[0].up.bias == 0).all())
-            assert bool((model.blocks[1].up.weight == 2).all())
-            assert bool((model.blocks[1].up.bias == 1).all())
-        assert not model.blocks[2].up.weight.requires_grad
-        del sharded
+            return values(model)
 
-    on_ranks(body, 2)
+    plain, born = run(False), run(True)
+    assert same(born, plain)
 
 
+@pytest.mark.ranks(2)
+def test_what_is_written_after_the_cut_counts(rank: int) -> None:
+    with zeroshard.sharded_init():
+        model = Stack()
+    with torch.no_grad():
+        model.blocks[0].up.weight.fill_(3.0)
+        model.blocks[0].up.bias.data.zero_()
+        nn.init.constant_(model.blocks[1].up.weight, 2.0)
+        model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
+    model.blocks[2].up.weight.requires_grad_(False)
+    assert "shape" not in repr(model)
+    sharded = zeroshard.shard(
+        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), Policy.stage(3)
+    )
+    with zeroshard.unsharded(model):
+        assert bool((model.blocks[0].up.weight == 3).all())
+        assert bool((model.blocks[0].up.bias == 0).all())
+        assert bool((model.blocks[1].up.weight == 2).all())
+        assert bool((model.blocks[1].up.bias == 1).all())
+    assert not model.blocks[2].up.weight.requires_grad
+    del sharded
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("source", [0, 1])
-def test_where_ranks_initialise_differently_one_ranks_values_count(source: int) -> None:
+def test_where_ranks_initialise_differently_one_ranks_values_count(rank: int, source: int) -> None:
     """As a parent's constructor does that initialises everything once more."""
 
     @torch.no_grad()
@@ -116,15 +108,12 @@ def test_where_ranks_initialise_differently_one_ranks_values_count(source: int) 
         model.apply(initialise)
         return model
 
-    def body(rank: int) -> None:
-        expected = build(source)
-        with zeroshard.sharded_init(source=source):
-            model = build(rank)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-        with zeroshard.unsharded(model):
-            assert same(values(expected), values(model))
-
-    on_ranks(body, 2)
+    expected = build(source)
+    with zeroshard.sharded_init(source=source):
+        model = build(rank)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    with zeroshard.unsharded(model):
+        assert same(values(expected), values(model))
 
 
 def by_views(model: nn.Module) -> None:
@@ -150,50 +139,45 @@ def by_views(model: nn.Module) -> None:
         last.fill_(-1)
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_written_to_views_of_several_counts(ranks: int) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        plain = Stack()
-        by_views(plain)
-        torch.manual_seed(0)
-        with zeroshard.sharded_init():
-            model = Stack()
-            by_views(model)
-        by_views(plain)
+def test_what_is_written_to_views_of_several_counts(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    by_views(plain)
+    torch.manual_seed(0)
+    with zeroshard.sharded_init():
+        model = Stack()
         by_views(model)
-        for fqn, value in values(plain).items():
-            assert torch.equal(dict(model.named_parameters())[fqn].detach().clone(), value), fqn
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-        with zeroshard.unsharded(model):
-            assert all(torch.equal(p, values(plain)[fqn]) for fqn, p in model.named_parameters())
+    by_views(plain)
+    by_views(model)
+    for fqn, value in values(plain).items():
+        assert torch.equal(dict(model.named_parameters())[fqn].detach().clone(), value), fqn
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
+    with zeroshard.unsharded(model):
+        assert all(torch.equal(p, values(plain)[fqn]) for fqn, p in model.named_parameters())
 
-    on_ranks(body, ranks)
 
-
-def test_ranks_need_not_drop_their_views_together() -> None:
+@pytest.mark.ranks(2)
+def test_ranks_need_not_drop_their_views_together(rank: int) -> None:
     """When Python frees a view is each rank's own affair: what is sent must not depend on it."""
-
-    def body(rank: int) -> None:
-        with zeroshard.sharded_init():
-            model = Stack()
-        kept = []
-        with torch.no_grad():
-            for block in model.blocks:
-                view = block.up.weight.view(-1)
-                view.fill_(4.0)
-                if rank == 0:
-                    kept.append(view)
-                del view
-            model.blocks[0].up.bias.zero_()
-            for block in model.blocks:
-                block.up.weight.add_(1)
-        assert all(bool((view == 5).all()) for view in kept)
-        assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
-        model.bfloat16()
-        assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
-
-    on_ranks(body, 2)
+    with zeroshard.sharded_init():
+        model = Stack()
+    kept = []
+    with torch.no_grad():
+        for block in model.blocks:
+            view = block.up.weight.view(-1)
+            view.fill_(4.0)
+            if rank == 0:
+                kept.append(view)
+            del view
+        model.blocks[0].up.bias.zero_()
+        for block in model.blocks:
+            block.up.weight.add_(1)
+    assert all(bool((view == 5).all()) for view in kept)
+    assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
+    model.bfloat16()
+    assert all(bool((block.up.weight.detach() == 5).all()) for block in model.blocks)
 
 
 @pytest.mark.full
@@ -228,20 +212,17 @@ def _meta(config: GPTConfig) -> nn.Module:
         return GPT(config)
 
 
-def test_a_block_inside_another_that_keeps_changes() -> None:
+@pytest.mark.ranks(2)
+def test_a_block_inside_another_that_keeps_changes(rank: int) -> None:
     """transformers' PatchTST initialises in such a block, on rank 0 alone: the outer block decides."""
-
-    def body(rank: int) -> None:
-        with zeroshard.sharded_init():
-            model = nn.Sequential(nn.Linear(4, 4))
-        weight = model[0].weight
-        with zeroshard.unsharded([weight], modifier_rank=0), torch.no_grad():
-            if rank == 0:
-                with zeroshard.unsharded([weight]):
-                    weight.fill_(3.0)
-        assert torch.equal(weight + 0, torch.full((4, 4), 3.0))
-        outer, inner = zeroshard.unsharded([weight]), zeroshard.unsharded([weight])
-        with pytest.raises(UsageError, match="without a modifier rank"), outer, inner, torch.no_grad():
-            weight.fill_(4.0)
-
-    on_ranks(body, 2)
+    with zeroshard.sharded_init():
+        model = nn.Sequential(nn.Linear(4, 4))
+    weight = model[0].weight
+    with zeroshard.unsharded([weight], modifier_rank=0), torch.no_grad():
+        if rank == 0:
+            with zeroshard.unsharded([weight]):
+                weight.fill_(3.0)
+    assert torch.equal(weight + 0, torch.full((4, 4), 3.0))
+    outer, inner = zeroshard.unsharded([weight]), zeroshard.unsharded([weight])
+    with pytest.raises(UsageError, match="without a modifier rank"), outer, inner, torch.no_grad():
+        weight.fill_(4.0)

@@ -443,21 +443,19 @@ def test_torchs_clipping_and_gradients() -> None:
     on_ranks(body, 4)
 
 
-def test_a_gradient_that_is_not_finite_is_seen_on_every_rank() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        sharded = sharded_on(mesh, 2, blocks_only)
-        loss_of(sharded.model, tokens(0, 0)).backward()
-        sharded.states.get("blocks.0.up.weight", "gradients")
-        for part in sharded.states.local("blocks.0.up.weight", "gradients"):
-            if rank == 1:
-                part.tensor[0] = float("inf")
-        assert sharded.sharded_step.not_finite() == ("blocks.0.up.weight",)
-        sharded.clip_grad_norm_(1.0)
-        assert sharded.sharded_step.overflow
-        sharded.remove()
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(rank: int) -> None:
+    mesh = meshed(2, 1)
+    sharded = sharded_on(mesh, 2, blocks_only)
+    loss_of(sharded.model, tokens(0, 0)).backward()
+    sharded.states.get("blocks.0.up.weight", "gradients")
+    for part in sharded.states.local("blocks.0.up.weight", "gradients"):
+        if rank == 1:
+            part.tensor[0] = float("inf")
+    assert sharded.sharded_step.not_finite() == ("blocks.0.up.weight",)
+    sharded.clip_grad_norm_(1.0)
+    assert sharded.sharded_step.overflow
+    sharded.remove()
 
 
 @pytest.mark.full
@@ -509,116 +507,108 @@ def test_one_more_small_message_a_step_and_the_bytes_of_the_local_model() -> Non
 # ---------------------------------------------------------------------- values
 
 
-def test_values_at_rest_are_read_inside_of_unsharded() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        model = made()
-        vocabulary_too(model, mesh["tp"])
-        before = {name: one.full_tensor() if isinstance(one, DTensor) else one.detach().clone()
-                  for name, one in model.named_parameters()}  # fmt: skip
-        sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["dp"])
-        weight = model.blocks[0].up.weight
-        for read in (weight.to_local, weight.full_tensor, weight.sum, partial(torch.mul, weight, 2.0)):
-            with pytest.raises(UsageError, match=r"blocks.0.up.weight is sharded at rest"):
-                read()
-        assert "whose values are not here" in repr(weight)
-        assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
-        state = model.state_dict()
-        for name, value in state.items():
-            now = value.full_tensor() if isinstance(value, DTensor) else value
-            assert torch.equal(now, before[name])
-        kept = sharded.consolidated_state_dict()
-        assert (kept is not None) == (rank == 0)
-        if kept is not None:
-            assert same(before, kept)
-        with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
-            weight.mul_(2.0)
-            model.norm.weight.fill_(3.0 + rank)  # of what is whole on each, the first rank's counts
-            model.blocks[0].down.weight.to_local().zero_()
-
-        def write_on_one() -> None:
-            with zeroshard.unsharded(model), torch.no_grad():
-                if rank == 1:
-                    model.norm.weight.add_(1.0)
-
-        if rank == 1:
-            assert "without a modifier rank: norm.weight" in refusal(write_on_one)
-        else:
-            write_on_one()
-        assert torch.equal(sharded.states.get("blocks.0.up.weight"), 2 * before["blocks.0.up.weight"])
-        assert torch.equal(sharded.states.get("norm.weight"), torch.full((WIDTH,), 3.0))
-        assert not sharded.states.get("blocks.0.down.weight").any()
-        sharded.states.set("head.weight", "parameters", before["head.weight"] + 1)
-        assert torch.equal(sharded.states.get("head.weight"), before["head.weight"] + 1)
-        for name in ("norm.weight", "head.weight"):
-            found = refusal(partial(sharded.states.set, name, "parameters", before[name] + rank))
-            assert f"different values of parameters of {name} on the 2 ranks" in found
-        sharded.model.load_state_dict(state)
-        for name, value in before.items():
-            assert torch.equal(sharded.states.get(name), value)
-        sharded.remove()
-
-    on_ranks(body, 2)
-
-
-def test_updated_values_are_waited_for_by_their_first_reader() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(1, 2)
-        sharded = sharded_on(mesh, 2, vocabulary_too)
-        weight = sharded.model.head.weight
-        readers: list[Callable[[], object]] = [
-            weight.to_local, weight.full_tensor, partial(weight.redistribute, placements=[Replicate()]),
-            weight.__repr__, weight.sum,
-        ]  # fmt: skip
-        for step, read in enumerate(readers):
-            take_steps(sharded, mesh, [step])
+@pytest.mark.ranks(2)
+def test_values_at_rest_are_read_inside_of_unsharded(rank: int) -> None:
+    mesh = meshed(2, 1)
+    model = made()
+    vocabulary_too(model, mesh["tp"])
+    before = {name: one.full_tensor() if isinstance(one, DTensor) else one.detach().clone()
+              for name, one in model.named_parameters()}  # fmt: skip
+    sharded = zeroshard.shard(model, adamw(model), 3, group=mesh["dp"])
+    weight = model.blocks[0].up.weight
+    for read in (weight.to_local, weight.full_tensor, weight.sum, partial(torch.mul, weight, 2.0)):
+        with pytest.raises(UsageError, match=r"blocks.0.up.weight is sharded at rest"):
             read()
-            assert torch.equal(weight.full_tensor(), sharded.states.get("head.weight"))
-        sharded.remove()
+    assert "whose values are not here" in repr(weight)
+    assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
+    state = model.state_dict()
+    for name, value in state.items():
+        now = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(now, before[name])
+    kept = sharded.consolidated_state_dict()
+    assert (kept is not None) == (rank == 0)
+    if kept is not None:
+        assert same(before, kept)
+    with zeroshard.unsharded(model, modifier_rank=0), torch.no_grad():
+        weight.mul_(2.0)
+        model.norm.weight.fill_(3.0 + rank)  # of what is whole on each, the first rank's counts
+        model.blocks[0].down.weight.to_local().zero_()
 
-    on_ranks(body, 2)
+    def write_on_one() -> None:
+        with zeroshard.unsharded(model), torch.no_grad():
+            if rank == 1:
+                model.norm.weight.add_(1.0)
+
+    if rank == 1:
+        assert "without a modifier rank: norm.weight" in refusal(write_on_one)
+    else:
+        write_on_one()
+    assert torch.equal(sharded.states.get("blocks.0.up.weight"), 2 * before["blocks.0.up.weight"])
+    assert torch.equal(sharded.states.get("norm.weight"), torch.full((WIDTH,), 3.0))
+    assert not sharded.states.get("blocks.0.down.weight").any()
+    sharded.states.set("head.weight", "parameters", before["head.weight"] + 1)
+    assert torch.equal(sharded.states.get("head.weight"), before["head.weight"] + 1)
+    for name in ("norm.weight", "head.weight"):
+        found = refusal(partial(sharded.states.set, name, "parameters", before[name] + rank))
+        assert f"different values of parameters of {name} on the 2 ranks" in found
+    sharded.model.load_state_dict(state)
+    for name, value in before.items():
+        assert torch.equal(sharded.states.get(name), value)
+    sharded.remove()
 
 
+@pytest.mark.ranks(2)
+def test_updated_values_are_waited_for_by_their_first_reader(rank: int) -> None:
+    mesh = meshed(1, 2)
+    sharded = sharded_on(mesh, 2, vocabulary_too)
+    weight = sharded.model.head.weight
+    readers: list[Callable[[], object]] = [
+        weight.to_local, weight.full_tensor, partial(weight.redistribute, placements=[Replicate()]),
+        weight.__repr__, weight.sum,
+    ]  # fmt: skip
+    for step, read in enumerate(readers):
+        take_steps(sharded, mesh, [step])
+        read()
+        assert torch.equal(weight.full_tensor(), sharded.states.get("head.weight"))
+    sharded.remove()
+
+
+@pytest.mark.ranks(4)
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2])
-def test_writes_to_whole_parameters_reach_master_weights(stage: int) -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 2)
-        sharded = sharded_on(mesh, stage, vocabulary_too, in_bf16)
-        model = sharded.model
-        with torch.no_grad():
-            model.blocks[0].up.weight.fill_(0.5)
-            model.head.weight.to_local().fill_(0.25)
-            model.norm.weight.fill_(2.0)
-        take_steps(sharded, mesh, [0])
-        for name, value in (("blocks.0.up.weight", 0.5), ("head.weight", 0.25), ("norm.weight", 2.0)):
-            assert (sharded.states.get(name) - value).abs().max() < 0.02  # one step of 0.001, and weight decay
-        sharded.remove()
-
-    on_ranks(body, 4)
+def test_writes_to_whole_parameters_reach_master_weights(rank: int, stage: int) -> None:
+    mesh = meshed(2, 2)
+    sharded = sharded_on(mesh, stage, vocabulary_too, in_bf16)
+    model = sharded.model
+    with torch.no_grad():
+        model.blocks[0].up.weight.fill_(0.5)
+        model.head.weight.to_local().fill_(0.25)
+        model.norm.weight.fill_(2.0)
+    take_steps(sharded, mesh, [0])
+    for name, value in (("blocks.0.up.weight", 0.5), ("head.weight", 0.25), ("norm.weight", 2.0)):
+        assert (sharded.states.get(name) - value).abs().max() < 0.02  # one step of 0.001, and weight decay
+    sharded.remove()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.full
-def test_freeing_and_freezing() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        runs = []
-        for stage in (0, 3):
-            model = made()
-            vocabulary_too(model, mesh["tp"])
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage, group=mesh["dp"])
-            norms = take_steps(sharded, mesh, [0])["norms"]
-            model.blocks[0].requires_grad_(False)
-            sharded.update_trainable()
-            norms += take_steps(sharded, mesh, [1])["norms"]
-            model.blocks[0].requires_grad_(True)
-            sharded.update_trainable()
-            norms += take_steps(sharded, mesh, [2])["norms"]
-            runs.append({"norms": norms, "states": states_of(sharded)})
-            sharded.remove()
-        expect_same(*runs)
-
-    on_ranks(body, 2)
+def test_freeing_and_freezing(rank: int) -> None:
+    mesh = meshed(2, 1)
+    runs = []
+    for stage in (0, 3):
+        model = made()
+        vocabulary_too(model, mesh["tp"])
+        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage, group=mesh["dp"])
+        norms = take_steps(sharded, mesh, [0])["norms"]
+        model.blocks[0].requires_grad_(False)
+        sharded.update_trainable()
+        norms += take_steps(sharded, mesh, [1])["norms"]
+        model.blocks[0].requires_grad_(True)
+        sharded.update_trainable()
+        norms += take_steps(sharded, mesh, [2])["norms"]
+        runs.append({"norms": norms, "states": states_of(sharded)})
+        sharded.remove()
+    expect_same(*runs)
 
 
 # ---------------------------------------------------------------------- files
@@ -722,27 +712,25 @@ def test_torchs_distributed_checkpoints_hold_whole_tensors(tmp_path: Path) -> No
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
-def test_torchs_distributed_checkpoints_take_state_dicts(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 2)
-        sharded = sharded_on(mesh, stage, vocabulary_too)
-        take_steps(sharded, mesh, [0])
-        expected = {name: sharded.states.get(name) for name, _ in sharded.model.named_parameters()}
-        dcp.save({"model": sharded.model.state_dict()}, checkpoint_id=tmp_path)
-        take_steps(sharded, mesh, [1])
-        state = sharded.model.state_dict()
-        dcp.load({"model": state}, checkpoint_id=tmp_path)
-        sharded.model.load_state_dict(state)
-        ordinary = made().state_dict()
-        dcp.load({"model": ordinary}, checkpoint_id=tmp_path)
-        for name, value in expected.items():
-            assert torch.equal(sharded.states.get(name), value), name
-            assert torch.equal(ordinary[name], value), name
-        sharded.remove()
-
-    on_ranks(body, 4)
+def test_torchs_distributed_checkpoints_take_state_dicts(rank: int, stage: int, tmp_path: Path) -> None:
+    mesh = meshed(2, 2)
+    sharded = sharded_on(mesh, stage, vocabulary_too)
+    take_steps(sharded, mesh, [0])
+    expected = {name: sharded.states.get(name) for name, _ in sharded.model.named_parameters()}
+    dcp.save({"model": sharded.model.state_dict()}, checkpoint_id=tmp_path)
+    take_steps(sharded, mesh, [1])
+    state = sharded.model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=tmp_path)
+    sharded.model.load_state_dict(state)
+    ordinary = made().state_dict()
+    dcp.load({"model": ordinary}, checkpoint_id=tmp_path)
+    for name, value in expected.items():
+        assert torch.equal(sharded.states.get(name), value), name
+        assert torch.equal(ordinary[name], value), name
+    sharded.remove()
 
 
 # ---------------------------------------------------------------------- refusals
@@ -755,213 +743,183 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_labels_that_differ_inside_one_model_are_refused_at_the_step() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        for clip in (True, False):
-            sharded = sharded_on(mesh, 2, blocks_only)
-            batch = tokens(0, 0)
-            batch[:, -1] = rank  # a label only
-            loss_of(sharded.model, batch).backward()
-            step = partial(sharded.clip_grad_norm_, 1.0) if clip else sharded.optimizer.step
-            assert "is whole on tensor-parallel ranks, but its gradient differs on ranks 0 and 1" in refusal(step)
-            sharded.remove()
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("cut", [vocabulary_too, along_the_sequence])
-def test_batches_that_a_divided_embedding_mixes_are_refused_too(cut: Cut) -> None:
-    """Each rank's lookup of its own tokens is a part of one sum: all gradients of whole parameters are equal, and wrong."""
-
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        sharded = sharded_on(mesh, 2, cut)
-        for step in range(2):
-            loss_of(sharded.model, tokens(0, rank * step)).backward()
-            with torch.no_grad():
-                sharded.model(tokens(1, rank)[:, 1:])  # an evaluation is not compared
-            if not step:
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-        assert "the model got different inputs on ranks 0 and 1, which divide it" in refusal(sharded.optimizer.step)
+@pytest.mark.ranks(2)
+def test_labels_that_differ_inside_one_model_are_refused_at_the_step(rank: int) -> None:
+    mesh = meshed(2, 1)
+    for clip in (True, False):
+        sharded = sharded_on(mesh, 2, blocks_only)
+        batch = tokens(0, 0)
+        batch[:, -1] = rank  # a label only
+        loss_of(sharded.model, batch).backward()
+        step = partial(sharded.clip_grad_norm_, 1.0) if clip else sharded.optimizer.step
+        assert "is whole on tensor-parallel ranks, but its gradient differs on ranks 0 and 1" in refusal(step)
         sharded.remove()
-        assert not sharded.model._forward_pre_hooks
-
-    on_ranks(body, 2)
 
 
-def test_models_that_differ_are_refused() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        model = made()
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cut", [vocabulary_too, along_the_sequence])
+def test_batches_that_a_divided_embedding_mixes_are_refused_too(rank: int, cut: Cut) -> None:
+    """Each rank's lookup of its own tokens is a part of one sum: all gradients of whole parameters are equal, and wrong."""
+    mesh = meshed(2, 1)
+    sharded = sharded_on(mesh, 2, cut)
+    for step in range(2):
+        loss_of(sharded.model, tokens(0, rank * step)).backward()
         with torch.no_grad():
-            model.norm.bias.add_(rank)
+            sharded.model(tokens(1, rank)[:, 1:])  # an evaluation is not compared
+        if not step:
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+    assert "the model got different inputs on ranks 0 and 1, which divide it" in refusal(sharded.optimizer.step)
+    sharded.remove()
+    assert not sharded.model._forward_pre_hooks
+
+
+@pytest.mark.ranks(2)
+def test_models_that_differ_are_refused(rank: int) -> None:
+    mesh = meshed(2, 1)
+    model = made()
+    with torch.no_grad():
+        model.norm.bias.add_(rank)
+    blocks_only(model, mesh["tp"])
+    assert "norm.bias is whole on each of the 2 ranks" in refusal(
+        lambda: zeroshard.shard(model, adamw(model), 1, group=mesh["dp"])
+    )
+    model = made()
+    if rank == 0:
+        vocabulary_too(model, mesh["tp"])
+    else:
         blocks_only(model, mesh["tp"])
-        assert "norm.bias is whole on each of the 2 ranks" in refusal(
-            lambda: zeroshard.shard(model, adamw(model), 1, group=mesh["dp"])
-        )
-        model = made()
-        if rank == 0:
-            vocabulary_too(model, mesh["tp"])
-        else:
-            blocks_only(model, mesh["tp"])
-            for fill in (model.embedding, model.head):  # what the first rank's collectives wait for
-                distribute_tensor(fill.weight, mesh["tp"], [Shard(0)])
-        assert "the ranks built different models" in refusal(
-            lambda: zeroshard.shard(model, adamw(model), 1, group=mesh["dp"])
-        )
-
-    on_ranks(body, 2)
+        for fill in (model.embedding, model.head):  # what the first rank's collectives wait for
+            distribute_tensor(fill.weight, mesh["tp"], [Shard(0)])
+    assert "the ranks built different models" in refusal(
+        lambda: zeroshard.shard(model, adamw(model), 1, group=mesh["dp"])
+    )
 
 
-def test_meshes_and_placements_that_are_not_taken() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        model = made()
-        blocks_only(model, mesh["tp"])
-        take = partial(zeroshard.shard, model, adamw(model), 3)
-        assert 'Pass the data-parallel dimension of the mesh: shard(..., group=mesh["dp"])' in refusal(take)
-        assert "over ranks [0, 1]" in refusal(partial(take, group=mesh["tp"]))
-        assert "a mesh of 2 dimensions, ('dp', 'tp')" in refusal(partial(take, group=mesh))
-        muon = torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
-        for whole_matrices in (muon, torch.optim.Adafactor(model.parameters())):
-            take_whole = partial(zeroshard.shard, model, whole_matrices, 1, group=mesh["dp"])
-            assert "needs whole parameters" in refusal(take_whole)
-        bf16 = zeroshard.Precision(torch.bfloat16)
-        assert "convert the model with model.to(torch.bfloat16)" in refusal(
-            partial(take, group=mesh["dp"], precision=bf16)
-        )
+@pytest.mark.ranks(2)
+def test_meshes_and_placements_that_are_not_taken(rank: int) -> None:
+    mesh = meshed(2, 1)
+    model = made()
+    blocks_only(model, mesh["tp"])
+    take = partial(zeroshard.shard, model, adamw(model), 3)
+    assert 'Pass the data-parallel dimension of the mesh: shard(..., group=mesh["dp"])' in refusal(take)
+    assert "over ranks [0, 1]" in refusal(partial(take, group=mesh["tp"]))
+    assert "a mesh of 2 dimensions, ('dp', 'tp')" in refusal(partial(take, group=mesh))
+    muon = torch.optim.Muon([one for one in model.parameters() if one.ndim == 2])
+    for whole_matrices in (muon, torch.optim.Adafactor(model.parameters())):
+        take_whole = partial(zeroshard.shard, model, whole_matrices, 1, group=mesh["dp"])
+        assert "needs whole parameters" in refusal(take_whole)
+    bf16 = zeroshard.Precision(torch.bfloat16)
+    assert "convert the model with model.to(torch.bfloat16)" in refusal(partial(take, group=mesh["dp"], precision=bf16))
 
-        linear = nn.Linear(4, 4)
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Replicate(), Shard(0)]))
-        assert "over 2 dimensions of a mesh" in refusal(
-            lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
-        )
-        linear = nn.Linear(4, 1)
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
-        found = refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
-        assert "equal chunks (the last may be smaller, but not empty)" in found
-        linear = nn.Linear(4, 4)
-        part = DTensor.from_local(linear.weight.detach(), mesh["tp"], [Partial()], run_check=False)
-        linear.weight = nn.Parameter(part)
-        assert "is a DTensor placed as P" in refusal(
-            lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
-        )
-        linear = nn.Linear(4, 4)
-        strided = _StridedShard(0, split_factor=2)
-        part = DTensor.from_local(linear.weight.detach()[:2], mesh["tp"], [strided], run_check=False)
-        linear.weight = nn.Parameter(part)
-        assert "is a DTensor placed as _S(0, 2)" in refusal(
-            lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
-        )
-        linear = nn.Linear(4, 4)
-        linear.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
-        assert "buffer scale is a DTensor" in refusal(
-            lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
-        )
-
-    on_ranks(body, 2)
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    assert "over 2 dimensions of a mesh" in refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
+    linear = nn.Linear(4, 1)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh["tp"], [Shard(0)]))
+    found = refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
+    assert "equal chunks (the last may be smaller, but not empty)" in found
+    linear = nn.Linear(4, 4)
+    part = DTensor.from_local(linear.weight.detach(), mesh["tp"], [Partial()], run_check=False)
+    linear.weight = nn.Parameter(part)
+    assert "is a DTensor placed as P" in refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
+    linear = nn.Linear(4, 4)
+    strided = _StridedShard(0, split_factor=2)
+    part = DTensor.from_local(linear.weight.detach()[:2], mesh["tp"], [strided], run_check=False)
+    linear.weight = nn.Parameter(part)
+    assert "is a DTensor placed as _S(0, 2)" in refusal(
+        lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"])
+    )
+    linear = nn.Linear(4, 4)
+    linear.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
+    assert "buffer scale is a DTensor" in refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
-def test_compiled_code_is_refused(stage: int) -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        sharded = sharded_on(mesh, stage, blocks_only)
-        compiled = torch.compile(sharded.model, backend="eager")
-        assert "is a DTensor, and Gpt runs inside torch.compile" in refusal(lambda: loss_of(compiled, tokens(0, 0)))
-        sharded.model.blocks[1].compile(backend="eager")
-        assert "is a DTensor, and Block runs inside torch.compile" in refusal(
-            lambda: loss_of(sharded.model, tokens(0, 0))
+def test_compiled_code_is_refused(rank: int, stage: int) -> None:
+    mesh = meshed(2, 1)
+    sharded = sharded_on(mesh, stage, blocks_only)
+    compiled = torch.compile(sharded.model, backend="eager")
+    assert "is a DTensor, and Gpt runs inside torch.compile" in refusal(lambda: loss_of(compiled, tokens(0, 0)))
+    sharded.model.blocks[1].compile(backend="eager")
+    assert "is a DTensor, and Block runs inside torch.compile" in refusal(lambda: loss_of(sharded.model, tokens(0, 0)))
+    sharded.remove()
+
+
+@pytest.mark.ranks(4)
+def test_ranks_of_a_group_that_hold_different_parts_are_refused(rank: int) -> None:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    model = made()
+    blocks_only(model, DeviceMesh.from_group(rows[rank // 2], "cpu", mesh_dim_names=("tp",)))
+    own = crossed[0 if rank in (0, 3) else 1]
+    found = refusal(lambda: zeroshard.shard(model, adamw(model), 2, group=own))
+    assert "must have the same part" in found.replace("\n", " ")
+
+
+@pytest.mark.ranks(2)
+def test_other_doors_refuse_dtensors_by_name(rank: int) -> None:
+    mesh = meshed(2, 1)
+    linear = nn.Linear(4, 4)
+    parallelize_module(linear, mesh["tp"], ColwiseParallel())
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    found = "parameter weight is a DTensor, whose values are divided over ranks, and {} takes ordinary parameters"
+    sharded = zeroshard.shard(copy.deepcopy(linear), None, 0, group=mesh["dp"])
+    for take in (sharded.named_weights, partial(sharded.named_weights, shards=True), sharded.weights_version):
+        assert found.format("named_weights()") + ". Get whole tensors from sharded.states.get" in refusal(take)
+    sharded.remove()
+    for device in ("cpu", "meta"):
+        given = copy.deepcopy(linear).to(device)
+        assert found.format("load_pretrained()") in refusal(
+            partial(zeroshard.load_pretrained, given, "model.safetensors")
         )
-        sharded.remove()
+    assert found.format("Sequences.attach()") in refusal(lambda: Sequences(mesh["dp"]).attach(linear))
+    assert found.format("ZeroRedundancyOptimizer").replace("weight", "number 0") in refusal(
+        lambda: zeroshard.ZeroRedundancyOptimizer(linear.parameters(), torch.optim.SGD, lr=0.1)
+    )
 
-    on_ranks(body, 2)
+    def factory() -> nn.Module:
+        model = nn.Linear(4, 4)
+        part = DTensor.from_local(model.weight.detach(), mesh["tp"], [Shard(0)], run_check=False)
+        model.weight = nn.Parameter(part)
+        return model
 
-
-def test_ranks_of_a_group_that_hold_different_parts_are_refused() -> None:
-    def body(rank: int) -> None:
-        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])]
-        model = made()
-        blocks_only(model, DeviceMesh.from_group(rows[rank // 2], "cpu", mesh_dim_names=("tp",)))
-        own = crossed[0 if rank in (0, 3) else 1]
-        found = refusal(lambda: zeroshard.shard(model, adamw(model), 2, group=own))
-        assert "must have the same part" in found.replace("\n", " ")
-
-    on_ranks(body, 4)
+    assert found.format("plan()") in refusal(
+        lambda: zeroshard.plan(factory, config, world_size=2, batch=lambda n: torch.zeros(n, 4))
+    )
 
 
-def test_other_doors_refuse_dtensors_by_name() -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        linear = nn.Linear(4, 4)
-        parallelize_module(linear, mesh["tp"], ColwiseParallel())
-        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-        found = "parameter weight is a DTensor, whose values are divided over ranks, and {} takes ordinary parameters"
-        sharded = zeroshard.shard(copy.deepcopy(linear), None, 0, group=mesh["dp"])
-        for take in (sharded.named_weights, partial(sharded.named_weights, shards=True), sharded.weights_version):
-            assert found.format("named_weights()") + ". Get whole tensors from sharded.states.get" in refusal(take)
-        sharded.remove()
-        for device in ("cpu", "meta"):
-            given = copy.deepcopy(linear).to(device)
-            assert found.format("load_pretrained()") in refusal(
-                partial(zeroshard.load_pretrained, given, "model.safetensors")
-            )
-        assert found.format("Sequences.attach()") in refusal(lambda: Sequences(mesh["dp"]).attach(linear))
-        assert found.format("ZeroRedundancyOptimizer").replace("weight", "number 0") in refusal(
-            lambda: zeroshard.ZeroRedundancyOptimizer(linear.parameters(), torch.optim.SGD, lr=0.1)
-        )
-
-        def factory() -> nn.Module:
-            model = nn.Linear(4, 4)
-            part = DTensor.from_local(model.weight.detach(), mesh["tp"], [Shard(0)], run_check=False)
-            model.weight = nn.Parameter(part)
-            return model
-
-        assert found.format("plan()") in refusal(
-            lambda: zeroshard.plan(factory, config, world_size=2, batch=lambda n: torch.zeros(n, 4))
-        )
-
-    on_ranks(body, 2)
-
-
-def test_a_copy_of_the_model_compares_no_inputs() -> None:
+@pytest.mark.ranks(2)
+def test_a_copy_of_the_model_compares_no_inputs(rank: int) -> None:
     """The hook that does is the model's alone: a copy has none, and holds no connections."""
-
-    def body(rank: int) -> None:
-        sharded = sharded_on(meshed(2, 1), 2, blocks_only)
-        copied = copy.deepcopy(sharded.model)
-        with torch.no_grad():
-            assert torch.equal(copied(tokens(0, 0)[:, 1:]), sharded.model(tokens(0, 0)[:, 1:]))
-        loss_of(copied, tokens(0, rank)).backward()
-        loss_of(sharded.model, tokens(0, 0)).backward()
-        sharded.optimizer.step()
-        sharded.remove()
-
-    on_ranks(body, 2)
+    sharded = sharded_on(meshed(2, 1), 2, blocks_only)
+    copied = copy.deepcopy(sharded.model)
+    with torch.no_grad():
+        assert torch.equal(copied(tokens(0, 0)[:, 1:]), sharded.model(tokens(0, 0)[:, 1:]))
+    loss_of(copied, tokens(0, rank)).backward()
+    loss_of(sharded.model, tokens(0, 0)).backward()
+    sharded.optimizer.step()
+    sharded.remove()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_the_states_of_an_unsharded_optimizer_of_dtensors_load(stage: int) -> None:
-    def body(rank: int) -> None:
-        mesh = meshed(2, 1)
-        plain = made()
-        vocabulary_too(plain, mesh["tp"])
-        before = adamw(plain)
-        update(loss_of(plain, tokens(0, 0)), before)
-        model = made()
-        vocabulary_too(model, mesh["tp"])
-        model.load_state_dict(plain.state_dict())
-        optimizer = adamw(model)
-        sharded = zeroshard.shard(model, optimizer, stage, group=mesh["dp"])
-        optimizer.load_state_dict(before.state_dict())
-        for one, its in ((plain, before), (model, optimizer)):
-            update(loss_of(one, tokens(1, 0)), its)
-        for name, parameter in plain.named_parameters():
-            expected = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            torch.testing.assert_close(sharded.states.get(name), expected.detach(), rtol=0, atol=1e-7)
-
-    on_ranks(body, 2)
+def test_the_states_of_an_unsharded_optimizer_of_dtensors_load(rank: int, stage: int) -> None:
+    mesh = meshed(2, 1)
+    plain = made()
+    vocabulary_too(plain, mesh["tp"])
+    before = adamw(plain)
+    update(loss_of(plain, tokens(0, 0)), before)
+    model = made()
+    vocabulary_too(model, mesh["tp"])
+    model.load_state_dict(plain.state_dict())
+    optimizer = adamw(model)
+    sharded = zeroshard.shard(model, optimizer, stage, group=mesh["dp"])
+    optimizer.load_state_dict(before.state_dict())
+    for one, its in ((plain, before), (model, optimizer)):
+        update(loss_of(one, tokens(1, 0)), its)
+    for name, parameter in plain.named_parameters():
+        expected = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(sharded.states.get(name), expected.detach(), rtol=0, atol=1e-7)

@@ -139,16 +139,14 @@ def test_parameters_without_elements_come_once(stage: int) -> None:
     assert found["blocks.0.empty"].shape == (0, 3)
 
 
-def test_a_rank_alone_takes_its_own() -> None:
-    def body(rank: int) -> None:
-        model, sharded = built(3, make_model=llama, precision="bf16")
-        if rank == 1:
-            version = sharded.weights_version()
-            assert version.nbytes == sum(one.tensor.nbytes for _, one in parts(sharded))
-            assert not list(sharded.changed_since(version))
-        step(model, sharded, text, 0)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_rank_alone_takes_its_own(rank: int) -> None:
+    model, sharded = built(3, make_model=llama, precision="bf16")
+    if rank == 1:
+        version = sharded.weights_version()
+        assert version.nbytes == sum(one.tensor.nbytes for _, one in parts(sharded))
+        assert not list(sharded.changed_since(version))
+    step(model, sharded, text, 0)
 
 
 def test_an_engine_hands_them_over() -> None:
@@ -290,12 +288,13 @@ def generated(model: Any, prompt: Tensor, count: int, **options: Any) -> Tensor:
     return found
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("place", [CPU, DISK])
 def test_states_that_leave_while_an_engine_generates_return_to_the_bit(
-    place: Place, stage: int, precision: str, tmp_path: Path
+    rank: int, place: Place, stage: int, precision: str, tmp_path: Path
 ) -> None:
     """All memory of the model states is given back, as memory_report counts it, and the training goes on as without."""
 
@@ -337,41 +336,35 @@ def test_states_that_leave_while_an_engine_generates_return_to_the_bit(
         sharded.remove()
         return found
 
-    def body(rank: int) -> None:
-        with as_set(Setting(Policy.stage(stage), apart=place is CPU)):
-            plain, parked = train(rank, parks=False), train(rank, parks=True)
-        assert all(torch.equal(one, other) for one, other in zip(plain, parked, strict=True))
-
-    on_ranks(body, 2)
+    with as_set(Setting(Policy.stage(stage), apart=place is CPU)):
+        plain, parked = train(rank, parks=False), train(rank, parks=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, parked, strict=True))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_each_rank_generates_other_lengths_from_the_model_in_training(
-    make: Callable[[], nn.Module], stage: int, precision: str
+    rank: int, make: Callable[[], nn.Module], stage: int, precision: str
 ) -> None:
     """Inside `unsharded` without other ranks, outside of it with synced_gpus: the tokens are those of a plain copy."""
-
-    def body(rank: int) -> None:
-        model, sharded = built(stage, make_model=make, precision=precision)
-        for number in range(2):
-            step(model, sharded, text, number)
-            model.eval()
-            plain = Engine(make, model.dtype)
-            plain.load_weights(sharded.named_weights())
-            prompt, count = text(rank, number)["input_ids"][: 1 + rank, : 3 + 2 * rank], 3 + 5 * rank
-            expected = plain.generate(prompt, count)
-            assert expected.shape == (1 + rank, 6 + 7 * rank)
-            with zeroshard.unsharded(model):
-                alone = generated(model, prompt, count)
-            assert torch.equal(alone, expected)
-            assert torch.equal(generated(model, prompt, count, synced_gpus=True), expected)
-            model.train()
-        sharded.remove()
-
-    on_ranks(body, 2)
+    model, sharded = built(stage, make_model=make, precision=precision)
+    for number in range(2):
+        step(model, sharded, text, number)
+        model.eval()
+        plain = Engine(make, model.dtype)
+        plain.load_weights(sharded.named_weights())
+        prompt, count = text(rank, number)["input_ids"][: 1 + rank, : 3 + 2 * rank], 3 + 5 * rank
+        expected = plain.generate(prompt, count)
+        assert expected.shape == (1 + rank, 6 + 7 * rank)
+        with zeroshard.unsharded(model):
+            alone = generated(model, prompt, count)
+        assert torch.equal(alone, expected)
+        assert torch.equal(generated(model, prompt, count, synced_gpus=True), expected)
+        model.train()
+    sharded.remove()
 
 
 @pytest.mark.full

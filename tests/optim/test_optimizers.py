@@ -16,7 +16,6 @@ import torch
 from insides import sharded_of
 from models import Stack, muon_with_adamw, tokens, workload
 from oracles import same_on_all_ranks, train_reference
-from ranks import on_ranks
 from torch import nn
 from twin import engine_steps, same, update, whole
 
@@ -94,21 +93,18 @@ def with_elements(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.numel()]
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("model", ["tied", "frozen", "tiny"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", WHOLE)
-def test_whole_parameters_give_the_bits_of_a_plain_loop(optimizer: str, ranks: int, model: str) -> None:
+def test_whole_parameters_give_the_bits_of_a_plain_loop(rank: int, optimizer: str, ranks: int, model: str) -> None:
     """Cut parameters would give other numbers altogether: the oracle is one process that knows nothing of shards."""
     work = workload(model, make_optimizer=WHOLE[optimizer], param_groups=with_elements, steps=5)
-
-    def body(rank: int) -> None:
-        oracle = train_reference(work, ranks, rank)
-        for stage in range(4):
-            run = train(rank, work, Policy.stage(stage))
-            assert same_on_all_ranks(run.parameters)
-            assert run.equals(oracle), f"other bits at stage {stage}"
-
-    on_ranks(body, ranks)
+    oracle = train_reference(work, ranks, rank)
+    for stage in range(4):
+        run = train(rank, work, Policy.stage(stage))
+        assert same_on_all_ranks(run.parameters)
+        assert run.equals(oracle), f"other bits at stage {stage}"
 
 
 @pytest.mark.parametrize("numels", [[], [5], [0, 0], [7, 100, 33, 0, 64, 1], list(range(40))])
@@ -144,15 +140,12 @@ def test_lion_follows_its_paper() -> None:
         Lion([parameter], betas=(0.9, 1.0))
 
 
-def test_lion_is_cut_like_adam() -> None:
+@pytest.mark.ranks(2)
+def test_lion_is_cut_like_adam(rank: int) -> None:
     work = workload(make_optimizer=lambda p: Lion(p, lr=1e-3, weight_decay=0.1), steps=5)
-
-    def body(rank: int) -> None:
-        runs = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
-        assert all(run.equals(runs[0]) for run in runs)
-        assert runs[0].equals(train_reference(work, 2, rank))
-
-    on_ranks(body, 2)
+    runs = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+    assert all(run.equals(runs[0]) for run in runs)
+    assert runs[0].equals(train_reference(work, 2, rank))
 
 
 @pytest.mark.parametrize(
@@ -271,28 +264,27 @@ def test_an_optimizer_that_clips_by_itself_is_refused(elementwise: bool | None) 
     zeroshard.shard(model, Lamb(model.parameters(), None), elementwise=elementwise)
 
 
-def test_muon_from_a_config_takes_the_matrices_of_the_blocks() -> None:
-    def body(rank: int) -> None:
-        model = Stack(tied=False)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2}},
-        }
-        engine, *_ = zeroshard.initialize(model=model, config=config)
-        sizes = {}
-        for group in engine.optimizer.param_groups:
-            sizes[group["use_muon"]] = sorted(p.ndim for p in group["params"] if p.numel())
-            assert group["lr"] == (2e-2 if group["use_muon"] else 1e-2)
-        assert set(sizes[True]) == {2}
-        assert len(sizes[True]) + len(sizes[False]) == sum(p.numel() > 0 for p in model.parameters())
-        losses = engine_steps(engine, rank, [0] * 8)
-        assert losses[-1] < losses[0] - 0.3
-
-    on_ranks(body, 1)
+@pytest.mark.ranks(1)
+def test_muon_from_a_config_takes_the_matrices_of_the_blocks(rank: int) -> None:
+    model = Stack(tied=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2}},
+    }
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    sizes = {}
+    for group in engine.optimizer.param_groups:
+        sizes[group["use_muon"]] = sorted(p.ndim for p in group["params"] if p.numel())
+        assert group["lr"] == (2e-2 if group["use_muon"] else 1e-2)
+    assert set(sizes[True]) == {2}
+    assert len(sizes[True]) + len(sizes[False]) == sum(p.numel() > 0 for p in model.parameters())
+    losses = engine_steps(engine, rank, [0] * 8)
+    assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "place"), [(0, "none"), (1, "cpu"), (2, "none"), (3, "none"), (3, "cpu")])
-def test_muon_of_a_config_steps_as_two_optimizers_of_torch(stage: int, place: str, tmp_path: Path) -> None:
+def test_muon_of_a_config_steps_as_two_optimizers_of_torch(rank: int, stage: int, place: str, tmp_path: Path) -> None:
     """Bit for bit, with a schedule, a save, and the optimizer's own `step`."""
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -300,57 +292,54 @@ def test_muon_of_a_config_steps_as_two_optimizers_of_torch(stage: int, place: st
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [2e-2, 1e-3], "warmup_num_steps": 3}},
         "zero_optimization": {"stage": stage, "offload_optimizer": {"device": place}},
     }
+    torch.manual_seed(0)
+    model = Stack(tied=False)
+    plain = copy.deepcopy(model)
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    matrices = [p for name, p in plain.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
+    others = [p for name, p in plain.named_parameters() if p.ndim != 2 or not name.startswith("blocks")]
+    muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1, adjust_lr_fn="original")
+    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1, fused=True)
+    rates = []
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = Stack(tied=False)
-        plain = copy.deepcopy(model)
-        engine, *_ = zeroshard.initialize(model=model, config=config)
-        matrices = [p for name, p in plain.named_parameters() if p.ndim == 2 and name.startswith("blocks")]
-        others = [p for name, p in plain.named_parameters() if p.ndim != 2 or not name.startswith("blocks")]
-        muon = torch.optim.Muon(matrices, lr=2e-2, weight_decay=0.1, adjust_lr_fn="original")
-        adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1, fused=True)
-        rates = []
+    def train(numbers: Iterable[int], take: Callable[[], object]) -> None:
+        for number in numbers:
+            groups = [*muon.param_groups, *adamw.param_groups]
+            for theirs, ours in zip(groups, engine.optimizer.param_groups, strict=True):
+                theirs["lr"] = ours["lr"]
+            rates.append([group["lr"] for group in groups])
+            engine.backward(engine(*tokens(rank, number)))
+            take()
+            for one in range(2):
+                plain(*tokens(one, number)).backward()
+            for p in plain.parameters():
+                p.grad = p.grad / 2
+            muon.step()
+            adamw.step()
+            plain.zero_grad()
+            assert same(whole(engine.module), dict(plain.named_parameters())), number
 
-        def train(numbers: Iterable[int], take: Callable[[], object]) -> None:
-            for number in numbers:
-                groups = [*muon.param_groups, *adamw.param_groups]
-                for theirs, ours in zip(groups, engine.optimizer.param_groups, strict=True):
-                    theirs["lr"] = ours["lr"]
-                rates.append([group["lr"] for group in groups])
-                engine.backward(engine(*tokens(rank, number)))
-                take()
-                for one in range(2):
-                    plain(*tokens(one, number)).backward()
-                for p in plain.parameters():
-                    p.grad = p.grad / 2
-                muon.step()
-                adamw.step()
-                plain.zero_grad()
-                assert same(whole(engine.module), dict(plain.named_parameters())), number
-
-        train(range(3), engine.step)
-        assert rates[1] != rates[2] and rates[0] == [0.0, 0.0]
-        engine.save_checkpoint(tmp_path)
-        halfway = copy.deepcopy([one.state_dict() for one in (plain, muon, adamw)])
-        states = sharded_of(engine).states
-        momentum = states.get("blocks.0.up.weight", "momentum_buffer")
-        assert torch.equal(momentum, muon.state[plain.blocks[0].up.weight]["momentum_buffer"])
-        assert torch.equal(states.get("head.weight", "exp_avg"), adamw.state[plain.head.weight]["exp_avg"])
-        train([3], engine.optimizer.step)
-        assert engine.global_steps == 4
-        engine.destroy()
-        engine, *_ = zeroshard.initialize(model=Stack(tied=False), config=config)
-        engine.load_checkpoint(tmp_path)
-        for one, state in zip((plain, muon, adamw), halfway, strict=True):
-            one.load_state_dict(state)
-        train([4, 5], engine.step)
-        engine.destroy()
-
-    on_ranks(body, 2)
+    train(range(3), engine.step)
+    assert rates[1] != rates[2] and rates[0] == [0.0, 0.0]
+    engine.save_checkpoint(tmp_path)
+    halfway = copy.deepcopy([one.state_dict() for one in (plain, muon, adamw)])
+    states = sharded_of(engine).states
+    momentum = states.get("blocks.0.up.weight", "momentum_buffer")
+    assert torch.equal(momentum, muon.state[plain.blocks[0].up.weight]["momentum_buffer"])
+    assert torch.equal(states.get("head.weight", "exp_avg"), adamw.state[plain.head.weight]["exp_avg"])
+    train([3], engine.optimizer.step)
+    assert engine.global_steps == 4
+    engine.destroy()
+    engine, *_ = zeroshard.initialize(model=Stack(tied=False), config=config)
+    engine.load_checkpoint(tmp_path)
+    for one, state in zip((plain, muon, adamw), halfway, strict=True):
+        one.load_state_dict(state)
+    train([4, 5], engine.step)
+    engine.destroy()
 
 
-def test_the_users_word_on_an_unknown_optimizer_is_taken() -> None:
+@pytest.mark.ranks(2)
+def test_the_users_word_on_an_unknown_optimizer_is_taken(rank: int) -> None:
     class Normalised(torch.optim.SGD):
         """Divides by the norm of the whole gradient: wrong on pieces."""
 
@@ -362,14 +351,10 @@ def test_the_users_word_on_an_unknown_optimizer_is_taken() -> None:
             return super().step(closure)
 
     work = workload(make_optimizer=lambda p: Normalised(p, lr=0.05), steps=4)
-
-    def body(rank: int) -> None:
-        oracle = train_reference(work, 2, rank)
-        model, optimizer = work.build()
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(2), elementwise=False)
-        for step in range(4):
-            update(model(*work.make_batch(rank, step)), sharded.optimizer)
-        for fqn, parameter in model.named_parameters():
-            assert torch.equal(parameter, oracle.parameters[fqn]), fqn
-
-    on_ranks(body, 2)
+    oracle = train_reference(work, 2, rank)
+    model, optimizer = work.build()
+    sharded = zeroshard.shard(model, optimizer, Policy.stage(2), elementwise=False)
+    for step in range(4):
+        update(model(*work.make_batch(rank, step)), sharded.optimizer)
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(parameter, oracle.parameters[fqn]), fqn

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import on_ranks
 from torch import Tensor, nn
 
 import zeroshard
@@ -43,17 +42,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_zero_redundancy_optimizer_refuses_by_name(name: str) -> None:
+def test_zero_redundancy_optimizer_refuses_by_name(rank: int, name: str) -> None:
     cls, message = REFUSED[name]
-
-    def body(rank: int) -> None:
-        model = nn.Linear(4, 4)
-        for elementwise in (None, False, True):
-            with pytest.raises(UsageError, match=message):
-                ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.1, elementwise=elementwise)
-
-    on_ranks(body, 2)
+    model = nn.Linear(4, 4)
+    for elementwise in (None, False, True):
+        with pytest.raises(UsageError, match=message):
+            ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.1, elementwise=elementwise)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -166,32 +162,29 @@ class ByNorm(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad / parameter.grad.norm().clamp(min=1e-6), alpha=group["lr"])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_an_engine_gives_an_unknown_optimizer_whole_parameters(stage: int) -> None:
+def test_an_engine_gives_an_unknown_optimizer_whole_parameters(rank: int, stage: int) -> None:
     """Where the config allows it, as DeepSpeed asks; else the error names the key."""
-
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        plain = copy.deepcopy(model)
-        config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-        with pytest.raises(UsageError, match='"zero_allow_untested_optimizer": true'):
-            zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
-        config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-        engine, *_ = zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
-        optimizer = ByNorm(plain.parameters())
-        for _ in range(3):
-            batch = torch.randn(4, 5)
-            engine.backward(engine(batch).square().mean())
-            engine.step()
-            optimizer.zero_grad()
-            plain(batch).square().mean().backward()
-            optimizer.step()
-        with zeroshard.unsharded(engine.module):
-            for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs)
-
-    on_ranks(body, 2)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    plain = copy.deepcopy(model)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    with pytest.raises(UsageError, match='"zero_allow_untested_optimizer": true'):
+        zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
+    config |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    engine, *_ = zeroshard.initialize(model=model, optimizer=ByNorm(model.parameters()), config=config)
+    optimizer = ByNorm(plain.parameters())
+    for _ in range(3):
+        batch = torch.randn(4, 5)
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+    with zeroshard.unsharded(engine.module):
+        for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_an_argument_that_contradicts_what_is_known_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from insides import CONNECT, transport_of
 from models import MODELS, OPTIMIZERS, bfloats, two_groups, workload
 from oracles import same_on_all_ranks, train_ddp, train_reference
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from twin import (
     ACCELERATOR,
     CPU,
@@ -79,25 +79,22 @@ def test_a_state_counts_that_no_parameter_shows(state: str, stage: int) -> None:
 # ---------------------------------------------------------------------- stages and transports
 
 
+@pytest.mark.ranks("ranks")
 @PRECISION
 @CLIPPING
 @MICROBATCHES
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [4, 2])  # the quick set prefers the last
 def test_stages_and_transports(
-    ranks: int, optimizer: str, microbatches: int, max_norm: float | None, precision: str
+    rank: int, ranks: int, optimizer: str, microbatches: int, max_norm: float | None, precision: str
 ) -> None:
     work = workload(
         "tied", make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=3, microbatches=microbatches,
         max_norm=max_norm, loss_scale=LOSS_SCALES[precision],
     )  # fmt: skip
-
-    def body(rank: int) -> None:
-        first = expect_equal(rank, work, STAGES | TRANSPORTS, precision, LARGE_BUCKETS)
-        if microbatches > 1 and precision == "fp32":  # sums in another order
-            close(first[True].parameters, first[False].parameters)
-
-    on_ranks(body, ranks)
+    first = expect_equal(rank, work, STAGES | TRANSPORTS, precision, LARGE_BUCKETS)
+    if microbatches > 1 and precision == "fp32":  # sums in another order
+        close(first[True].parameters, first[False].parameters)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 1), (2, 2), (4, 1)])
@@ -131,95 +128,79 @@ def test_batch_norm_in_bf16() -> None:
 # ---------------------------------------------------------------------- plain PyTorch and DDP
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.every
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @MICROBATCHES
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", few_are_quick(["skipping", "tied", "frozen", "called twice", "checkpointed"]))
-def test_plain_pytorch(model: str, ranks: int, microbatches: int, optimizer: str) -> None:
+def test_plain_pytorch(rank: int, model: str, ranks: int, microbatches: int, optimizer: str) -> None:
     """Unsharded gradients with an optimizer that is not fused give the bits of a plain loop over all ranks' batches."""
     work = workload(
         model, make_optimizer=OPTIMIZERS[optimizer], param_groups=two_groups, steps=3, microbatches=microbatches
     )
-
-    def body(rank: int) -> None:
-        reference = train_reference(work, ranks, rank)
-        for name, setting in STAGES.items():
-            done = run(rank, work, setting, bucket_numel=LARGE_BUCKETS)
-            if microbatches == 1 or not setting.policy.gradients.sharded:
-                assert done.equals(reference), name
-            close(done.parameters, reference.parameters)
-
-    on_ranks(body, ranks)
+    reference = train_reference(work, ranks, rank)
+    for name, setting in STAGES.items():
+        done = run(rank, work, setting, bucket_numel=LARGE_BUCKETS)
+        if microbatches == 1 or not setting.policy.gradients.sharded:
+            assert done.equals(reference), name
+        close(done.parameters, reference.parameters)
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ddp(ranks: int, optimizer: str) -> None:
+def test_ddp(rank: int, ranks: int, optimizer: str) -> None:
     # At 4 ranks DDP sums in another order, and training amplifies the last bits: a few steps show that it is the same.
     work = workload("tied", make_optimizer=OPTIMIZERS[optimizer], steps=5 if ranks == 2 else 3)
-
-    def body(rank: int) -> None:
-        ddp = train_ddp(rank, work)
-        for name, setting in STAGES.items():
-            done = run(rank, work, setting, bucket_numel=LARGE_BUCKETS)
-            if ranks == 2 and optimizer != "fused AdamW":
-                assert done.equals(ddp), name
-            close(done.parameters, ddp.parameters, atol=1e-5)
-
-    on_ranks(body, ranks)
+    ddp = train_ddp(rank, work)
+    for name, setting in STAGES.items():
+        done = run(rank, work, setting, bucket_numel=LARGE_BUCKETS)
+        if ranks == 2 and optimizer != "fused AdamW":
+            assert done.equals(ddp), name
+        close(done.parameters, ddp.parameters, atol=1e-5)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("model", UNUSUAL)
 @pytest.mark.parametrize("stage", ["stage 0", "stage 3"])
-def test_unusual_models_beside_plain_pytorch(model: str, stage: str) -> None:
-    def body(rank: int) -> None:
-        work = unusual(model)
-        reference = train_reference(work, 1)
-        before = work.build()[0].state_dict()
-        assert any(not torch.equal(value, before[name]) for name, value in reference.parameters.items())
-        done = run(rank, work, STAGES[stage])
-        torch.testing.assert_close(done.losses, reference.losses, rtol=1e-5, atol=1e-6)
-        close(done.parameters, reference.parameters, rtol=1e-5)
-        close(done.buffers, reference.buffers, rtol=1e-5)
-
-    on_ranks(body, 1)
+def test_unusual_models_beside_plain_pytorch(rank: int, model: str, stage: str) -> None:
+    work = unusual(model)
+    reference = train_reference(work, 1)
+    before = work.build()[0].state_dict()
+    assert any(not torch.equal(value, before[name]) for name, value in reference.parameters.items())
+    done = run(rank, work, STAGES[stage])
+    torch.testing.assert_close(done.losses, reference.losses, rtol=1e-5, atol=1e-6)
+    close(done.parameters, reference.parameters, rtol=1e-5)
+    close(done.buffers, reference.buffers, rtol=1e-5)
 
 
-def test_clipping_agrees_with_torch() -> None:
+@pytest.mark.ranks(2)
+def test_clipping_agrees_with_torch(rank: int) -> None:
     work = workload("untied", make_optimizer=OPTIMIZERS["SGD"], steps=6, max_norm=0.1)
-
-    def body(rank: int) -> None:
-        ddp, done = train_ddp(rank, work), run(rank, work, STAGES["stage 2"])
-        assert min(done.norms) > 0.1, "the test must clip"
-        close(done.parameters, ddp.parameters)
-
-    on_ranks(body, 2)
+    ddp, done = train_ddp(rank, work), run(rank, work, STAGES["stage 2"])
+    assert min(done.norms) > 0.1, "the test must clip"
+    close(done.parameters, ddp.parameters)
 
 
-def test_a_parameter_that_no_rank_used_is_left_alone() -> None:
+@pytest.mark.ranks(2)
+def test_a_parameter_that_no_rank_used_is_left_alone(rank: int) -> None:
     """No decay, no momentum: as plain PyTorch leaves a parameter whose gradient is None."""
     work = workload("skipping", make_optimizer=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5), steps=4)
-
-    def body(rank: int) -> None:
-        before = {fqn: value.clone() for fqn, value in work.build()[0].named_parameters()}
-        for name, setting in STAGES.items():
-            done = run(rank, work, setting)
-            assert torch.equal(done.parameters["never.weight"], before["never.weight"]), name
-            assert not torch.equal(done.parameters["embedding.weight"], before["embedding.weight"]), name
-
-    on_ranks(body, 2)
+    before = {fqn: value.clone() for fqn, value in work.build()[0].named_parameters()}
+    for name, setting in STAGES.items():
+        done = run(rank, work, setting)
+        assert torch.equal(done.parameters["never.weight"], before["never.weight"]), name
+        assert not torch.equal(done.parameters["embedding.weight"], before["embedding.weight"]), name
 
 
-def test_fp16_trains_near_fp32() -> None:
-    def body(rank: int) -> None:
-        losses = []
-        for precision in ("fp16", "fp32"):
-            work = workload(param_groups=two_groups, steps=6, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
-            losses.append(run(rank, work, STAGES["stage 2"], precision=precision).losses)
-        torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_fp16_trains_near_fp32(rank: int) -> None:
+    losses = []
+    for precision in ("fp16", "fp32"):
+        work = workload(param_groups=two_groups, steps=6, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
+        losses.append(run(rank, work, STAGES["stage 2"], precision=precision).losses)
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
 
 
 # ---------------------------------------------------------------------- places
@@ -305,20 +286,18 @@ def test_places_over_hosts(apart: bool, place: Place, precision: str, tmp_path: 
     on_ranks(expect_equal, 4, workload("frozen", steps=2, max_norm=0.5), settings, precision)
 
 
-def test_the_table_names_the_transport_that_ranks_use() -> None:
+@pytest.mark.ranks(2, fresh=True)
+def test_the_table_names_the_transport_that_ranks_use(rank: int) -> None:
     """Where memory cannot be shared, "shared memory" is no row that passes."""
 
-    def body(rank: int) -> None:
-        def refuse(*_: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(*CONNECT, refuse)
-            with pytest.raises(AssertionError, match="the setting says shared memory"):
-                run(rank, workload(steps=1), STAGES["stage 2"])
-            run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
-
-    run_ranks(body, 2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(*CONNECT, refuse)
+        with pytest.raises(AssertionError, match="the setting says shared memory"):
+            run(rank, workload(steps=1), STAGES["stage 2"])
+        run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
 
 
 @pytest.mark.parametrize("stage", range(4))

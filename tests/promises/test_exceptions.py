@@ -19,35 +19,33 @@ def broken(model: nn.Module, rank: int, number: int) -> None:
     abort(model(*tokens(rank, number)), model.blocks[1].norm.weight)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @FEW_STAGES
 @pytest.mark.parametrize("after", ["step", "norm", "forward and step", "backward"])
-def test_after_a_backward_that_aborted_the_step_says_so(stage: int, after: str) -> None:
-    def body(rank: int) -> None:
-        def run(disturbed: bool) -> dict[str, Tensor]:
-            model, sharded = build(stage, make_optimizer=sgd)
-            step(model, sharded, rank, 0)
-            if disturbed:
-                with sharded.accumulate():
-                    model(*tokens(rank, 20)).backward()
-                broken(model, rank, 21)
-                with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
-                    if after == "norm":
-                        sharded.clip_grad_norm_(1.0)
-                    elif after == "backward":
-                        model(*tokens(rank, 22)).backward()
-                    else:
-                        if after == "forward and step":
-                            model(*tokens(rank, 22))
-                        sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-            step(model, sharded, rank, 1)
-            step(model, sharded, rank, 2)
-            return whole(model)
+def test_after_a_backward_that_aborted_the_step_says_so(rank: int, stage: int, after: str) -> None:
+    def run(disturbed: bool) -> dict[str, Tensor]:
+        model, sharded = build(stage, make_optimizer=sgd)
+        step(model, sharded, rank, 0)
+        if disturbed:
+            with sharded.accumulate():
+                model(*tokens(rank, 20)).backward()
+            broken(model, rank, 21)
+            with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+                if after == "norm":
+                    sharded.clip_grad_norm_(1.0)
+                elif after == "backward":
+                    model(*tokens(rank, 22)).backward()
+                else:
+                    if after == "forward and step":
+                        model(*tokens(rank, 22))
+                    sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        step(model, sharded, rank, 1)
+        step(model, sharded, rank, 2)
+        return whole(model)
 
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
 def test_a_backward_that_fails_at_its_end_aborted() -> None:
@@ -88,55 +86,51 @@ def test_a_backward_that_fails_at_its_end_aborted() -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @FEW_STAGES
-def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(stage: int) -> None:
-    def body(rank: int) -> None:
-        def run(disturbed: bool) -> dict[str, Tensor]:
-            torch.manual_seed(0)
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 3,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                "zero_optimization": {"stage": stage},
-            }
-            engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(rank: int, stage: int) -> None:
+    def run(disturbed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
 
-            def microbatch(number: int) -> None:
-                engine.backward(engine(*tokens(rank, number)))
-                engine.step()
+        def microbatch(number: int) -> None:
+            engine.backward(engine(*tokens(rank, number)))
+            engine.step()
 
-            for number in range(3):
-                microbatch(number)
-            if disturbed:
-                microbatch(10)
-                handle = engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    microbatch(11)
-                handle.remove()
-                with pytest.raises(UsageError, match=r"engine\.zero_grad"):
-                    microbatch(12)
-                engine.zero_grad()
-            for number in range(3, 6):
-                microbatch(number)
-            assert engine.global_steps == 2 and engine.micro_steps == 6
-            return whole(engine.module)
+        for number in range(3):
+            microbatch(number)
+        if disturbed:
+            microbatch(10)
+            handle = engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                microbatch(11)
+            handle.remove()
+            with pytest.raises(UsageError, match=r"engine\.zero_grad"):
+                microbatch(12)
+            engine.zero_grad()
+        for number in range(3, 6):
+            microbatch(number)
+        assert engine.global_steps == 2 and engine.micro_steps == 6
+        return whole(engine.module)
 
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_backward_that_aborted_changes_no_parameter_and_no_state(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage, precision=torch.bfloat16)
-        steps(model, sharded, rank, range(2))
-        before = everything(sharded)
-        broken(model, rank, 2)
-        with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
-            sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        assert same(everything(sharded), before)
-
-    on_ranks(body, 2)
+def test_a_backward_that_aborted_changes_no_parameter_and_no_state(rank: int, stage: int) -> None:
+    model, sharded = build(stage, precision=torch.bfloat16)
+    steps(model, sharded, rank, range(2))
+    before = everything(sharded)
+    broken(model, rank, 2)
+    with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+        sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    assert same(everything(sharded), before)

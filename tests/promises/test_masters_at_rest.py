@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import MODELS, OPTIMIZERS, tokens, workload
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 from torch import Tensor
 from twin import (
     ACCELERATOR,
@@ -57,66 +57,56 @@ def both(body: Callable[[int, Policy], Any], ranks: int = 2) -> None:
 # ---------------------------------------------------------------------- numbers
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["skipping", "frozen base", "called twice", "tied"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_bits_are_the_same(name: str, precision: str, microbatches: int) -> None:
-    def body(rank: int) -> None:
-        work = workload(name, steps=3, microbatches=microbatches, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
-        settings = {
-            "both": Setting(TWO), "masters": Setting(ONE), "over gloo": Setting(ONE, "gloo"), "kept": Setting(kept(ONE)),
-            "without overlap": Setting(ONE, overlap=False), "nothing ahead": Setting(replace(ONE, prefetch_numel=0)),
-            "apart": Setting(ONE, apart=True), "parked": Setting(ONE, apart=True, parks=CPU),
-        }  # fmt: skip
-        expect_equal(rank, work, settings, precision)
-
-    on_ranks(body, 2)
+def test_the_bits_are_the_same(rank: int, name: str, precision: str, microbatches: int) -> None:
+    work = workload(name, steps=3, microbatches=microbatches, max_norm=0.5, loss_scale=LOSS_SCALES[precision])
+    settings = {
+        "both": Setting(TWO), "masters": Setting(ONE), "over gloo": Setting(ONE, "gloo"), "kept": Setting(kept(ONE)),
+        "without overlap": Setting(ONE, overlap=False), "nothing ahead": Setting(replace(ONE, prefetch_numel=0)),
+        "apart": Setting(ONE, apart=True), "parked": Setting(ONE, apart=True, parks=CPU),
+    }  # fmt: skip
+    expect_equal(rank, work, settings, precision)
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.full
-def test_the_bits_over_hosts() -> None:
+def test_the_bits_over_hosts(rank: int) -> None:
     """Sums that cross hosts; where each host has the whole, both rest."""
-
-    def body(rank: int) -> None:
-        per_host = Policy.stage(3, within=2)
-        everywhere = replace(per_host, parameters=Residency(sharded=True))
-        settings = {"per host": Setting(per_host), "over all": Setting(everywhere)}
-        expect_equal(rank, workload(steps=2), settings, "bf16")
-
-    on_ranks(body, 4)
+    per_host = Policy.stage(3, within=2)
+    everywhere = replace(per_host, parameters=Residency(sharded=True))
+    settings = {"per host": Setting(per_host), "over all": Setting(everywhere)}
+    expect_equal(rank, workload(steps=2), settings, "bf16")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("parameters", [ACCELERATOR, CPU, DISK])
 @pytest.mark.parametrize("optimizer", [CPU, DISK])
-def test_the_bits_where_states_rest_elsewhere(parameters: Any, optimizer: Any, tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        how = Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
-        elsewhere = ONE.offloaded(parameters=parameters, optimizer=optimizer, offload=how)
-        settings = {"here": Setting(ONE), "elsewhere": Setting(elsewhere, apart=True)}
-        halved = replace(how, ratio=0.5)  # half of the units keep their optimizer states on the accelerator
-        settings["a half"] = Setting(ONE.offloaded(optimizer=optimizer, offload=halved), apart=True)
-        expect_equal(rank, workload(steps=2), settings, "bf16")
-
-    on_ranks(body, 2)
+def test_the_bits_where_states_rest_elsewhere(rank: int, parameters: Any, optimizer: Any, tmp_path: Path) -> None:
+    how = Offload(str(tmp_path), buffer_numel=4096, block_nbytes=4096)
+    elsewhere = ONE.offloaded(parameters=parameters, optimizer=optimizer, offload=how)
+    settings = {"here": Setting(ONE), "elsewhere": Setting(elsewhere, apart=True)}
+    halved = replace(how, ratio=0.5)  # half of the units keep their optimizer states on the accelerator
+    settings["a half"] = Setting(ONE.offloaded(optimizer=optimizer, offload=halved), apart=True)
+    expect_equal(rank, workload(steps=2), settings, "bf16")
 
 
 # ---------------------------------------------------------------------- bytes
 
 
+@pytest.mark.ranks("ranks", fresh=True)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fourteen_bytes_a_parameter(ranks: int) -> None:
+def test_fourteen_bytes_a_parameter(rank: int, ranks: int) -> None:
     config = GPTConfig(layers=4, width=96, heads=4, context=16)
     numel = sum(parameter.numel() for parameter in GPT(config).parameters())
-
-    def body(rank: int) -> None:
-        precision = replace(BF16, accumulate_dtype=torch.bfloat16)
-        for policy, nbytes in ((TWO, 16), (ONE, 14)):
-            run = train(rank, Workload(lambda: GPT(config), gpt_batch, steps=2), policy, precision=precision)
-            assert sum(run.formula.values()) == pytest.approx(nbytes * numel / ranks)
-            for kind, expected in run.formula.items():
-                assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
-
-    run_ranks(body, ranks)
+    precision = replace(BF16, accumulate_dtype=torch.bfloat16)
+    for policy, nbytes in ((TWO, 16), (ONE, 14)):
+        run = train(rank, Workload(lambda: GPT(config), gpt_batch, steps=2), policy, precision=precision)
+        assert sum(run.formula.values()) == pytest.approx(nbytes * numel / ranks)
+        for kind, expected in run.formula.items():
+            assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
 
 
 @pytest.mark.full

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from insides import scratch_nbytes, settle, units
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from twin import gpt_batch as batch
@@ -36,42 +35,39 @@ def work(steps: int = 3) -> Workload:
     return Workload(lambda: GPT(CONFIG), batch, steps=steps)
 
 
+@pytest.mark.ranks("ranks", fresh=True)
 @pytest.mark.parametrize(
     "precision", [None, Precision(torch.bfloat16), BF16], ids=["fp32", "gradients in fp32", "bf16"]
 )
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_at_rest_is_what_the_formulas_say(ranks: int, stage: int, precision: Precision | None) -> None:
-    def body(rank: int) -> None:
-        run = train(rank, work(), Policy.stage(stage), precision=precision)
-        for kind, expected in run.formula.items():
-            assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
+def test_memory_at_rest_is_what_the_formulas_say(
+    rank: int, ranks: int, stage: int, precision: Precision | None
+) -> None:
+    run = train(rank, work(), Policy.stage(stage), precision=precision)
+    for kind, expected in run.formula.items():
+        assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
 
-    run_ranks(body, ranks)
 
-
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", range(4))
-def test_transient_buffers_are_bounded_and_do_not_grow(stage: int, transport: str) -> None:
+def test_transient_buffers_are_bounded_and_do_not_grow(rank: int, stage: int, transport: str) -> None:
     """At most two units' reductions travel while one is taken in and the root's bucket fills for the whole backward.
 
     Each holds its unreduced bucket and W - 1 received shards of it, so less than two buckets.
     """
+    seen: list[int] = []
+    largest: list[int] = []
 
-    def body(rank: int) -> None:
-        seen: list[int] = []
-        largest: list[int] = []
+    def inspect(sharded: zeroshard.Sharded) -> None:
+        seen.append(sharded.memory_report()["buffers"])
+        largest.append(max(unit.layout.numel for unit in units(sharded)) * 4)
 
-        def inspect(sharded: zeroshard.Sharded) -> None:
-            seen.append(sharded.memory_report()["buffers"])
-            largest.append(max(unit.layout.numel for unit in units(sharded)) * 4)
-
-        train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
-        assert seen[-1] <= 4 * 2 * largest[0]
-        assert seen[-1] > 0
-        # Over shared memory, the number of copies that wait for their readers is a matter of time; their bound is not.
-        assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
-
-    run_ranks(body, 2)
+    train(rank, work(steps=6), Policy.stage(stage), inspect=inspect)
+    assert seen[-1] <= 4 * 2 * largest[0]
+    assert seen[-1] > 0
+    # Over shared memory, the number of copies that wait for their readers is a matter of time; their bound is not.
+    assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -117,104 +113,92 @@ class _LargeRoot(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_large_root_does_not_let_the_blocks_gradients_wait(stage: int) -> None:
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = _LargeRoot()
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
-        seen: list[int] = []
-        model.blocks[0].register_full_backward_hook(lambda *_: seen.append(scratch_nbytes(sharded)))
-        model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
-        block = (2 * 64 * 256 + 320) * 4
-        assert 0 < seen[0] <= 4 * 2 * block < 24 * block
-
-    run_ranks(body, 2)
+def test_a_large_root_does_not_let_the_blocks_gradients_wait(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    model = _LargeRoot()
+    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+    seen: list[int] = []
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append(scratch_nbytes(sharded)))
+    model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
+    block = (2 * 64 * 256 + 320) * 4
+    assert 0 < seen[0] <= 4 * 2 * block < 24 * block
 
 
+@pytest.mark.ranks("ranks", fresh=True)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_on_the_wire(ranks: int, stage: int, transport: str) -> None:
+def test_bytes_on_the_wire(rank: int, ranks: int, stage: int, transport: str) -> None:
     """What each rank handed to others, against 2 Psi (W-1)/W, or 3 Psi (W-1)/W under stage 3; gloo's sockets sent all of it."""
     config = GPTConfig(layers=4, width=256, heads=4, context=16)
+    marks: list[int] = []
+    counted: list[int] = []
 
-    def body(rank: int) -> None:
-        marks: list[int] = []
-        counted: list[int] = []
+    def inspect(sharded: zeroshard.Sharded) -> None:
+        settle(sharded)  # stages 1 and 2 gather behind the step: wait until all is over
+        dist.barrier()
+        marks.append(sent_bytes())
+        counted.append(sum(sharded.comm_report().values()))
+        dist.barrier()
 
-        def inspect(sharded: zeroshard.Sharded) -> None:
-            settle(sharded)  # stages 1 and 2 gather behind the step: wait until all is over
-            dist.barrier()
-            marks.append(sent_bytes())
-            counted.append(sum(sharded.comm_report().values()))
-            dist.barrier()
-
-        train(rank, Workload(lambda: GPT(config), batch, steps=4), Policy.stage(stage), inspect=inspect)
-        numel = sum(parameter.numel() for parameter in GPT(config).parameters())
-        unit_volume = 4 * numel * (ranks - 1) / ranks
-        measured = (marks[-1] - marks[1]) / 2
-        if transport != "gloo":
-            assert measured < 0.01 * unit_volume
-            measured = counted[-1]
-        if stage < 3:
-            assert measured == pytest.approx(2 * unit_volume, rel=0.03)
-            assert counted[-1] == pytest.approx(2 * unit_volume, rel=0.03)
-        else:
-            assert 2 * unit_volume < measured <= 3 * unit_volume
-            assert 2 * unit_volume < counted[-1] <= 3 * unit_volume
-
-    run_ranks(body, ranks)
+    train(rank, Workload(lambda: GPT(config), batch, steps=4), Policy.stage(stage), inspect=inspect)
+    numel = sum(parameter.numel() for parameter in GPT(config).parameters())
+    unit_volume = 4 * numel * (ranks - 1) / ranks
+    measured = (marks[-1] - marks[1]) / 2
+    if transport != "gloo":
+        assert measured < 0.01 * unit_volume
+        measured = counted[-1]
+    if stage < 3:
+        assert measured == pytest.approx(2 * unit_volume, rel=0.03)
+        assert counted[-1] == pytest.approx(2 * unit_volume, rel=0.03)
+    else:
+        assert 2 * unit_volume < measured <= 3 * unit_volume
+        assert 2 * unit_volume < counted[-1] <= 3 * unit_volume
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("sent", "adds"), [(None, 0), (torch.float32, 1)], ids=["16 bits", "fp32"])
 @pytest.mark.parametrize(("stage", "volume"), [(0, 3), (1, 2), (2, 2), (3, 3)])
-def test_bytes_of_16_bit_gradients(stage: int, volume: int, sent: torch.dtype | None, adds: int) -> None:
+def test_bytes_of_16_bit_gradients(rank: int, stage: int, volume: int, sent: torch.dtype | None, adds: int) -> None:
     """In Psi (W-1)/W: gradients that are sent in fp32 add one, and so do those that stage 0 keeps and gathers in fp32."""
-
-    def body(rank: int) -> None:
-        run = train(rank, work(steps=3), Policy.stage(stage), precision=Precision(torch.bfloat16, reduce_dtype=sent))
-        nbytes = 2 * sum(parameter.numel() for parameter in GPT(CONFIG).parameters())
-        found = sum(run.sent.values()) / 3 / (nbytes / 2)
-        assert (found <= volume + adds) if stage == 3 else found == pytest.approx(volume + adds, rel=0.03)
-        assert found > 2 + adds - 0.03
-
-    on_ranks(body, 2)
+    run = train(rank, work(steps=3), Policy.stage(stage), precision=Precision(torch.bfloat16, reduce_dtype=sent))
+    nbytes = 2 * sum(parameter.numel() for parameter in GPT(CONFIG).parameters())
+    found = sum(run.sent.values()) / 3 / (nbytes / 2)
+    assert (found <= volume + adds) if stage == 3 else found == pytest.approx(volume + adds, rel=0.03)
+    assert found > 2 + adds - 0.03
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", range(4))
-def test_deleting_everything_frees_everything(stage: int) -> None:
-    def body(rank: int) -> None:
-        before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
-        model = GPT(CONFIG)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
-        for step in range(2):
-            update(model(*batch(rank, step)), sharded.optimizer)
-        gc.collect()
-        made = [one for one in gc.get_objects() if isinstance(one, Tensor) and id(one) not in before]
-        assert len(made) > len(list(model.parameters()))
-        dead = [weakref.ref(one) for one in [*made, model, sharded, units(sharded)[0]]]
-        del model, sharded, made
-        gc.collect()
-        assert [ref() for ref in dead if ref() is not None] == []
-
-    run_ranks(body, 2)
+def test_deleting_everything_frees_everything(rank: int, stage: int) -> None:
+    before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
+    model = GPT(CONFIG)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
+    for step in range(2):
+        update(model(*batch(rank, step)), sharded.optimizer)
+    gc.collect()
+    made = [one for one in gc.get_objects() if isinstance(one, Tensor) and id(one) not in before]
+    assert len(made) > len(list(model.parameters()))
+    dead = [weakref.ref(one) for one in [*made, model, sharded, units(sharded)[0]]]
+    del model, sharded, made
+    gc.collect()
+    assert [ref() for ref in dead if ref() is not None] == []
 
 
-def test_removing_gives_plain_parameters_back() -> None:
-    def body(rank: int) -> None:
-        model = GPT(CONFIG)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
-        update(model(*batch(rank, 0)), sharded.optimizer)
-        sharded.remove()
-        assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-        model(*batch(rank, 1)).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        model.zero_grad()
-        again = zeroshard.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), Policy.stage(2))
-        again.remove()
-
-    run_ranks(body, 2)
+@pytest.mark.ranks(2, fresh=True)
+def test_removing_gives_plain_parameters_back(rank: int) -> None:
+    model = GPT(CONFIG)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+    update(model(*batch(rank, 0)), sharded.optimizer)
+    sharded.remove()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    model(*batch(rank, 1)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    again = zeroshard.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), Policy.stage(2))
+    again.remove()
 
 
 def test_the_layout_pads_less_than_a_line_per_shard_and_parameter() -> None:

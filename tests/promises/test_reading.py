@@ -30,40 +30,35 @@ READERS = {
 }
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_reader_right_after_the_step_sees_the_new_value(stage: int, reader: str) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        held = model.head.weight
-        for number in range(3):
-            step(model, sharded, rank, number)
-            seen = READERS[reader](model, held)
-            with zeroshard.unsharded(model):
-                assert type(held) is nn.Parameter
-                assert torch.equal(seen, READERS[reader](model, held))
-        torch.save(model.state_dict(), io.BytesIO())
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_an_alias_shows_what_arrived_last(stage: int, transport: str) -> None:
-    """Below stage 3 the update, which over gloo a read of a parameter has to wait for; at stage 3 the last gather."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        step(model, sharded, rank, 0)
+def test_a_reader_right_after_the_step_sees_the_new_value(rank: int, stage: int, reader: str) -> None:
+    model, sharded = build(stage)
+    held = model.head.weight
+    for number in range(3):
+        step(model, sharded, rank, number)
+        seen = READERS[reader](model, held)
         with zeroshard.unsharded(model):
-            alias, before = model.embedding.weight.detach(), whole(model)["embedding.weight"]
-        step(model, sharded, rank, 1)
-        if stage in (1, 2) and transport == "gloo":
-            model.head.weight.sum()
-        after = whole(model)["embedding.weight"]
-        assert not torch.equal(before, after)
-        assert torch.equal(alias, after)
+            assert type(held) is nn.Parameter
+            assert torch.equal(seen, READERS[reader](model, held))
+    torch.save(model.state_dict(), io.BytesIO())
 
-    on_ranks(body, 2)
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_an_alias_shows_what_arrived_last(rank: int, stage: int, transport: str) -> None:
+    """Below stage 3 the update, which over gloo a read of a parameter has to wait for; at stage 3 the last gather."""
+    model, sharded = build(stage)
+    step(model, sharded, rank, 0)
+    with zeroshard.unsharded(model):
+        alias, before = model.embedding.weight.detach(), whole(model)["embedding.weight"]
+    step(model, sharded, rank, 1)
+    if stage in (1, 2) and transport == "gloo":
+        model.head.weight.sum()
+    after = whole(model)["embedding.weight"]
+    assert not torch.equal(before, after)
+    assert torch.equal(alias, after)
 
 
 WANTING_VALUES = {
@@ -103,60 +98,56 @@ def test_operations_that_need_no_values_of_a_sharded_parameter() -> None:
     assert torch.zeros_like(weight).shape == weight.shape
 
 
-def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name() -> None:
-    def body(rank: int) -> None:
-        shapes = {fqn: p.shape for fqn, p in Stack().named_parameters()}
-        model, sharded = build(3)
-        for number in range(2):
-            step(model, sharded, rank, number)
-            assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
-            weight = model.blocks[1].up.weight
-            assert weight.dtype == torch.float32 and weight.to("cpu") is weight and "not here" in repr(weight)
-            with pytest.raises(zeroshard.UsageError, match="before shard"):
-                model.half()
-            for name, want in WANTING_VALUES.items():
-                with torch.no_grad(), pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight.*unsharded"):
-                    want(weight)
-                    raise AssertionError(name)
-            with zeroshard.unsharded(model.blocks[0]):
-                assert torch.isfinite(model.blocks[0].up.weight).all()
-                with pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight"):
-                    model.blocks[1].up.weight.isnan()
-            with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight"):
-                model.blocks[0].up.weight.isnan()
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_whoever_wants_the_values_of_a_sharded_parameter_is_refused_by_name(rank: int) -> None:
+    shapes = {fqn: p.shape for fqn, p in Stack().named_parameters()}
+    model, sharded = build(3)
+    for number in range(2):
+        step(model, sharded, rank, number)
+        assert {fqn: p.shape for fqn, p in model.named_parameters()} == shapes
+        weight = model.blocks[1].up.weight
+        assert weight.dtype == torch.float32 and weight.to("cpu") is weight and "not here" in repr(weight)
+        with pytest.raises(zeroshard.UsageError, match="before shard"):
+            model.half()
+        for name, want in WANTING_VALUES.items():
+            with torch.no_grad(), pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight.*unsharded"):
+                want(weight)
+                raise AssertionError(name)
+        with zeroshard.unsharded(model.blocks[0]):
+            assert torch.isfinite(model.blocks[0].up.weight).all()
+            with pytest.raises(zeroshard.UsageError, match=r"blocks\.1\.up\.weight"):
+                model.blocks[1].up.weight.isnan()
+        with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight"):
+            model.blocks[0].up.weight.isnan()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_evaluation_between_steps_and_after_an_exception(stage: int) -> None:
+def test_evaluation_between_steps_and_after_an_exception(rank: int, stage: int) -> None:
     """Inference, a forward that breaks off, and a backward that breaks off leave the next step as it would have been."""
 
-    def body(rank: int) -> None:
-        def run(disturbed: bool) -> dict[str, torch.Tensor]:
-            model, sharded = build(stage)
-            for number in range(3):
-                if disturbed:
-                    with torch.no_grad():
-                        model(*tokens(rank, 50))
-                    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        model(*tokens(rank, 51))
-                    handle.remove()
-                    loss = model(*tokens(rank, 52))
-                    hook = model.blocks[0].norm.weight.register_hook(lambda _: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        loss.backward()
-                    hook.remove()
-                    for parameter in model.parameters():
-                        parameter.grad = None
-                    sharded.optimizer.zero_grad()
-                step(model, sharded, rank, number)
-            return whole(model)
+    def run(disturbed: bool) -> dict[str, torch.Tensor]:
+        model, sharded = build(stage)
+        for number in range(3):
+            if disturbed:
+                with torch.no_grad():
+                    model(*tokens(rank, 50))
+                handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(*tokens(rank, 51))
+                handle.remove()
+                loss = model(*tokens(rank, 52))
+                hook = model.blocks[0].norm.weight.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                hook.remove()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                sharded.optimizer.zero_grad()
+            step(model, sharded, rank, number)
+        return whole(model)
 
-        assert same(run(False), run(True))
-
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
 @pytest.mark.quick(2)
@@ -203,50 +194,46 @@ def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> Non
     on_ranks(body, 2)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("modifier", [0, 1])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_modifier_ranks_changes_are_taken_back(stage: int, modifier: int, bf16: bool) -> None:
+def test_a_modifier_ranks_changes_are_taken_back(rank: int, stage: int, modifier: int, bf16: bool) -> None:
     """They are every rank's, they last over steps, and what was not changed keeps the digits of its master weights."""
 
-    def body(rank: int) -> None:
-        def run(change: bool) -> dict[str, torch.Tensor]:
-            precision = torch.bfloat16 if bf16 else None
-            model, sharded = build(stage, precision=precision, make_optimizer=partial(sgd, lr=1e-3, momentum=0.0))
-            for number in range(6):
-                step(model, sharded, rank, number)
-                if change and number == 2:
-                    with zeroshard.unsharded(model.blocks[1], modifier_rank=modifier), torch.no_grad():
-                        model.blocks[1].up.weight.fill_(0.5 if rank == modifier else 7.0)
-                        model.blocks[1].up.bias.data[2:].fill_(0.25 if rank == modifier else 7.0)
-                    with zeroshard.unsharded(model):
-                        assert bool((model.blocks[1].up.weight == 0.5).all())
-                        assert bool((model.blocks[1].up.bias[2:] == 0.25).all())
-            return whole(model)
+    def run(change: bool) -> dict[str, torch.Tensor]:
+        precision = torch.bfloat16 if bf16 else None
+        model, sharded = build(stage, precision=precision, make_optimizer=partial(sgd, lr=1e-3, momentum=0.0))
+        for number in range(6):
+            step(model, sharded, rank, number)
+            if change and number == 2:
+                with zeroshard.unsharded(model.blocks[1], modifier_rank=modifier), torch.no_grad():
+                    model.blocks[1].up.weight.fill_(0.5 if rank == modifier else 7.0)
+                    model.blocks[1].up.bias.data[2:].fill_(0.25 if rank == modifier else 7.0)
+                with zeroshard.unsharded(model):
+                    assert bool((model.blocks[1].up.weight == 0.5).all())
+                    assert bool((model.blocks[1].up.bias[2:] == 0.25).all())
+        return whole(model)
 
-        plain, changed = run(False), run(True)
-        near = changed["blocks.1.up.weight"].float()
-        assert bool(((near - 0.5).abs() < 0.05).all())
-        assert float((changed["blocks.1.up.bias"][2:].float() - 0.25).abs().max()) < 0.05
-        torch.testing.assert_close(changed["blocks.1.down.bias"], plain["blocks.1.down.bias"], atol=2e-2, rtol=2e-2)
-        assert same_on_all_ranks(changed)
-
-    on_ranks(body, 2)
+    plain, changed = run(False), run(True)
+    near = changed["blocks.1.up.weight"].float()
+    assert bool(((near - 0.5).abs() < 0.05).all())
+    assert float((changed["blocks.1.up.bias"][2:].float() - 0.25).abs().max()) < 0.05
+    torch.testing.assert_close(changed["blocks.1.down.bias"], plain["blocks.1.down.bias"], atol=2e-2, rtol=2e-2)
+    assert same_on_all_ranks(changed)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_change_without_a_modifier_rank_is_an_error(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(stage)
-        step(model, sharded, rank, 0)
+def test_a_change_without_a_modifier_rank_is_an_error(rank: int, stage: int) -> None:
+    model, sharded = build(stage)
+    step(model, sharded, rank, 0)
 
-        def change() -> None:
-            with zeroshard.unsharded(model), torch.no_grad():
-                model.blocks[0].up.weight.fill_(3.0)
+    def change() -> None:
+        with zeroshard.unsharded(model), torch.no_grad():
+            model.blocks[0].up.weight.fill_(3.0)
 
-        with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight.*modifier_rank"):
-            change()
-        step(model, sharded, rank, 1)
-
-    on_ranks(body, 2)
+    with pytest.raises(zeroshard.UsageError, match=r"blocks\.0\.up\.weight.*modifier_rank"):
+        change()
+    step(model, sharded, rank, 1)

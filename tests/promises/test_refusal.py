@@ -120,24 +120,21 @@ def test_a_rank_alone_over_gloo_is_named_at_the_timeout(
         assert "rank 0 waited for" in message and "rank 1 waited for" in message, message
 
 
+@pytest.mark.ranks(2, fresh=True, timeout=60, collective_timeout=2)
 @pytest.mark.full
-def test_a_rank_that_stays_behind_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_stays_behind_is_named(rank: int, tmp_path: Path) -> None:
     told = tmp_path / "told"
-
-    def body(rank: int) -> None:
-        model, sharded = build(2)
-        if rank == 1:
-            while not told.exists():  # in the user's own code, longer than the timeout
-                time.sleep(0.02)
-            return
-        try:
-            with pytest.raises(CollectiveError, match="rank 1 was not waiting for any rank"):
-                model(*tokens(rank, 0)).backward()
-                sharded.optimizer.step()
-        finally:
-            told.touch()
-
-    run_ranks(body, 2, timeout=60, collective_timeout=2)
+    model, sharded = build(2)
+    if rank == 1:
+        while not told.exists():  # in the user's own code, longer than the timeout
+            time.sleep(0.02)
+        return
+    try:
+        with pytest.raises(CollectiveError, match="rank 1 was not waiting for any rank"):
+            model(*tokens(rank, 0)).backward()
+            sharded.optimizer.step()
+    finally:
+        told.touch()
 
 
 def test_a_killed_rank_is_an_error_at_once() -> None:

@@ -64,69 +64,59 @@ def test_the_sum_is_the_topologys() -> None:
     assert not all(on_ranks(body, 4))
 
 
-def test_every_operation(transport: str) -> None:
-    def body(rank: int) -> None:
-        collectives = create_collectives(None, CPU, within=2)
-        assert isinstance(collectives, TwoLevel)
-        kind = SharedMemory if transport == "shared memory" else PointToPoint
-        assert isinstance(collectives.inside, kind)
-        assert collectives.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
-        assert collectives.exchange_json({"n": "x" * rank}, "json") == [{"n": "x" * other} for other in range(4)]
-        assert [collectives.owner(shard) for shard in range(4)] == [0, 2, 1, 3]
-        rows = torch.zeros(4, 16)
-        rows[collectives.shard] = rank
-        for _ in range(2):
-            collectives.all_gather(rows, 0, "gather").wait()
-            assert rows[:, 0].tolist() == [0.0, 2.0, 1.0, 3.0]
-        for source in range(4):
-            value = torch.full((3,), float(rank))
-            collectives.broadcast(value, source)
-            assert value.tolist() == [source] * 3
-            for target in range(4):
-                value = torch.full((5,), float(rank))
-                collectives.transfer(
-                    value if rank in (source, target) else torch.empty(1), source, target, "one"
-                ).wait()
-                assert value.tolist() == [source if rank == target else rank] * 5
-        control = collectives.control()
-        assert control.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
-        control.close()
-        collectives.close()
-
-    on_ranks(body, 4)
+@pytest.mark.ranks(4)
+def test_every_operation(rank: int, transport: str) -> None:
+    collectives = create_collectives(None, CPU, within=2)
+    assert isinstance(collectives, TwoLevel)
+    kind = SharedMemory if transport == "shared memory" else PointToPoint
+    assert isinstance(collectives.inside, kind)
+    assert collectives.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
+    assert collectives.exchange_json({"n": "x" * rank}, "json") == [{"n": "x" * other} for other in range(4)]
+    assert [collectives.owner(shard) for shard in range(4)] == [0, 2, 1, 3]
+    rows = torch.zeros(4, 16)
+    rows[collectives.shard] = rank
+    for _ in range(2):
+        collectives.all_gather(rows, 0, "gather").wait()
+        assert rows[:, 0].tolist() == [0.0, 2.0, 1.0, 3.0]
+    for source in range(4):
+        value = torch.full((3,), float(rank))
+        collectives.broadcast(value, source)
+        assert value.tolist() == [source] * 3
+        for target in range(4):
+            value = torch.full((5,), float(rank))
+            collectives.transfer(value if rank in (source, target) else torch.empty(1), source, target, "one").wait()
+            assert value.tolist() == [source if rank == target else rank] * 5
+    control = collectives.control()
+    assert control.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(4)]
+    control.close()
+    collectives.close()
 
 
-def test_bytes_count_where_ranks_at_one_place_are_on_several_machines() -> None:
+@pytest.mark.ranks(4)
+def test_bytes_count_where_ranks_at_one_place_are_on_several_machines(rank: int) -> None:
     """The transport across is then made of two transports, and both count."""
-
-    def body(rank: int) -> None:
-        assert dist.group.WORLD is not None
-        members = Members.of(dist.group.WORLD, CPU)
-        watch = Watch(members.root, members.ranks, members.own, 30.0)
-        machines = [[0, 1], [2, 3]]
-        collectives = TwoLevel(members, CPU, watch, 1, lambda *given: OverHosts(*given, machines, SharedMemory))
-        collectives.all_gather(torch.zeros(4, 16), 0, "gather").wait()
-        # The own row to the neighbour and to the other machine, and the row that came from there to the neighbour.
-        assert collectives.sent == {"all_gather across": 3 * 64}
-        collectives.exchange(b"x", "the end")
-        collectives.close()
-        watch.close()
-
-    on_ranks(body, 4)
+    assert dist.group.WORLD is not None
+    members = Members.of(dist.group.WORLD, CPU)
+    watch = Watch(members.root, members.ranks, members.own, 30.0)
+    machines = [[0, 1], [2, 3]]
+    collectives = TwoLevel(members, CPU, watch, 1, lambda *given: OverHosts(*given, machines, SharedMemory))
+    collectives.all_gather(torch.zeros(4, 16), 0, "gather").wait()
+    # The own row to the neighbour and to the other machine, and the row that came from there to the neighbour.
+    assert collectives.sent == {"all_gather across": 3 * 64}
+    collectives.exchange(b"x", "the end")
+    collectives.close()
+    watch.close()
 
 
-def test_hosts_that_make_no_difference_cost_nothing() -> None:
+@pytest.mark.ranks(2)
+def test_hosts_that_make_no_difference_cost_nothing(rank: int) -> None:
     """One host, and no word of hosts: the collectives are those of one level."""
-
-    def body(rank: int) -> None:
-        for within in (None, 2, "host"):
-            collectives = create_collectives(None, CPU, within=within)  # type: ignore[arg-type]
-            assert not isinstance(collectives, TwoLevel)
-            assert collectives.inside is collectives
-            assert collectives.across is None
-            collectives.close()
-
-    on_ranks(body, 2)
+    for within in (None, 2, "host"):
+        collectives = create_collectives(None, CPU, within=within)  # type: ignore[arg-type]
+        assert not isinstance(collectives, TwoLevel)
+        assert collectives.inside is collectives
+        assert collectives.across is None
+        collectives.close()
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -191,30 +181,27 @@ def test_keys_that_cannot_be_meant_are_refused(block: dict[str, Any], words: str
 # ---------------------------------------------------------------------- memory and bytes
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bytes_and_memory_are_what_the_formulas_say(precision: str, transport: str) -> None:
+def test_bytes_and_memory_are_what_the_formulas_say(rank: int, precision: str, transport: str) -> None:
     """Across: (H - 1) / H of the partial sums in fp32, and of the updated parameters, over the ranks of a host."""
     config = GPTConfig(layers=4, width=96, heads=4, context=16)
     how = None if precision == "fp32" else Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
+    sizes: list[int] = []
 
-    def body(rank: int) -> None:
-        sizes: list[int] = []
+    def inspect(sharded: zeroshard.Sharded) -> None:
+        sizes.append(padded_numel(sharded))
 
-        def inspect(sharded: zeroshard.Sharded) -> None:
-            sizes.append(padded_numel(sharded))
-
-        work = zeroshard.testing.Workload(lambda: GPT(config), gpt_batch, steps=3)
-        run = train(rank, work, Policy.stage(3, within=2), precision=how, inspect=inspect)
-        for kind, expected in run.formula.items():
-            assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
-        numel, itemsize = sizes[0], 4 if how is None else 2
-        # Of 2 hosts of 2, each rank sends a half of its half.
-        assert run.sent["reduce_scatter across"] == 3 * numel // 4 * 4
-        assert run.sent["all_gather across"] == 3 * numel // 4 * itemsize
-        assert run.sent["reduce_scatter"] == 3 * numel // 2 * itemsize
-        assert run.sent["all_gather"] <= 3 * 2 * numel // 2 * itemsize
-
-    on_ranks(body, 4)
+    work = zeroshard.testing.Workload(lambda: GPT(config), gpt_batch, steps=3)
+    run = train(rank, work, Policy.stage(3, within=2), precision=how, inspect=inspect)
+    for kind, expected in run.formula.items():
+        assert run.memory[kind] == pytest.approx(expected, rel=0.02), kind
+    numel, itemsize = sizes[0], 4 if how is None else 2
+    # Of 2 hosts of 2, each rank sends a half of its half.
+    assert run.sent["reduce_scatter across"] == 3 * numel // 4 * 4
+    assert run.sent["all_gather across"] == 3 * numel // 4 * itemsize
+    assert run.sent["reduce_scatter"] == 3 * numel // 2 * itemsize
+    assert run.sent["all_gather"] <= 3 * 2 * numel // 2 * itemsize
 
 
 # ---------------------------------------------------------------------- what users do
@@ -257,51 +244,46 @@ def test_checkpoints_load_under_any_hosts(to: str, tmp_path: Path, transport: st
     assert policy_of["within"] == 2
 
 
-def test_a_checkpoint_of_one_level_loads_with_hosts(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(Policy.stage(2))
-        step(model, sharded, rank, 0)
-        sharded.save(tmp_path, "there")
-        saved = whole(model)
-        sharded.remove()
-        model, sharded = build(Policy.stage(3, within=2))
-        sharded.load(tmp_path, "there")
-        assert same(whole(model), saved)
-
-    on_ranks(body, 4)
+@pytest.mark.ranks(4)
+def test_a_checkpoint_of_one_level_loads_with_hosts(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(Policy.stage(2))
+    step(model, sharded, rank, 0)
+    sharded.save(tmp_path, "there")
+    saved = whole(model)
+    sharded.remove()
+    model, sharded = build(Policy.stage(3, within=2))
+    sharded.load(tmp_path, "there")
+    assert same(whole(model), saved)
 
 
-def test_states_are_set_and_changes_kept_on_every_host(transport: str) -> None:
+@pytest.mark.ranks(4)
+def test_states_are_set_and_changes_kept_on_every_host(rank: int, transport: str) -> None:
     """What one rank writes, or all set, is everywhere: in what rests for other hosts too."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(Policy.stage(3, within=2))
-        step(model, sharded, rank, 0)
-        with zeroshard.unsharded(model, modifier_rank=3), torch.no_grad():
-            if rank == 3:
-                model.embedding.weight.fill_(0.25)
-        assert bool((whole(model)["embedding.weight"] == 0.25).all())
-        shape = model.blocks[0].up.weight.shape
-        new = torch.arange(float(shape.numel())).view(shape)
-        sharded.states.set("blocks.0.up.weight", "parameters", new)
-        assert torch.equal(whole(model)["blocks.0.up.weight"], new)
-        with pytest.raises(UsageError, match="without a modifier rank"):  # noqa: SIM117
-            with zeroshard.unsharded(model), torch.no_grad():
-                model.embedding.weight.mul_(2)
-        assert bool((whole(model)["embedding.weight"] == 0.25).all())
-        before = whole(model)
-        for parameter in model.blocks[1].parameters():
-            parameter.requires_grad_(False)
-        sharded.update_trainable()
-        assert same(whole(model), before)
-        step(model, sharded, rank, 1)
-        after = whole(model)
-        assert torch.equal(after["blocks.1.up.weight"], before["blocks.1.up.weight"])
-        assert not torch.equal(after["blocks.2.up.weight"], before["blocks.2.up.weight"])
-        sharded.remove()
-        assert same({name: value.detach() for name, value in model.named_parameters()}, after)
-
-    on_ranks(body, 4)
+    model, sharded = build(Policy.stage(3, within=2))
+    step(model, sharded, rank, 0)
+    with zeroshard.unsharded(model, modifier_rank=3), torch.no_grad():
+        if rank == 3:
+            model.embedding.weight.fill_(0.25)
+    assert bool((whole(model)["embedding.weight"] == 0.25).all())
+    shape = model.blocks[0].up.weight.shape
+    new = torch.arange(float(shape.numel())).view(shape)
+    sharded.states.set("blocks.0.up.weight", "parameters", new)
+    assert torch.equal(whole(model)["blocks.0.up.weight"], new)
+    with pytest.raises(UsageError, match="without a modifier rank"):  # noqa: SIM117
+        with zeroshard.unsharded(model), torch.no_grad():
+            model.embedding.weight.mul_(2)
+    assert bool((whole(model)["embedding.weight"] == 0.25).all())
+    before = whole(model)
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    sharded.update_trainable()
+    assert same(whole(model), before)
+    step(model, sharded, rank, 1)
+    after = whole(model)
+    assert torch.equal(after["blocks.1.up.weight"], before["blocks.1.up.weight"])
+    assert not torch.equal(after["blocks.2.up.weight"], before["blocks.2.up.weight"])
+    sharded.remove()
+    assert same({name: value.detach() for name, value in model.named_parameters()}, after)
 
 
 def test_a_lone_reader_needs_nobody(transport: str) -> None:
@@ -344,16 +326,14 @@ def test_a_dead_rank_is_named_on_every_host(
     assert any(f"rank {victim} closed" in text for text in told.values()), told
 
 
-def test_ranks_that_diverge_are_named(transport: str) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(Policy.stage(3, within=2))
-        step(model, sharded, rank, 0)
-        if rank == 2:
-            sharded.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
-        with pytest.raises(CollectiveError, match="no longer do the same thing"):
-            steps(model, sharded, rank, range(1, 4))
-
-    run_ranks(body, 4, collective_timeout=4.0)
+@pytest.mark.ranks(4, fresh=True, collective_timeout=4.0)
+def test_ranks_that_diverge_are_named(rank: int, transport: str) -> None:
+    model, sharded = build(Policy.stage(3, within=2))
+    step(model, sharded, rank, 0)
+    if rank == 2:
+        sharded.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(CollectiveError, match="no longer do the same thing"):
+        steps(model, sharded, rank, range(1, 4))
 
 
 def test_a_gather_that_was_not_passed_on_fails_again() -> None:

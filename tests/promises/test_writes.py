@@ -9,7 +9,6 @@ import pytest
 import torch
 from insides import counted_looks, units
 from models import Stack, sgd, tokens
-from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin import FEW_STAGES, build, same, same_on_all_ranks, step, whole
@@ -49,66 +48,60 @@ def on_one_rank(model: nn.Module, rank: int) -> None:
 WRITES = {f.__name__: f for f in (clamp, load, new_data, through_data, on_one_rank)}
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_takes_effect_or_is_refused_by_name(stage: int, write: str, dtype: str) -> None:
+def test_a_write_takes_effect_or_is_refused_by_name(rank: int, stage: int, write: str, dtype: str) -> None:
     """Parameters, master weights and all ranks: what was written is what the next step begins with."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(
-            stage, precision=torch.bfloat16 if dtype == "bf16" else None, make_optimizer=partial(sgd, lr=1e-6)
-        )
-        step(model, sharded, rank, 0)
-        before = whole(model)
-        if stage == 3 and write == "on_one_rank":
-            return  # one rank's error, and the others train on: see the errors of ranks that differ
-        try:
-            with torch.no_grad():
-                WRITES[write](model, rank)
-        except UsageError as error:
-            assert stage == 3 and "unsharded" in str(error) and write != "load"
-            assert same(whole(model), before)
-            return
-        assert stage < 3 or write in ("load", "on_one_rank")
-        written = whole(model) if write != "on_one_rank" else None
-        step(model, sharded, rank, 1)
-        after = whole(model)
-        assert same_on_all_ranks(after)
-        for fqn, value in after.items() if written is not None else ():
-            assert not torch.equal(value, before[fqn]) or value.numel() <= 1 or bool((before[fqn] == value).all())
-            torch.testing.assert_close(value, written[fqn], rtol=1e-2, atol=1e-4)
-            master = sharded.states.get(fqn)
-            assert master is not None
-            torch.testing.assert_close(master, written[fqn].float(), rtol=1e-2, atol=1e-4)
-
-    on_ranks(body, 2)
+    model, sharded = build(
+        stage, precision=torch.bfloat16 if dtype == "bf16" else None, make_optimizer=partial(sgd, lr=1e-6)
+    )
+    step(model, sharded, rank, 0)
+    before = whole(model)
+    if stage == 3 and write == "on_one_rank":
+        return  # one rank's error, and the others train on: see the errors of ranks that differ
+    try:
+        with torch.no_grad():
+            WRITES[write](model, rank)
+    except UsageError as error:
+        assert stage == 3 and "unsharded" in str(error) and write != "load"
+        assert same(whole(model), before)
+        return
+    assert stage < 3 or write in ("load", "on_one_rank")
+    written = whole(model) if write != "on_one_rank" else None
+    step(model, sharded, rank, 1)
+    after = whole(model)
+    assert same_on_all_ranks(after)
+    for fqn, value in after.items() if written is not None else ():
+        assert not torch.equal(value, before[fqn]) or value.numel() <= 1 or bool((before[fqn] == value).all())
+        torch.testing.assert_close(value, written[fqn], rtol=1e-2, atol=1e-4)
+        master = sharded.states.get(fqn)
+        assert master is not None
+        torch.testing.assert_close(master, written[fqn].float(), rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("stage", range(3))
-def test_a_write_through_data_that_was_read_long_ago_takes_effect(stage: int, offloaded: bool) -> None:
+def test_a_write_through_data_that_was_read_long_ago_takes_effect(rank: int, stage: int, offloaded: bool) -> None:
     """Whoever keeps `.data` may write to it in any later step; the bits are those of a write that the version counter shows."""
-
-    def body(rank: int) -> None:
-        results = []
-        for keeps in (False, True):
-            policy = Policy.stage(stage)
-            if offloaded and stage:
-                policy = policy.offloaded(optimizer=Place.CPU)
-            model, sharded = build(policy, precision=torch.bfloat16)
-            kept = [parameter.data for parameter in model.parameters()] if keeps else []
-            for number in range(4):
-                step(model, sharded, rank, number)
-                if number > 1:
-                    with torch.no_grad():
-                        for value in kept or model.parameters():
-                            value.mul_(0.5)
-            results.append(whole(model))
-            sharded.remove()
-        assert same(results[0], results[1])
-
-    on_ranks(body, 2)
+    results = []
+    for keeps in (False, True):
+        policy = Policy.stage(stage)
+        if offloaded and stage:
+            policy = policy.offloaded(optimizer=Place.CPU)
+        model, sharded = build(policy, precision=torch.bfloat16)
+        kept = [parameter.data for parameter in model.parameters()] if keeps else []
+        for number in range(4):
+            step(model, sharded, rank, number)
+            if number > 1:
+                with torch.no_grad():
+                    for value in kept or model.parameters():
+                        value.mul_(0.5)
+        results.append(whole(model))
+        sharded.remove()
+    assert same(results[0], results[1])
 
 
 class Comparisons(TorchDispatchMode):
@@ -121,103 +114,89 @@ class Comparisons(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_compares_values_only_where_data_was_read() -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, precision=torch.bfloat16)
-        with Comparisons() as comparisons:
-            step(model, sharded, rank, 0)
-            step(model, sharded, rank, 1)
-        assert comparisons.count == 0
-        assert model.head.weight.data.numel()
-        with comparisons:
-            step(model, sharded, rank, 2)
-        assert comparisons.count > 0
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_step_compares_values_only_where_data_was_read(rank: int) -> None:
+    model, sharded = build(2, precision=torch.bfloat16)
+    with Comparisons() as comparisons:
+        step(model, sharded, rank, 0)
+        step(model, sharded, rank, 1)
+    assert comparisons.count == 0
+    assert model.head.weight.data.numel()
+    with comparisons:
+        step(model, sharded, rank, 2)
+    assert comparisons.count > 0
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(stage: int) -> None:
+def test_a_write_of_one_rank_to_16_bits_leaves_ranks_equal(rank: int, stage: int) -> None:
     """The owner's value counts, in master weights too: their digits decide about the steps that follow."""
-
-    def body(rank: int) -> None:
-        for by_data in (False, True):
-            model, sharded = build(stage, make_model=in_bf16, make_optimizer=partial(torch.optim.AdamW, lr=0.001))
-            weight = model.head.weight
-            for number in range(20):
-                if number == 3 and stage < 3 and rank == 0:
-                    if by_data:
-                        weight.data.fill_(0.5)
-                    else:
-                        with torch.no_grad():
-                            weight.fill_(0.5)
-                step(model, sharded, rank, number)
-            assert same_on_all_ranks(whole(model))
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize(("stage", "shards", "times"), [(0, 2, 2), (1, 1, 1), (2, 1, 1)])
-def test_hidden_writes_are_looked_for_once_a_step(stage: int, shards: int, times: int) -> None:
-    """By comparing a bucket's shards with master weights, from the first read of `.data` on. Stage 0 has all shards."""
-
-    def body(rank: int) -> None:
+    for by_data in (False, True):
         model, sharded = build(stage, make_model=in_bf16, make_optimizer=partial(torch.optim.AdamW, lr=0.001))
-        counts = []
-        with counted_looks() as looks:
-            for number in range(3):
-                model(*tokens(rank, number)).backward()
-                sharded.clip_grad_norm_(1.0)
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-                counts.append(len(looks))
-                looks.clear()
-                model.head.weight.data  # noqa: B018
-        buckets = sum(len(unit.buckets) for unit in units(sharded))
-        assert counts == [0, times * shards * buckets, times * shards * buckets]
-
-    on_ranks(body, 2)
+        weight = model.head.weight
+        for number in range(20):
+            if number == 3 and stage < 3 and rank == 0:
+                if by_data:
+                    weight.data.fill_(0.5)
+                else:
+                    with torch.no_grad():
+                        weight.fill_(0.5)
+            step(model, sharded, rank, number)
+        assert same_on_all_ranks(whole(model))
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "shards", "times"), [(0, 2, 2), (1, 1, 1), (2, 1, 1)])
+def test_hidden_writes_are_looked_for_once_a_step(rank: int, stage: int, shards: int, times: int) -> None:
+    """By comparing a bucket's shards with master weights, from the first read of `.data` on. Stage 0 has all shards."""
+    model, sharded = build(stage, make_model=in_bf16, make_optimizer=partial(torch.optim.AdamW, lr=0.001))
+    counts = []
+    with counted_looks() as looks:
+        for number in range(3):
+            model(*tokens(rank, number)).backward()
+            sharded.clip_grad_norm_(1.0)
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+            counts.append(len(looks))
+            looks.clear()
+            model.head.weight.data  # noqa: B018
+    buckets = sum(len(unit.buckets) for unit in units(sharded))
+    assert counts == [0, times * shards * buckets, times * shards * buckets]
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @FEW_STAGES
-def test_of_different_writes_each_element_has_its_owners(stage: int, precision: torch.dtype | None) -> None:
+def test_of_different_writes_each_element_has_its_owners(rank: int, stage: int, precision: torch.dtype | None) -> None:
     """The first half of a bucket is rank 0's, and the second half rank 1's."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(
-            stage,
-            precision=precision,
-            make_model=lambda: nn.Linear(64, 8, bias=False),
-            make_optimizer=partial(sgd, lr=0.0),
-        )
-        if stage == 3:
-            with zeroshard.unsharded(model, modifier_rank=1), torch.no_grad():
-                model.weight.fill_(rank)
-            assert whole(model)["weight"].eq(1).all()
-            return
-        with torch.no_grad():
+    model, sharded = build(
+        stage,
+        precision=precision,
+        make_model=lambda: nn.Linear(64, 8, bias=False),
+        make_optimizer=partial(sgd, lr=0.0),
+    )
+    if stage == 3:
+        with zeroshard.unsharded(model, modifier_rank=1), torch.no_grad():
             model.weight.fill_(rank)
-        model(torch.ones(1, 64, dtype=precision)).sum().backward()
-        sharded.optimizer.step()
-        owners = torch.tensor([0.0] * 128 + [1.0] * 128).repeat(2)  # of two buckets of 256 elements
-        for value in (whole(model)["weight"].float(), sharded.states.get("weight")):
-            assert value is not None and torch.equal(value.flatten(), owners)
+        assert whole(model)["weight"].eq(1).all()
+        return
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    model(torch.ones(1, 64, dtype=precision)).sum().backward()
+    sharded.optimizer.step()
+    owners = torch.tensor([0.0] * 128 + [1.0] * 128).repeat(2)  # of two buckets of 256 elements
+    for value in (whole(model)["weight"].float(), sharded.states.get("weight")):
+        assert value is not None and torch.equal(value.flatten(), owners)
 
-    on_ranks(body, 2)
 
-
-def test_data_of_one_rank_stays_there_in_fp32_at_stage_0() -> None:
+@pytest.mark.ranks(2)
+def test_data_of_one_rank_stays_there_in_fp32_at_stage_0(rank: int) -> None:
     """As under DDP: the version counter shows no write, and no master weights show another value."""
-
-    def body(rank: int) -> None:
-        model, sharded = build(0, make_optimizer=partial(sgd, lr=0.0))
-        if rank == 1:
-            model.head.weight.data.fill_(0.5)
-        step(model, sharded, rank, 0)
-        assert model.head.weight.eq(0.5).all() == (rank == 1)
-
-    on_ranks(body, 2)
+    model, sharded = build(0, make_optimizer=partial(sgd, lr=0.0))
+    if rank == 1:
+        model.head.weight.data.fill_(0.5)
+    step(model, sharded, rank, 0)
+    assert model.head.weight.eq(0.5).all() == (rank == 1)
 
 
 class Doubling(nn.Linear):
@@ -228,17 +207,15 @@ class Doubling(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_write_through_data_inside_a_forward_is_lost_at_stage_3_alone(stage: int) -> None:
-    def body(rank: int) -> None:
-        model, _ = build(
-            stage,
-            precision=torch.bfloat16,
-            make_model=lambda: nn.Sequential(Doubling(8, 8), nn.Linear(8, 8)),
-        )
-        before = whole(model)["0.weight"]
-        with torch.no_grad():
-            model(torch.ones(1, 8, dtype=torch.bfloat16))
-        assert torch.equal(whole(model)["0.weight"], before if stage == 3 else 2 * before)
-
-    on_ranks(body, 2)
+def test_a_write_through_data_inside_a_forward_is_lost_at_stage_3_alone(rank: int, stage: int) -> None:
+    model, _ = build(
+        stage,
+        precision=torch.bfloat16,
+        make_model=lambda: nn.Sequential(Doubling(8, 8), nn.Linear(8, 8)),
+    )
+    before = whole(model)["0.weight"]
+    with torch.no_grad():
+        model(torch.ones(1, 8, dtype=torch.bfloat16))
+    assert torch.equal(whole(model)["0.weight"], before if stage == 3 else 2 * before)

@@ -340,49 +340,45 @@ def test_autocast_and_compiled_blocks_are_one_process() -> None:
         assert losses == pytest.approx((expected, expected), rel=1e-3)
 
 
-def test_loaders_without_names_are_refused() -> None:
-    def body(rank: int) -> None:
-        sequences = Sequences(torch.distributed.group.WORLD)
-        for in_turn in (False, True):
-            with pytest.raises(UsageError, match="needs batches with names"):
-                next(sequences.cut([[torch.arange(4)[None]]], in_turn=in_turn))  # type: ignore[list-item]
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_loaders_without_names_are_refused(rank: int) -> None:
+    sequences = Sequences(torch.distributed.group.WORLD)
+    for in_turn in (False, True):
+        with pytest.raises(UsageError, match="needs batches with names"):
+            next(sequences.cut([[torch.arange(4)[None]]], in_turn=in_turn))  # type: ignore[list-item]
 
 
-def test_generation_and_copies_run_whole() -> None:
-    def body(rank: int) -> None:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        torch.manual_seed(0)
-        model: Any = llama().eval()
-        prompt = torch.randint(2, 64, (1, 4 + rank), generator=torch.Generator().manual_seed(rank))
-        options = {
-            "max_new_tokens": 3 + rank,
-            "do_sample": False,
-            "eos_token_id": None,
-            "attention_mask": torch.ones_like(prompt),
-        }
-        before = model.generate(prompt, **options)
-        sequences.attach(model)
-        assert torch.equal(model.generate(prompt, **options), before)
-        copied: Any = copy.deepcopy(model)
-        assert sequences.messages == 0
-        one = sequences.cut(batch(Case(), 0, 0))
-        assert torch.equal(sequences.loss(model, one), sequences.loss(copied, one))
-        assert "zeroshard" not in str(model.config.to_dict())
-        with pytest.raises(UsageError, match="a model that is not attached"):
-            sequences.detach(copied)
-        sequences.detach(model)
-        assert torch.equal(model.generate(prompt, **options), before)
-        assert model.config._attn_implementation == "sdpa"
-        other: Any = llama()
-        Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"]).attach(other)
-        kept = weakref.ref(other.model)
-        del other
-        gc.collect()
-        assert kept() is None, "transformers' registry keeps the model"
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_generation_and_copies_run_whole(rank: int) -> None:
+    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+    torch.manual_seed(0)
+    model: Any = llama().eval()
+    prompt = torch.randint(2, 64, (1, 4 + rank), generator=torch.Generator().manual_seed(rank))
+    options = {
+        "max_new_tokens": 3 + rank,
+        "do_sample": False,
+        "eos_token_id": None,
+        "attention_mask": torch.ones_like(prompt),
+    }
+    before = model.generate(prompt, **options)
+    sequences.attach(model)
+    assert torch.equal(model.generate(prompt, **options), before)
+    copied: Any = copy.deepcopy(model)
+    assert sequences.messages == 0
+    one = sequences.cut(batch(Case(), 0, 0))
+    assert torch.equal(sequences.loss(model, one), sequences.loss(copied, one))
+    assert "zeroshard" not in str(model.config.to_dict())
+    with pytest.raises(UsageError, match="a model that is not attached"):
+        sequences.detach(copied)
+    sequences.detach(model)
+    assert torch.equal(model.generate(prompt, **options), before)
+    assert model.config._attn_implementation == "sdpa"
+    other: Any = llama()
+    Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"]).attach(other)
+    kept = weakref.ref(other.model)
+    del other
+    gc.collect()
+    assert kept() is None, "transformers' registry keeps the model"
 
 
 PACKED = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((9, 15), (3, 12, 9))])
@@ -429,31 +425,29 @@ def test_masks_see_what_each_pattern_says(pattern: str, positions: Tensor, core:
 # ---------------------------------------------------------------------- batches
 
 
-def test_cut() -> None:
-    def body(rank: int) -> None:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        tokens = torch.arange(10).view(2, 5)
-        mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
-        given = {
-            "input_ids": tokens,
-            "labels": tokens.masked_fill(mask == 0, -100),
-            "attention_mask": mask,
-            "name": "x",
-        }
-        cut = sequences.cut(given)
-        assert set(cut) == {"input_ids", "position_ids", "shift_labels", "name"}
-        assert cut["input_ids"].tolist() == ([[0, 1, 2], [5, 6, 7]], [[3, 4, 0], [8, 9, 0]])[rank]
-        assert cut["shift_labels"].tolist() == ([[1, 2, 3], [6, 7, -100]], [[4, -100, -100], [-100, -100, -100]])[rank]
-        assert cut["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
-        own = {"input_ids": tokens + 100 * rank}
-        with pytest.raises(UsageError, match="different batches"):
-            list(sequences.cut([own]))
-        turns = list(sequences.cut([own], in_turn=True))
-        assert [int(one["input_ids"][0, 0]) - 3 * rank for one in turns] == [0, 100]
-        packed = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
-        assert sequences.cut(packed)["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]] * 2
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_cut(rank: int) -> None:
+    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+    tokens = torch.arange(10).view(2, 5)
+    mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    given = {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+        "name": "x",
+    }
+    cut = sequences.cut(given)
+    assert set(cut) == {"input_ids", "position_ids", "shift_labels", "name"}
+    assert cut["input_ids"].tolist() == ([[0, 1, 2], [5, 6, 7]], [[3, 4, 0], [8, 9, 0]])[rank]
+    assert cut["shift_labels"].tolist() == ([[1, 2, 3], [6, 7, -100]], [[4, -100, -100], [-100, -100, -100]])[rank]
+    assert cut["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    own = {"input_ids": tokens + 100 * rank}
+    with pytest.raises(UsageError, match="different batches"):
+        list(sequences.cut([own]))
+    turns = list(sequences.cut([own], in_turn=True))
+    assert [int(one["input_ids"][0, 0]) - 3 * rank for one in turns] == [0, 100]
+    packed = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+    assert sequences.cut(packed)["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize(
@@ -614,56 +608,52 @@ def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.
         CutAttention(SequenceRanks(), nn.Linear(2, 2))
 
 
-def test_forwards_that_are_refused() -> None:
-    def body(rank: int) -> None:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        one = sequences.cut(batch(Case(), 0, 0))
-        inputs = {name: value for name, value in one.items() if name != "shift_labels"}
-        model: Any = make(Case())
+@pytest.mark.ranks(2)
+def test_forwards_that_are_refused(rank: int) -> None:
+    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+    one = sequences.cut(batch(Case(), 0, 0))
+    inputs = {name: value for name, value in one.items() if name != "shift_labels"}
+    model: Any = make(Case())
+    sequences.attach(model)
+    with pytest.raises(UsageError, match="already attached to Sequences"):
         sequences.attach(model)
-        with pytest.raises(UsageError, match="already attached to Sequences"):
-            sequences.attach(model)
-        with pytest.raises(UsageError, match="got an uncut batch"):
-            model(input_ids=one["input_ids"])
-        with pytest.raises(UsageError, match="got attention_mask"):
-            model(**inputs, attention_mask=torch.ones_like(one["input_ids"]))
-        with pytest.raises(UsageError, match=r"1/2 of the tokens"):
-            model(input_ids=one["input_ids"], position_ids=torch.arange(7)[None])
-        with pytest.raises(UsageError, match="has no shift_labels"):
-            sequences.loss(model, inputs)
-        model.model.layers[1].self_attn.attention_dropout = 0.1
-        with pytest.raises(UsageError, match=r"has attention dropout \(0.1\)"):
-            model(**inputs)
-        model.model.layers[1].self_attn.attention_dropout = 0.0
-        model.model.layers[1].self_attn.is_causal = False
-        with pytest.raises(UsageError, match="two directions"):
-            model(**inputs)
-        model.model.layers[1].self_attn.is_causal = True
-        forward = model.model.layers[1].self_attn.forward
-        model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-        with pytest.raises(UsageError, match="3 layers, and 2 of them"):
-            model(**inputs)
+    with pytest.raises(UsageError, match="got an uncut batch"):
+        model(input_ids=one["input_ids"])
+    with pytest.raises(UsageError, match="got attention_mask"):
+        model(**inputs, attention_mask=torch.ones_like(one["input_ids"]))
+    with pytest.raises(UsageError, match=r"1/2 of the tokens"):
+        model(input_ids=one["input_ids"], position_ids=torch.arange(7)[None])
+    with pytest.raises(UsageError, match="has no shift_labels"):
+        sequences.loss(model, inputs)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(UsageError, match=r"has attention dropout \(0.1\)"):
+        model(**inputs)
+    model.model.layers[1].self_attn.attention_dropout = 0.0
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(UsageError, match="two directions"):
+        model(**inputs)
+    model.model.layers[1].self_attn.is_causal = True
+    forward = model.model.layers[1].self_attn.forward
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(UsageError, match="3 layers, and 2 of them"):
+        model(**inputs)
 
-        def without_keywords(hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
-            return forward(hidden_states, position_embeddings, attention_mask)
+    def without_keywords(hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
+        return forward(hidden_states, position_embeddings, attention_mask)
 
-        model.model.layers[1].self_attn.forward = without_keywords
-        with pytest.raises(UsageError, match="none of the keywords"):
-            model(**inputs)
-
-    on_ranks(body, 2)
+    model.model.layers[1].self_attn.forward = without_keywords
+    with pytest.raises(UsageError, match="none of the keywords"):
+        model(**inputs)
 
 
-def test_router_losses_of_one_forward_are_refused() -> None:
-    def body(rank: int) -> None:
-        sequences = Sequences(torch.distributed.group.WORLD)
-        model: Any = make(Case("experts"))
-        sequences.attach(model)
-        one = sequences.cut(batch(Case(), 0, 0))
-        with pytest.raises(UsageError, match="adds a loss of its routers"):
-            model(input_ids=one["input_ids"], position_ids=one["position_ids"], output_router_logits=True)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_router_losses_of_one_forward_are_refused(rank: int) -> None:
+    sequences = Sequences(torch.distributed.group.WORLD)
+    model: Any = make(Case("experts"))
+    sequences.attach(model)
+    one = sequences.cut(batch(Case(), 0, 0))
+    with pytest.raises(UsageError, match="adds a loss of its routers"):
+        model(input_ids=one["input_ids"], position_ids=one["position_ids"], output_router_logits=True)
 
 
 def test_bidirectional_models_are_refused() -> None:
@@ -790,37 +780,32 @@ def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -
             run_ranks(body, 2, True, 1, 1)
 
 
-def test_groups_that_leave_ranks_of_a_sequence_out() -> None:
+@pytest.mark.ranks(2)
+def test_groups_that_leave_ranks_of_a_sequence_out(rank: int) -> None:
     """Their ranks' gradients would never meet."""
-
-    def body(rank: int) -> None:
-        own = [torch.distributed.new_group([one]) for one in range(2)]
-        with pytest.raises(UsageError, match="every rank of a sequence"):
-            Sequences(torch.distributed.group.WORLD, group=own[rank])
-        with pytest.raises(UsageError, match="pass the one with"):
-            Sequences(own[1 - rank])
-        sequences = Sequences(torch.distributed.group.WORLD)
-        model: Any = make(Case())
-        sequences.attach(model)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=own[rank])
-        with pytest.raises(UsageError, match=r"over 1 rank, but these Sequences average losses over ranks \[0, 1\]"):
-            sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
-
-    on_ranks(body, 2)
+    own = [torch.distributed.new_group([one]) for one in range(2)]
+    with pytest.raises(UsageError, match="every rank of a sequence"):
+        Sequences(torch.distributed.group.WORLD, group=own[rank])
+    with pytest.raises(UsageError, match="pass the one with"):
+        Sequences(own[1 - rank])
+    sequences = Sequences(torch.distributed.group.WORLD)
+    model: Any = make(Case())
+    sequences.attach(model)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=own[rank])
+    with pytest.raises(UsageError, match=r"over 1 rank, but these Sequences average losses over ranks \[0, 1\]"):
+        sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
 
 
-def test_a_group_of_equally_many_but_other_ranks_is_refused() -> None:
-    def body(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-        sequences = Sequences(mesh["sp"], group=mesh["sp"])
-        model: Any = make(Case())
-        sequences.attach(model)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=mesh["dp"])
-        with pytest.raises(UsageError, match=r"over ranks \[., .\], but these Sequences average losses over ranks"):
-            sequences.loss(model, sequences.cut(batch(Case(), 0, rank // 2)))
-        torch.distributed.barrier()
-
-    on_ranks(body, 4)
+@pytest.mark.ranks(4)
+def test_a_group_of_equally_many_but_other_ranks_is_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    sequences = Sequences(mesh["sp"], group=mesh["sp"])
+    model: Any = make(Case())
+    sequences.attach(model)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=mesh["dp"])
+    with pytest.raises(UsageError, match=r"over ranks \[., .\], but these Sequences average losses over ranks"):
+        sequences.loss(model, sequences.cut(batch(Case(), 0, rank // 2)))
+    torch.distributed.barrier()
 
 
 def test_a_config_cannot_cut_sequences() -> None:

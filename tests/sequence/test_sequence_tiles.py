@@ -146,26 +146,23 @@ def test_no_tokens() -> None:
     assert not weight.grad.any()
 
 
-def test_a_token_mean_over_ranks() -> None:
+@pytest.mark.ranks(2)
+def test_a_token_mean_over_ranks(rank: int) -> None:
     """The average of gradients over ranks is that of the mean over all tokens."""
-
-    def body(rank: int) -> None:
-        values = torch.arange(6.0).requires_grad_()
-        counted = torch.arange(6) < (2, 5)[rank]
-        mean = token_mean(values * (rank + 1), counted)
-        assert float(mean) == pytest.approx((0 + 1 + 2 * (0 + 1 + 2 + 3 + 4)) / 7)
-        (gradient,) = torch.autograd.grad(mean, values)
-        assert torch.equal(gradient, torch.where(counted, (rank + 1) * 2 / 7, 0.0))
-        assert float(token_mean(values, counted, tokens=14)) == pytest.approx((1 + 10) / 14)
-        sequences = Sequences(torch.distributed.group.WORLD)
-        logp = torch.full((3,), rank + 1.0, requires_grad=True)
-        total = sequences.sum(logp)
-        assert total.tolist() == [3, 3, 3]
-        # Both ranks' losses depend on this rank's tensor, and gradients are averaged over the ranks.
-        (gradient,) = torch.autograd.grad((total * torch.arange(3)).sum(), logp)
-        assert gradient.tolist() == [0, 2, 4]
-
-    on_ranks(body, 2)
+    values = torch.arange(6.0).requires_grad_()
+    counted = torch.arange(6) < (2, 5)[rank]
+    mean = token_mean(values * (rank + 1), counted)
+    assert float(mean) == pytest.approx((0 + 1 + 2 * (0 + 1 + 2 + 3 + 4)) / 7)
+    (gradient,) = torch.autograd.grad(mean, values)
+    assert torch.equal(gradient, torch.where(counted, (rank + 1) * 2 / 7, 0.0))
+    assert float(token_mean(values, counted, tokens=14)) == pytest.approx((1 + 10) / 14)
+    sequences = Sequences(torch.distributed.group.WORLD)
+    logp = torch.full((3,), rank + 1.0, requires_grad=True)
+    total = sequences.sum(logp)
+    assert total.tolist() == [3, 3, 3]
+    # Both ranks' losses depend on this rank's tensor, and gradients are averaged over the ranks.
+    (gradient,) = torch.autograd.grad((total * torch.arange(3)).sum(), logp)
+    assert gradient.tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -261,21 +258,18 @@ def test_modules_that_cannot_run_in_tiles(module: nn.Module, match: str) -> None
         module(torch.randn(1, 12, WIDTH))
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_parameters_that_a_module_uses_but_does_not_own_are_refused(ranks: int) -> None:
+def test_parameters_that_a_module_uses_but_does_not_own_are_refused(rank: int, ranks: int) -> None:
     """They would get no gradient."""
-
-    def body(rank: int) -> None:
-        model = nn.ModuleDict({"mlp": Mlp(), "adapter": nn.Linear(WIDTH, WIDTH)})
-        model["mlp"].up.register_forward_hook(lambda up, args, y: y + F.pad(model["adapter"](args[0]), (0, 3 * WIDTH)))
-        tile(model, "mlp", tokens=4)
-        if ranks == 2:
-            zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-        y = model["mlp"](torch.randn(2, 12, WIDTH))
-        with pytest.raises(UsageError, match=r"uses a parameter \[.*\] that its module does not own"):
-            y.sum().backward()
-
-    on_ranks(body, ranks)
+    model = nn.ModuleDict({"mlp": Mlp(), "adapter": nn.Linear(WIDTH, WIDTH)})
+    model["mlp"].up.register_forward_hook(lambda up, args, y: y + F.pad(model["adapter"](args[0]), (0, 3 * WIDTH)))
+    tile(model, "mlp", tokens=4)
+    if ranks == 2:
+        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    y = model["mlp"](torch.randn(2, 12, WIDTH))
+    with pytest.raises(UsageError, match=r"uses a parameter \[.*\] that its module does not own"):
+        y.sum().backward()
 
 
 def test_calls_that_cannot_run_in_tiles() -> None:

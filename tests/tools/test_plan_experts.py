@@ -88,9 +88,7 @@ def test_any_other_reason_why_a_number_has_no_row_is_told() -> None:
     assert "not possible here: the config (stage 3), experts over 1 rank: one model is enough" in str(plan)
 
 
-def test_a_plan_inside_a_job_is_refused_by_name() -> None:
-    def body(_: int) -> None:
-        with pytest.raises(UsageError, match="a plan of experts over their own ranks makes a process group"):
-            planned("Qwen3-MoE", 3, 2)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_a_plan_inside_a_job_is_refused_by_name(rank: int) -> None:
+    with pytest.raises(UsageError, match="a plan of experts over their own ranks makes a process group"):
+        planned("Qwen3-MoE", 3, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from oracles import train_reference
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, whole
+from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, step, whole
 
 import zeroshard
 from zeroshard import Policy, Units, UsageError
@@ -69,32 +71,6 @@ class InTwoPieces(Many):
         return self.wide(x).square().mean()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("bucket_numel", [SMALL_BUCKETS, LARGE_BUCKETS])
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_bits_do_not_depend_on_how_many_are_taken_at_once(rank: int, microbatches: int, bucket_numel: int) -> None:
-    work = Workload(make_model=Many, make_batch=batch, steps=2, microbatches=microbatches, max_norm=0.5)
-    settings = {**STAGES, "stage 2 over gloo": Setting(Policy.stage(2), "gloo")}
-    before = units.TAKEN_AT_ONCE
-    one_by_one: dict[bool, Run] = {}
-    try:
-        for units.TAKEN_AT_ONCE in (1, 50, before):
-            for kind, done in expect_equal(rank, work, settings, bucket_numel=bucket_numel).items():
-                assert one_by_one.setdefault(kind, done).equals(done)
-    finally:
-        units.TAKEN_AT_ONCE = before
-    close(done.parameters, train_reference(work, 2).parameters)
-
-
-@pytest.mark.ranks(2)
-@EVERY_STAGE
-def test_a_parameter_that_gives_two_gradients_in_one_backward(rank: int, stage: int) -> None:
-    make_batch = partial(batch, skips=False)
-    work = Workload(make_model=InTwoPieces, make_batch=make_batch, steps=2)
-    done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
-    close(done[False].parameters, train_reference(work, 2).parameters)
-
-
 class Part(nn.Module):
     """One layer of it is never used: its unit does not get all gradients."""
 
@@ -120,17 +96,40 @@ class PartsTwice(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.ranks(2)
-@EVERY_STAGE
-@pytest.mark.parametrize("taken_at_once", [1, 1 << 16])
-def test_a_block_that_gives_two_gradients_and_never_all(rank: int, stage: int, taken_at_once: int) -> None:
+@contextmanager
+def taken_at_once(count: int) -> Iterator[None]:
     before = units.TAKEN_AT_ONCE
+    units.TAKEN_AT_ONCE = count
     try:
-        units.TAKEN_AT_ONCE = taken_at_once
-        work = Workload(make_model=PartsTwice, make_batch=batch, steps=2)
-        done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
+        yield
     finally:
         units.TAKEN_AT_ONCE = before
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_numel", [SMALL_BUCKETS, LARGE_BUCKETS])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bits_do_not_depend_on_how_many_are_taken_at_once(rank: int, microbatches: int, bucket_numel: int) -> None:
+    work = Workload(make_model=Many, make_batch=batch, steps=2, microbatches=microbatches, max_norm=0.5)
+    settings = {**STAGES, "stage 2 over gloo": Setting(Policy.stage(2), "gloo")}
+    one_by_one: dict[bool, Run] = {}
+    for count in (1, 50, units.TAKEN_AT_ONCE):
+        with taken_at_once(count):
+            for kind, done in expect_equal(rank, work, settings, bucket_numel=bucket_numel).items():
+                assert one_by_one.setdefault(kind, done).equals(done)
+    close(done.parameters, train_reference(work, 2).parameters)
+
+
+@pytest.mark.ranks(2)
+@EVERY_STAGE
+@pytest.mark.parametrize("count", [1, 1 << 16])
+@pytest.mark.parametrize("model", [InTwoPieces, PartsTwice])
+def test_a_parameter_that_gives_two_gradients_in_one_backward(
+    rank: int, model: type[nn.Module], count: int, stage: int
+) -> None:
+    work = Workload(make_model=model, make_batch=partial(batch, skips=False), steps=2)
+    with taken_at_once(count):
+        done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
     close(done[False].parameters, train_reference(work, 2).parameters)
 
 
@@ -152,20 +151,21 @@ def test_a_bucket_is_asked_once_for_many_gradients(rank: int, skips: bool) -> No
 
 @pytest.mark.ranks(2)
 @EVERY_STAGE
-@pytest.mark.parametrize("microbatch", [0, 1])
-def test_what_waits_when_a_backward_aborts_is_forgotten(rank: int, stage: int, microbatch: int) -> None:
+@pytest.mark.parametrize("before", ["nothing", "a microbatch", "another graph"])
+def test_what_waits_when_a_backward_aborts_is_forgotten(rank: int, stage: int, before: str) -> None:
     def run(disturbed: bool) -> dict[str, Tensor]:
         model, sharded = build(stage, make_model=Many)
         if disturbed:
-            for number in range(microbatch):
+            if before == "a microbatch":
                 with sharded.accumulate():
-                    model(*batch(rank, 10 + number)).backward()
-            abort(model(*batch(rank, 20, skips=False)), model.layer15.weight)
+                    model(*batch(rank, 10)).backward()
+            loss, other = (model(*batch(rank, number, skips=False)) for number in (20, 21))
+            abort(loss, model.layer15.weight)
             with pytest.raises(UsageError, match="was aborted"):
-                sharded.optimizer.step()
+                other.backward() if before == "another graph" else sharded.optimizer.step()
+            del loss, other
             sharded.optimizer.zero_grad()
-        model(*batch(rank, 0)).backward()
-        sharded.optimizer.step()
+        step(model, sharded, rank, 0, batch)
         return whole(model)
 
     assert same(run(False), run(True))
@@ -185,25 +185,6 @@ def test_zero_grad_inside_of_a_backward_forgets_what_waits(rank: int, stage: int
     changed = {fqn.split(".")[0] for fqn, value in now.items() if not torch.equal(value, before[fqn])}
     assert {f"layer{number}" for number in range(14)} <= changed
     assert not {"wide", *(f"layer{number}" for number in range(17, COUNT))} & changed
-
-
-@pytest.mark.ranks(2)
-@EVERY_STAGE
-def test_a_backward_after_one_that_aborted_takes_none_of_its_gradients(rank: int, stage: int) -> None:
-    """No forward lies between: both graphs were there before."""
-    model, sharded = build(stage, make_model=Many)
-    first, second = (model(*batch(rank, number, skips=False)) for number in range(2))
-    abort(first, model.layer15.weight)
-    with pytest.raises(UsageError, match="was aborted"):
-        second.backward()
-    sharded.optimizer.zero_grad()
-    model(*batch(rank, 2)).backward()
-    sharded.optimizer.step()
-
-    other, twin = build(stage, make_model=Many)
-    other(*batch(rank, 2)).backward()
-    twin.optimizer.step()
-    assert same(whole(other), whole(model))
 
 
 @pytest.mark.ranks(2)
@@ -248,10 +229,10 @@ def test_a_compiled_step_does_not_read_the_hooks(rank: int) -> None:
         return loss.detach() * 2
 
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
-    torch.compile(run, backend=keep)(x)
-    sharded.optimizer.step()
     other, twin = build(2, make_model=Many)
+    torch.compile(run, backend=keep)(x)
     other.wide(x + 1).square().mean().backward()
+    sharded.optimizer.step()
     twin.optimizer.step()
     assert same(whole(other), whole(model))
     names = {str(node.target) for graph in compiled_frames for node in graph.graph.nodes}
@@ -277,18 +258,16 @@ def test_tiny_blocks_are_one_unit_where_there_are_many() -> None:
     assert len(find_units(Deep(), Units(min_numel=0))) == 130
     assert len(find_units(Deep(127))) == 128
 
-    def run(rank: int, stage: int, rule: Units | None) -> dict[str, Tensor]:
-        model, sharded = build(stage, make_model=Deep, units=rule)
-        for number in range(2):
-            model(batch(rank, number)[0]).backward()
-            sharded.clip_grad_norm_(0.1)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        return whole(model)
-
     def body(rank: int) -> None:
-        expected = run(rank, 0, Units(min_numel=0))
-        for stage in (0, 2, 3):
-            assert all(torch.equal(value, expected[fqn]) for fqn, value in run(rank, stage, None).items()), stage
+        ends: list[dict[str, Tensor]] = []
+        for stage, rule in ((0, Units(min_numel=0)), (0, None), (2, None), (3, None)):
+            model, sharded = build(stage, make_model=Deep, units=rule)
+            for number in range(2):
+                model(batch(rank, number)[0]).backward()
+                sharded.clip_grad_norm_(0.1)
+                sharded.optimizer.step()
+                sharded.optimizer.zero_grad()
+            ends.append(whole(model))
+            assert same(ends[-1], ends[0]), stage
 
     on_ranks(body, 2)

@@ -23,6 +23,7 @@ WRAPS: dict[str, Wrap] = {
     "offload_wrapper": offload_wrapper,
     "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item, return-value]
     "both": lambda module: torch.compile(checkpoint_wrapper(module), backend="eager"),  # type: ignore[dict-item, return-value]
+    "compile, and the model": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item, return-value]
 }
 PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -68,6 +69,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def wrapped(kind: str) -> Any:
+    model = Model(WRAPS[kind])
+    return torch.compile(model, backend="eager") if kind.endswith("the model") else model
+
+
 def shard(stage: int, model: nn.Module, **more: Any) -> zeroshard.Sharded:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return zeroshard.shard(model, torch.optim.AdamW(trained, lr=0.1), Policy.stage(stage), **more)
@@ -75,10 +81,6 @@ def shard(stage: int, model: nn.Module, **more: Any) -> zeroshard.Sharded:
 
 def step(sharded: zeroshard.Sharded) -> None:
     update(sharded.model(torch.ones(2, 4)).square().sum(), sharded.optimizer)
-
-
-def assert_same(one: Tensor | None, other: Tensor | None) -> None:
-    assert (one is None) == (other is None) and (one is None or torch.equal(one, other))  # type: ignore[arg-type]
 
 
 def shows_a_wrapper(text: str) -> bool:
@@ -89,7 +91,7 @@ def shows_a_wrapper(text: str) -> bool:
 @pytest.mark.parametrize("kind", WRAPS)
 def test_names(kind: str, stage: int, tmp_path: Path) -> None:
     plain = [name for name in Model().state_dict() if not name.endswith("_extra_state")]
-    sharded = shard(stage, Model(WRAPS[kind]))
+    sharded = shard(stage, wrapped(kind))
     step(sharded)
     once = sorted(set(plain) - {"head.weight"})
     assert sorted(name for name, _ in sharded.named_weights()) == once
@@ -101,20 +103,22 @@ def test_names(kind: str, stage: int, tmp_path: Path) -> None:
     zeroshard.load_pretrained(loaded, tmp_path / "exported")
     sharded.save(tmp_path / "saved", "one")
     assert not shows_a_wrapper((tmp_path / "saved" / "one" / "manifest.json").read_text())
-    if kind in (
-        "checkpoint_wrapper",
-        "offload_wrapper",
-    ):  # compiled modules keep torch's names in torch's own state dicts
+    if "compile" not in kind and kind != "both":  # compiled modules keep torch's names in torch's own state dicts
         state = sharded.consolidated_state_dict()
         assert state is not None and {*plain} < {*state}
         assert state["head.weight"] is state["first.weight"]
-    other = shard(stage, Model())
+    other, again = shard(stage, Model()), shard(stage, wrapped(kind))
     other.load(tmp_path / "saved", "one")
-    assert other.model.blocks[0].calls == sharded.model.blocks[0].calls  # type: ignore[union-attr, index]
-    step(other)
-    step(sharded)
-    for name in dict(sharded.model.named_parameters()):
-        torch.testing.assert_close(sharded.states.get(name), other.states.get(name))  # offload_wrapper changes strides
+    other.save(tmp_path / "plain", "one")
+    again.load(tmp_path / "plain", "one")
+    for one in (sharded, other, again):
+        assert one.model.blocks[0].calls == 1  # type: ignore[union-attr, index]
+        step(one)
+    for name, own in zip(dict(other.model.named_parameters()), dict(sharded.model.named_parameters()), strict=True):
+        value = sharded.states.get(name)
+        assert torch.equal(sharded.states.get(own), value)  # type: ignore[arg-type]
+        for one in (other, again):
+            torch.testing.assert_close(one.states.get(name), value)  # offload_wrapper changes strides
     with zeroshard.unsharded(other.model):
         assert torch.equal(other.model.first.weight, other.model.head.weight)  # type: ignore[arg-type, union-attr]
 
@@ -127,35 +131,30 @@ def test_names_in_errors_and_patterns(kind: str) -> None:
         assert not shows_a_wrapper(str(caught.value)), str(caught.value)
         return str(caught.value)
 
-    def model() -> Any:
-        return Model(WRAPS[kind])
-
     def inner(block: Any) -> Any:
-        for part in PARTS:
-            block = getattr(block, part, block)
-        for part in PARTS:
+        for part in PARTS * 2:
             block = getattr(block, part, block)
         return block
 
-    made = model()
+    made = wrapped(kind)
     inner(made.blocks[1]).lazy = nn.LazyLinear(3)
     assert "blocks.1.lazy.weight is lazy" in refusal(
         lambda: zeroshard.shard(made, torch.optim.SGD([made.head.bias]), 2)
     )
-    made = model()
+    made = wrapped(kind)
     inner(made.blocks[1]).scale = torch.ones(1, device="meta")
     assert "buffer blocks.1.scale" in refusal(lambda: shard(2, made))
-    made = model()
+    made = wrapped(kind)
     inner(made.blocks[1]).alias = nn.Parameter(inner(inner(made.blocks[1]).one).weight[0])
     assert "blocks.1." in refusal(lambda: shard(2, made))
-    made = model()
+    made = wrapped(kind)
     sharded = shard(2, made)
     assert "first" in refusal(lambda: shard(2, made))
     assert "no parameter" in refusal(lambda: sharded.states.get("blocks.9.one.weight"))
     inner(made.blocks[0]).late = nn.Linear(4, 4)
     assert "blocks.0.late.weight" in refusal(lambda: step(sharded))
     patterns = zeroshard.Units(leaf_names=("blocks.1", f"blocks.{PARTS[0]}.0"))
-    shard(3, model(), units=patterns)  # would raise for a pattern without a module
+    shard(3, wrapped(kind), units=patterns)  # would raise for a pattern without a module
 
 
 def test_a_file_of_wrapped_modules_loads(tmp_path: Path) -> None:
@@ -168,20 +167,21 @@ def test_a_file_of_wrapped_modules_loads(tmp_path: Path) -> None:
     assert [*saved] == ["_orig_mod.0.weight", "_orig_mod.0.bias"]
     save_file(saved, tmp_path / "model.safetensors")
     plain = nn.Sequential(nn.Linear(4, 4))
-    for other in (
+    wrapped_models = (
         plain,
         nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4))),
         nn.DataParallel(nn.Sequential(nn.Linear(4, 4))),
-    ):
-        assert zeroshard.load_pretrained(other, tmp_path) == ([], [])
-        assert all(map(torch.equal, other.state_dict().values(), saved.values()))
+        torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"),
+    )
+    for other in wrapped_models:
+        assert zeroshard.load_pretrained(other, tmp_path) == ([], [])  # type: ignore[arg-type]
+        assert all(map(torch.equal, other.state_dict().values(), saved.values()))  # type: ignore[attr-defined]
+    save_file({name.removeprefix("_orig_mod."): value for name, value in saved.items()}, tmp_path / "model.safetensors")
+    for other in wrapped_models:
+        assert zeroshard.load_pretrained(other, tmp_path) == ([], [])  # type: ignore[arg-type]
 
 
-def test_ranks_may_not_wrap_differently() -> None:
-    from ranks import on_ranks
-
-    def body(rank: int) -> None:
-        with pytest.raises(UsageError, match="built different models"):
-            shard(3, Model(WRAPS["checkpoint_wrapper"]) if rank else Model())
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_ranks_may_not_wrap_differently(rank: int) -> None:
+    with pytest.raises(UsageError, match="built different models"):
+        shard(3, Model(WRAPS["checkpoint_wrapper"]) if rank else Model())

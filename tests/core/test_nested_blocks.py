@@ -22,11 +22,11 @@ from fuzzing import Boom
 from models import sgd
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import CPU, DISK, as_set, build, kept, same, update, whole
+from twin import CPU, DISK, as_set, build, kept, offloaded, same, update, whole
 from twin import Setting as Twin
 
 import zeroshard
-from zeroshard import Offload, Policy, Residency, UsageError
+from zeroshard import Policy, UsageError
 
 BLOCKS, RANKS, WIDTH = 3, 2, 5
 
@@ -122,10 +122,7 @@ class Program:
                 block.shown = [block.kept] * RANKS
                 block.is_written = False
             if block.is_written and kind != "borrow" and not {"read", "modify"} & set(block.opened):
-                block.kept, block.is_written = (
-                    block.shown[0],
-                    False,
-                )  # written in a borrower's forward, before this block
+                block.kept, block.is_written = block.shown[0], False  # written in a borrower's forward, before this
             block.opened.append(kind)
         return [self.blocks[number].writes for number in numbers]
 
@@ -249,26 +246,29 @@ class Program:
             with pytest.raises(UsageError, match="sharded at rest"), torch.no_grad():
                 weight.fill_(1.0)
             return
+        # A write through `.data` counts only where a modifier rank's values do, or where values stay whole.
+        new = self.written(block, counts=how != 1)
+        with torch.no_grad():
+            if how == 0:
+                weight.fill_(new)
+            elif how == 1:
+                weight.data.fill_(new)
+            elif how == 2:
+                weight.data = torch.full_like(weight, new)
+            else:
+                weight.detach().fill_(new)
+
+    def written(self, block: Block, *, counts: bool = True) -> float:
+        """Return a new number for this rank, and expect it. Inside a modifying block, ranks write different ones."""
         self.number += 1
         differs = "modify" in block.opened
-        new = [float(self.number + differs * 100 * rank) for rank in range(RANKS)]
-        block.shown = new
-        if (
-            how != 1
-        ):  # a write through `.data` counts only where a modifier rank's values do, or where values stay whole
+        block.shown = [float(self.number + differs * 100 * rank) for rank in range(RANKS)]
+        if counts:
             block.is_written = True
             block.writes += 1
         if not block.opened:
-            block.kept = new[0]
-        with torch.no_grad():
-            if how == 0:
-                weight.fill_(new[self.rank])
-            elif how == 1:
-                weight.data.fill_(new[self.rank])
-            elif how == 2:
-                weight.data = torch.full_like(weight, new[self.rank])
-            else:
-                weight.detach().fill_(new[self.rank])
+            block.kept = block.shown[0]
+        return block.shown[self.rank]
 
     def value(self, number: int) -> float:
         block = self.blocks[number]
@@ -290,16 +290,8 @@ class Program:
         block = self.blocks[number]
         if "read" in block.opened or "borrow" in block.opened:
             return
-        self.number += 1
-        differs = "modify" in block.opened
-        new = [float(self.number + differs * 100 * rank) for rank in range(RANKS)]
-        module = self.model.blocks[number]
-        state = {"weight": torch.full((WIDTH, WIDTH), new[self.rank]), "bias": module.state_dict()["bias"]}
-        module.load_state_dict(state)
-        block.shown, block.is_written = new, True
-        block.writes += 1
-        if not block.opened:
-            block.kept = new[0]
+        module, new = self.model.blocks[number], self.written(block)
+        module.load_state_dict({"weight": torch.full((WIDTH, WIDTH), new), "bias": module.state_dict()["bias"]})
 
     def do_states(self, _: int) -> None:
         if any("modify" in block.opened for block in self.blocks):
@@ -330,24 +322,12 @@ class Program:
 
 
 def settings(folder: Path) -> dict[str, Twin]:
-    how = Offload(str(folder), buffer_numel=4096, block_nbytes=4096)
-    on_cpu = Policy(
-        Residency(sharded=False, place=CPU), Residency(sharded=True), Residency(sharded=True, place=CPU),
-        offload_parameters=how, offload_optimizer=how,
-    )  # fmt: skip
-    on_disk = Policy(
-        Residency(sharded=True, place=DISK), Residency(sharded=True), Residency(sharded=True, place=DISK),
-        offload_parameters=how, offload_optimizer=how,
-    )  # fmt: skip
     return {
         **{f"stage {stage}": Twin(Policy.stage(stage)) for stage in range(4)},
         "stage 3, kept": Twin(kept(Policy.stage(3))),
-        "stage 2, on the CPU": Twin(on_cpu, apart=True),
-        "stage 3, on disk, over gloo": Twin(on_disk, "gloo", apart=True),
+        "stage 2, on the CPU": Twin(offloaded(2, CPU, folder), apart=True),
+        "stage 3, on disk, over gloo": Twin(offloaded(3, DISK, folder), "gloo", apart=True),
     }
-
-
-NAMES = [*settings(Path())]
 
 
 def run(rank: int, name: str, dtype: torch.dtype | None, seeds: Sequence[int], folder: Path) -> None:
@@ -365,9 +345,13 @@ def run(rank: int, name: str, dtype: torch.dtype | None, seeds: Sequence[int], f
             sharded.remove()
 
 
+def each(test: Any) -> Any:
+    dtypes = pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+    return dtypes(pytest.mark.parametrize("name", [*settings(Path())])(test))
+
+
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+@each
 def test_what_is_shown_and_what_rests_agree_after_nested_blocks(
     name: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
@@ -375,8 +359,7 @@ def test_what_is_shown_and_what_rests_agree_after_nested_blocks(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", NAMES)
+@each
 def test_nested_blocks_at_length(name: str, dtype: torch.dtype | None, tmp_path: Path, times: int) -> None:
     on_ranks(run, RANKS, name, dtype, range(100, 100 + 60 * times), tmp_path, timeout=300.0 * times)
 

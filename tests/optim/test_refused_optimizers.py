@@ -33,34 +33,6 @@ class Distributed(torch.optim.SGD):
         dist.all_reduce(value)
 
 
-REFUSED = {
-    "one that communicates": (Distributed, "Distributed calls all_reduce.*for a single process"),
-    "LBFGS": (torch.optim.LBFGS, "LBFGS uses all parameters at once"),
-    "a subclass": (Mine, "Mine uses all parameters at once"),
-    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
-    "Prodigy": (Prodigy, "Prodigy estimates one step size from all parameters"),
-}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", REFUSED)
-def test_zero_redundancy_optimizer_refuses_by_name(rank: int, name: str) -> None:
-    cls, message = REFUSED[name]
-    model = nn.Linear(4, 4)
-    for elementwise in (None, False, True):
-        with pytest.raises(UsageError, match=message):
-            ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.1, elementwise=elementwise)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_shard_refuses_by_name(name: str) -> None:
-    cls, message = REFUSED[name]
-    for elementwise in (None, False, True):
-        model = nn.Linear(4, 4)
-        with pytest.raises(UsageError, match=message):
-            zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
-
-
 class ScheduleFree(torch.optim.SGD):
     """Moves the parameters between steps, as schedule-free optimizers do."""
 
@@ -85,20 +57,47 @@ class Lookahead(torch.optim.Optimizer):
         self.param_groups, self.state, self.defaults = self.base.param_groups, self.base.state, self.base.defaults
 
 
+class Lamb(torch.optim.SGD):
+    """Clips by the norm of all gradients inside `step`, as timm's and Apex's Lamb do."""
+
+    def __init__(self, parameters: Any, lr: float, max_grad_norm: float | None = 1.0) -> None:
+        super().__init__(parameters, lr=lr)
+        self.defaults["max_grad_norm"] = max_grad_norm
+
+
+REFUSED = {
+    "one that communicates": (Distributed, "Distributed calls all_reduce.*for a single process"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS uses all parameters at once"),
+    "a subclass": (Mine, "Mine uses all parameters at once"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
+    "Prodigy": (Prodigy, "Prodigy estimates one step size from all parameters"),
+}
 NOT_SHARDED = {
+    "clips by itself": (Lamb, r"Lamb\(max_grad_norm=1\.0\).*call clip_grad_norm_"),
     "states moved between steps": (ScheduleFree, r"ScheduleFree\.train\(\) and eval\(\) move the parameters"),
     "a state of no parameter": (CountingBeside, r"keeps states of no parameter in optimizer\.state \('count'\)"),
     "a wrapper": (Lookahead, "Lookahead has no hooks.*Pass shard.. the optimizer that it wraps"),
 }
 
 
-@pytest.mark.parametrize("elementwise", [None, False, True])
-@pytest.mark.parametrize("name", NOT_SHARDED)
-def test_shard_refuses_what_its_shards_could_not_follow(name: str, elementwise: bool | None) -> None:
-    cls, message = NOT_SHARDED[name]
+@pytest.mark.ranks(2)
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", [*NOT_SHARDED, *REFUSED])
+def test_optimizers_are_refused_by_name(rank: int, name: str) -> None:
+    """The last ones by `ZeroRedundancyOptimizer`, too."""
+    cls, message = {**REFUSED, **NOT_SHARDED}[name]
+    for elementwise in (None, False, True):
+        model = nn.Linear(4, 4)
+        with pytest.raises(UsageError, match=message):
+            zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+        if name in REFUSED:
+            with pytest.raises(UsageError, match=message):
+                ZeroRedundancyOptimizer(model.parameters(), cls, lr=0.1, elementwise=elementwise)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_could_clip_and_does_not_is_taken() -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(UsageError, match=message):
-        zeroshard.shard(model, cls(model.parameters(), lr=0.1), elementwise=elementwise)
+    zeroshard.shard(model, Lamb(model.parameters(), 0.1, None), elementwise=True)
 
 
 class CountingLater(torch.optim.SGD):

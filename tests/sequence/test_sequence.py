@@ -9,6 +9,7 @@ import resource
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from families import SIZES, bert, llama, mixtral, t5
 from insides import set_slice
 from ranks import RankError, on_ranks, run_ranks
-from sequences import Case, Outcome, alone, batch, counted, expect_close, llama4, make, same_bits, train
+from sequences import Case, Outcome, alone, batch, expect_close, llama4, make, same_bits, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -42,8 +43,49 @@ def _imported_once() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def over_stages(case: Case, world: int, size: int, stages: tuple[int, ...] = (0, 1, 2, 3)) -> Outcome:
-    """Train under each stage; ranks must be equal to the bit, and stages but for the order of sums over microbatches."""
+def attached(model: nn.Module | None = None) -> tuple[Any, Sequences]:
+    """Return a model, by default a Llama, and the `Sequences` of all ranks that is attached to it."""
+    model = make(Case()) if model is None else model
+    return model, Sequences(torch.distributed.group.WORLD).attach(model)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# ---------------------------------------------------------------------- equal
+
+EVERY = (0, 1, 2, 3)
+RUNS = [
+    (Case("lora"), 2, 2, (1, 3)),
+    (Case(checkpointing=True, packed=True), 2, 2, (1, 3)),
+    (Case("two kinds of layers", packed=True), 2, 2, (1, 3)),
+    (Case("chunks", packed=True), 2, 2, (1, 3)),
+    (Case("window", packed=True), 4, 2, (0, 3)),
+    (Case(accumulation=2), 2, 2, EVERY),
+]
+MORE_RUNS = [
+    (Case(), 2, 2, EVERY),
+    (Case(packed=True), 2, 2, (1, 3)),
+    (Case("chunks"), 2, 2, (1, 3)),
+    (Case("window"), 2, 2, (1, 3)),
+    (Case("learned positions"), 2, 2, (1, 3)),
+    (Case("experts"), 2, 2, (1, 3)),
+    (Case("eager", packed=True), 2, 2, (1, 3)),
+    (Case("window", packed=True), 4, 4, (0, 3)),  # two heads of keys, each on two ranks
+]
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    ("case", "world", "size", "stages"), [*(pytest.param(*run, marks=pytest.mark.full) for run in MORE_RUNS), *RUNS]
+)
+def test_ranks_are_one_process(case: Case, world: int, size: int, stages: tuple[int, ...]) -> None:
+    """At each stage with the same bits, but for the order of sums over microbatches; `size` ranks have one sequence."""
+    from transformers import masking_utils
+
+    if case.model == "chunks" and case.packed and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("one process of this transformers counts chunks from the first packed sequence, not from each")
 
     def body(rank: int) -> list[Outcome]:
         return [train(rank, case, size, stage) for stage in stages]
@@ -55,129 +97,42 @@ def over_stages(case: Case, world: int, size: int, stages: tuple[int, ...] = (0,
     # Unsharded gradients are summed over microbatches first.
     alike = [first] if case.accumulation == 1 else [first[:2], first[2:]]
     assert all(same_bits(one, row[0]) for row in alike for one in row), "stages differ"
-    return first[-1]
-
-
-# ---------------------------------------------------------------------- equal
-
-
-SMALLER = [
-    Case("lora"),
-    Case(checkpointing=True, packed=True),
-    Case("two kinds of layers", packed=True),
-    Case("chunks", packed=True),
-]
-OTHERS = [
-    Case(packed=True),
-    Case("chunks"),
-    Case("window"),
-    Case("learned positions"),
-    Case("experts"),
-    Case("eager", packed=True),
-]
-
-
-@pytest.mark.parametrize("case", [Case(accumulation=2), pytest.param(Case(), marks=pytest.mark.full)], ids=str)
-def test_every_stage_is_one_process(case: Case) -> None:
-    expect_close(over_stages(case, 2, 2), alone(case, 1))
-
-
-@pytest.mark.parametrize("case", [*SMALLER, *(pytest.param(case, marks=pytest.mark.full) for case in OTHERS)], ids=str)
-def test_two_ranks_are_one_process(case: Case) -> None:
-    from transformers import masking_utils
-
-    if case.model == "chunks" and case.packed and not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        pytest.skip("one process of this transformers counts chunks from the first packed sequence, not from each")
-    outcome = over_stages(case, 2, 2, (1, 3))
-    expect_close(outcome, alone(case, 1))
+    expect_close(first[-1], alone(case, world // size))
     layers = 3
     recomputed = 2 * layers if case.checkpointing else 0
-    assert outcome.messages == case.accumulation * (4 * layers + recomputed)
+    assert first[-1].messages == case.accumulation * (4 * layers + recomputed)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_four_ranks_are_one_process(size: int) -> None:
-    """Two groups of two ranks; and four ranks for two heads of keys, of which each is on two ranks."""
-    case = Case("window", packed=True)
-    expect_close(over_stages(case, 4, size, (0, 3)), alone(case, 4 // size))
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
-def test_places_and_overlap_are_equal(dtype: torch.dtype) -> None:
+def test_places_and_overlap_are_equal(rank: int, dtype: torch.dtype) -> None:
     """To the bit, also in 16 bits."""
     case = Case("two kinds of layers", packed=True, tiles=2)
     on_cpu = Residency(sharded=True, place=Place.CPU)
     offload = Policy(parameters=on_cpu, gradients=on_cpu, optimizer=on_cpu)
     settings: list[tuple[int | Policy, bool]] = [(0, True), (3, True), (3, False), (offload, True)]
-
-    def body(rank: int) -> list[Outcome]:
-        return [train(rank, case, 2, policy, overlap, dtype) for policy, overlap in settings]
-
-    for outcomes in on_ranks(body, 2):
-        assert all(same_bits(one, outcomes[0]) for one in outcomes)
+    outcomes = [train(rank, case, 2, policy, overlap, dtype) for policy, overlap in settings]
+    assert all(same_bits(one, outcomes[0]) for one in outcomes)
 
 
-def test_more_ranks_than_heads_of_keys() -> None:
-    """One head of keys on both ranks."""
+@pytest.mark.ranks(2)
+def test_attention_of_ones_own(rank: int) -> None:
+    """By `attend`, with slices by `own`: of one head of keys, which is on both ranks, and of values of another width."""
 
-    def body(rank: int) -> None:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        torch.manual_seed(0)
-        query, key, value = torch.randn(3, 4, 6, 8), torch.randn(3, 1, 6, 8), torch.randn(3, 1, 6, 5)
-        wholes = [one.requires_grad_() for one in (query, key, value)]
-        expected = attend(*wholes)
-        seed = torch.randn_like(expected)
-        gradients = torch.autograd.grad(expected, wholes, seed)
-        owns = [sequences.own(one, dim=2).detach().requires_grad_() for one in wholes]
-        found = sequences.attend(attend, *owns)
-        torch.testing.assert_close(found, sequences.own(expected, dim=2))
-        for one, gradient in zip(torch.autograd.grad(found, owns, sequences.own(seed, dim=2)), gradients, strict=True):
-            torch.testing.assert_close(one, sequences.own(gradient, dim=2))
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    on_ranks(body, 2)
-
-
-def test_a_model_of_ones_own() -> None:
-    """`attend` in its attention, and its positions by `own`."""
-    from zeroshard.testing import gpt
-
-    config = gpt.GPTConfig(vocabulary=31, layers=2, width=16, heads=2, context=12)
-    tokens = torch.randint(0, 31, (2, 12), generator=torch.Generator().manual_seed(1))
-
-    class Cut(gpt.Attention):
-        sequences: Any = None
-
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            q, k = gpt.rotate(q, cos, sin), gpt.rotate(k, cos, sin)
-            y = self.sequences.attend(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), q, k, v)
-            result: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-            return result
-
-    def body(rank: int) -> list[float]:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        found = []
-        for cut in (False, True):
-            torch.manual_seed(0)
-            model = gpt.GPT(config)
-            if cut:
-                for block in model.blocks:
-                    block.attention.__class__ = Cut  # type: ignore[union-attr, assignment]
-                    block.attention.sequences = sequences  # type: ignore[union-attr]
-                model.cos, model.sin = sequences.own(model.cos, 0), sequences.own(model.sin, 0)
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-            part = sequences.own(tokens) if cut else tokens
-            targets = sequences.own(tokens.roll(-1, 1)) if cut else tokens.roll(-1, 1)
-            loss = model(part, targets)  # of equal slices: the mean of means is the mean
-            loss.backward()
-            found.append(float(sharded.clip_grad_norm_(1e9)))
-        return found
-
-    for whole, cut in on_ranks(body, 2):
-        assert abs(whole - cut) <= 1e-5 * whole
+    sequences = Sequences(torch.distributed.group.WORLD)
+    query, key, value = torch.randn(3, 4, 6, 8), torch.randn(3, 1, 6, 8), torch.randn(3, 1, 6, 5)
+    wholes = [one.requires_grad_() for one in (query, key, value)]
+    expected = attention(*wholes)
+    seed = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, wholes, seed)
+    owns = [sequences.own(one, dim=2).detach().requires_grad_() for one in wholes]
+    found = sequences.attend(attention, *owns)
+    torch.testing.assert_close(found, sequences.own(expected, dim=2))
+    for one, gradient in zip(torch.autograd.grad(found, owns, sequences.own(seed, dim=2)), gradients, strict=True):
+        torch.testing.assert_close(one, sequences.own(gradient, dim=2))
 
 
 def preferences(pair: Tensor, reference: Tensor) -> Tensor:
@@ -186,183 +141,120 @@ def preferences(pair: Tensor, reference: Tensor) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean()
 
 
+def trained_on_preferences(pairs: list[Any], found: Callable[[Any], Tensor], optimizer: Any, clip: Any) -> Any:
+    """Return the losses and the norms of a loop, in which `found` returns a pair's log-probabilities."""
+    with torch.no_grad():
+        references = [found(pair) for pair in pairs]
+    losses, norms = [], []
+    for pair, reference in zip(pairs, references, strict=True):
+        loss = preferences(found(pair), reference)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(clip(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
 def test_preferences_are_one_process() -> None:
     """DPO in a loop of one's own: `log_probabilities` of a slice, and `sum` over the ranks of a sequence."""
     pairs = [batch(Case(), step, 0) for step in range(2)]  # one row is chosen, and the other rejected
+    model: Any = make(Case())
 
-    def whole(model: nn.Module, pair: dict[str, Tensor]) -> Tensor:
+    def whole(pair: dict[str, Tensor]) -> Tensor:
         logits = model(input_ids=pair["input_ids"], use_cache=False).logits[:, :-1]
         labels = pair["labels"][:, 1:]
         found = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         return found.masked_fill(labels == -100, 0).sum(1)
 
-    model: Any = make(Case())
-    with torch.no_grad():
-        references = [whole(model, pair) for pair in pairs]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    losses, norms = [], []
-    for pair, reference in zip(pairs, references, strict=True):
-        loss = preferences(whole(model, pair), reference)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def body(rank: int) -> tuple[list[float], list[float]]:
-        sequences = Sequences(torch.distributed.group.WORLD)
-        model: Any = make(Case())
-        sequences.attach(model)
+    def body(rank: int) -> Any:
+        model, sequences = attached()
         sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
-        cut = [sequences.cut(pair) for pair in pairs]
 
-        def found(pair: dict[str, Any]) -> Tensor:
+        def cut(pair: dict[str, Any]) -> Tensor:
             return sequences.sum(sequences.log_probabilities(model, pair, tiles=2).sum(1))
 
-        with torch.no_grad():
-            references = [found(pair) for pair in cut]
-        losses, norms = [], []
-        for pair, reference in zip(cut, references, strict=True):
-            loss = preferences(found(pair), reference)
-            loss.backward()
-            losses.append(float(loss.detach()))
-            norms.append(float(sharded.clip_grad_norm_(0.5)))
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        return losses, norms
+        cuts = [sequences.cut(pair) for pair in pairs]
+        return trained_on_preferences(cuts, cut, sharded.optimizer, sharded.clip_grad_norm_)
 
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    losses, norms = trained_on_preferences(pairs, whole, optimizer, clip)
     for found_losses, found_norms in on_ranks(body, 2):
         assert found_losses == pytest.approx(losses, rel=1e-5)
         assert found_norms == pytest.approx(norms, rel=1e-5)
+
+
+def losses_of(rank: int, folder: Path, numbers: range, stage: int = 3, *, cut: bool = True) -> list[float]:
+    """Train on batches with these numbers, from the checkpoint in a folder unless they begin at 0."""
+    model, sequences = attached() if cut else (make(Case()), None)
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), stage)
+    if numbers[0] > 0:
+        sharded.load(folder)
+    losses = []
+    for number in numbers:
+        one = batch(Case(), number, 0)
+        loss = sequences.loss(model, sequences.cut(one), tiles=2) if sequences else model(**one).loss
+        losses.append(float(update(loss, sharded.optimizer)))
+    if numbers == range(2):
+        sharded.save(folder, "tag")
+    sharded.remove()
+    return losses
 
 
 def test_checkpoints_resume_at_another_number_of_ranks_of_a_sequence(tmp_path: Path) -> None:
     """And without sequences that are cut: losses go on as if nothing had changed."""
 
     def body(rank: int) -> list[list[float]]:
-        def run(cut: bool, steps: range, *, load: bool = False, save: bool = False) -> list[float]:
-            sequences = Sequences(torch.distributed.group.WORLD)
-            model: Any = make(Case())
-            if cut:
-                sequences.attach(model)
-            sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
-            if load:
-                sharded.load(tmp_path)
-            losses = []
-            for step in steps:
-                one = batch(Case(), step, 0)
-                loss = sequences.loss(model, sequences.cut(one), tiles=2) if cut else model(**one).loss
-                update(loss, sharded.optimizer)
-                losses.append(float(loss.detach()))
-            if save:
-                sharded.save(tmp_path, "tag")
-            sharded.remove()
-            return losses
-
-        return [
-            run(True, range(4)),
-            run(True, range(2), save=True),
-            run(True, range(2, 4), load=True),
-            run(False, range(2, 4), load=True),
-        ]
+        run = partial(losses_of, rank, tmp_path)
+        return [run(range(4)), run(range(2)), run(range(2, 4)), run(range(2, 4), cut=False)]
 
     for through, before, again, without in on_ranks(body, 2):
         assert before + again == through
         assert without == pytest.approx(again, rel=1e-5)
-    at_four = on_ranks(resumed_on_four, 4, tmp_path)
-    assert at_four[0] == pytest.approx(through[2:], rel=1e-5)
-
-
-def resumed_on_four(rank: int, folder: Path) -> list[float]:
-    sequences = Sequences(torch.distributed.group.WORLD)
-    model: Any = make(Case())
-    sequences.attach(model)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 2)
-    sharded.load(folder)
-    losses = []
-    for step in range(2, 4):
-        loss = sequences.loss(model, sequences.cut(batch(Case(), step, 0)))
-        update(loss, sharded.optimizer)
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def test_an_engine_takes_cut_batches() -> None:
-    """In a loop as DeepSpeed's users have it."""
-
-    def body(rank: int) -> tuple[float, float]:
-        sequences = Sequences(torch.distributed.group.WORLD)
-        model: Any = make(Case())
-        sequences.attach(model)
-        config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
-        engine, *_ = zeroshard.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-        )
-        loss = sequences.loss(engine, sequences.cut(batch(Case(), 0, 0)), tiles=2)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach()), float(engine.get_global_grad_norm())
-
-    twin = alone(Case(steps=1), 1)
-    for loss, norm in on_ranks(body, 2):
-        assert loss == pytest.approx(twin.losses[0], rel=1e-6)
-        assert norm == pytest.approx(twin.norms[0], rel=1e-5)
-
-
-def compile_blocks(model: Any) -> None:
-    for block in model.model.layers:
-        block.compile(backend="eager")
-
-
-@pytest.mark.full
-def test_autocast_and_compiled_blocks_are_one_process() -> None:
-    """Rotary positions are computed in fp32 under autocast, so queries and keys have another dtype than values."""
-
-    def loss_of(model: Any, rank: int) -> float:
-        sequences = Sequences(torch.distributed.group.WORLD)
-        sequences.attach(model)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-        loss = sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
-        loss.backward()
-        return float(loss.detach())
-
-    def body(rank: int) -> tuple[float, float]:
-        compiled: Any = make(Case())
-        compile_blocks(compiled)
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(make(Case()), rank), loss_of(compiled, rank)
-
-    one = make(Case())
-    given = batch(Case(), 0, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = float(one(**given).loss)
-    for losses in on_ranks(body, 2):
-        assert losses == pytest.approx((expected, expected), rel=1e-3)
+    assert on_ranks(losses_of, 4, tmp_path, range(2, 4), 2)[0] == pytest.approx(through[2:], rel=1e-5)
 
 
 @pytest.mark.ranks(2)
-def test_loaders_without_names_are_refused(rank: int) -> None:
-    sequences = Sequences(torch.distributed.group.WORLD)
-    for in_turn in (False, True):
-        with pytest.raises(UsageError, match="needs batches with names"):
-            next(sequences.cut([[torch.arange(4)[None]]], in_turn=in_turn))  # type: ignore[list-item]
+def test_an_engine_takes_cut_batches(rank: int) -> None:
+    """In a loop as DeepSpeed's users have it."""
+    model, sequences = attached()
+    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5}
+    engine, *_ = zeroshard.initialize(model=model, optimizer=sgd(model), config=config)
+    loss = sequences.loss(engine, sequences.cut(batch(Case(), 0, 0)), tiles=2)
+    engine.backward(loss)
+    engine.step()
+    twin = alone(Case(steps=1), 1)
+    assert float(loss.detach()) == pytest.approx(twin.losses[0], rel=1e-6)
+    assert float(engine.get_global_grad_norm()) == pytest.approx(twin.norms[0], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+def test_autocast_and_compiled_blocks_are_one_process(rank: int) -> None:
+    """Rotary positions are computed in fp32 under autocast, so queries and keys have another dtype than values."""
+    for compiles in (False, True):
+        model, sequences = attached()
+        for block in model.model.layers if compiles else ():
+            block.compile(backend="eager")
+        zeroshard.shard(model, sgd(model), 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
+            loss.backward()
+            expected = make(Case())(**batch(Case(), 0, 0)).loss
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
 
 
 @pytest.mark.ranks(2)
 def test_generation_and_copies_run_whole(rank: int) -> None:
-    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
     torch.manual_seed(0)
     model: Any = llama().eval()
     prompt = torch.randint(2, 64, (1, 4 + rank), generator=torch.Generator().manual_seed(rank))
-    options = {
-        "max_new_tokens": 3 + rank,
-        "do_sample": False,
-        "eos_token_id": None,
-        "attention_mask": torch.ones_like(prompt),
-    }
-    before = model.generate(prompt, **options)
-    sequences.attach(model)
-    assert torch.equal(model.generate(prompt, **options), before)
+    options = {"max_new_tokens": 3 + rank, "do_sample": False, "eos_token_id": None}
+    generate = partial(model.generate, prompt, **options, attention_mask=torch.ones_like(prompt))
+    before = generate()
+    _, sequences = attached(model)
+    assert torch.equal(generate(), before)
     copied: Any = copy.deepcopy(model)
     assert sequences.messages == 0
     one = sequences.cut(batch(Case(), 0, 0))
@@ -371,12 +263,11 @@ def test_generation_and_copies_run_whole(rank: int) -> None:
     with pytest.raises(UsageError, match="a model that is not attached"):
         sequences.detach(copied)
     sequences.detach(model)
-    assert torch.equal(model.generate(prompt, **options), before)
+    assert torch.equal(generate(), before)
     assert model.config._attn_implementation == "sdpa"
-    other: Any = llama()
-    Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"]).attach(other)
+    other, _ = attached(llama())
     kept = weakref.ref(other.model)
-    del other
+    del other, _
     gc.collect()
     assert kept() is None, "transformers' registry keeps the model"
 
@@ -426,17 +317,12 @@ def test_masks_see_what_each_pattern_says(pattern: str, positions: Tensor, core:
 
 
 @pytest.mark.ranks(2)
-def test_cut(rank: int) -> None:
-    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+def test_a_batch_is_cut_into_slices(rank: int) -> None:
+    sequences = Sequences(torch.distributed.group.WORLD)
     tokens = torch.arange(10).view(2, 5)
     mask = torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
-    given = {
-        "input_ids": tokens,
-        "labels": tokens.masked_fill(mask == 0, -100),
-        "attention_mask": mask,
-        "name": "x",
-    }
-    cut = sequences.cut(given)
+    labels = tokens.masked_fill(mask == 0, -100)
+    cut = sequences.cut({"input_ids": tokens, "labels": labels, "attention_mask": mask, "name": "x"})
     assert set(cut) == {"input_ids", "position_ids", "shift_labels", "name"}
     assert cut["input_ids"].tolist() == ([[0, 1, 2], [5, 6, 7]], [[3, 4, 0], [8, 9, 0]])[rank]
     assert cut["shift_labels"].tolist() == ([[1, 2, 3], [6, 7, -100]], [[4, -100, -100], [-100, -100, -100]])[rank]
@@ -446,6 +332,9 @@ def test_cut(rank: int) -> None:
         list(sequences.cut([own]))
     turns = list(sequences.cut([own], in_turn=True))
     assert [int(one["input_ids"][0, 0]) - 3 * rank for one in turns] == [0, 100]
+    for in_turn in (False, True):
+        with pytest.raises(UsageError, match="needs batches with names"):
+            next(sequences.cut([[tokens]], in_turn=in_turn))  # type: ignore[list-item]
     packed = {"input_ids": tokens, "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
     assert sequences.cut(packed)["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3]] * 2
 
@@ -531,6 +420,7 @@ def flash() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -547,17 +437,12 @@ def flash() -> nn.Module:
         (lambda: nn.Linear(2, 2), "not a model of transformers"),
     ],
 )
-def test_models_that_are_refused(model: Callable[[], nn.Module], match: str) -> None:
-    def body(rank: int) -> str:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        made = model()
-        with pytest.raises(UsageError) as caught:
-            sequences.attach(made)
-        assert "zeroshard" not in str(getattr(getattr(made, "config", None), "_attn_implementation", ""))
-        return str(caught.value)
-
-    for message in on_ranks(body, 2):
-        assert match in message
+def test_models_that_are_refused(rank: int, model: Callable[[], nn.Module], match: str) -> None:
+    made = model()
+    with pytest.raises(UsageError) as caught:
+        attached(made)
+    assert match in str(caught.value)
+    assert "zeroshard" not in str(getattr(getattr(made, "config", None), "_attn_implementation", ""))
 
 
 def test_heads_that_cannot_be_cut_name_the_numbers_of_ranks_that_can() -> None:
@@ -571,35 +456,27 @@ def test_heads_that_cannot_be_cut_name_the_numbers_of_ranks_that_can() -> None:
     refuse_heads(6, 2, 6)
 
 
-def test_a_head_that_is_not_plain_is_refused_with_a_remedy_that_works() -> None:
+@pytest.mark.ranks(2)
+def test_a_head_that_is_not_plain_is_refused_with_a_remedy_that_works(rank: int) -> None:
     """PEFT wraps the modules of `modules_to_save`."""
+    from peft import LoraConfig, get_peft_model
 
-    def made() -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(0)
-        targets = ["q_proj", "down_proj"]
-        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, modules_to_save=["lm_head"])
-        return get_peft_model(make(Case()), config)  # type: ignore[arg-type]
-
+    torch.manual_seed(0)
+    targets = ["q_proj", "down_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, modules_to_save=["lm_head"])
+    made: Any = get_peft_model(make(Case()), config)  # type: ignore[arg-type]
     whole = batch(Case(), 0, 0)
-
-    def body(rank: int) -> float:
-        model = made()
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"]).attach(model)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-        one = sequences.cut(whole)
-        with pytest.raises(UsageError, match=r"ModulesToSaveWrapper.*token_mean"):
-            sequences.loss(model, one)
-        labels = one.pop("shift_labels")
-        logits = model(**one).logits.flatten(0, 1)
-        values = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
-        loss = token_mean(values, labels.flatten() != -100)
-        loss.backward()
-        return loss.item()
-
-    losses = on_ranks(body, 2)
-    assert losses == pytest.approx([made()(**whole).loss.item()] * 2, rel=1e-5)
+    expected = float(made(**whole).loss.detach())
+    model, sequences = attached(made)
+    zeroshard.shard(model, sgd(model), 3)
+    one = sequences.cut(whole)
+    with pytest.raises(UsageError, match=r"ModulesToSaveWrapper.*token_mean"):
+        sequences.loss(model, one)
+    labels = one.pop("shift_labels").flatten()
+    values = F.cross_entropy(model(**one).logits.flatten(0, 1), labels, reduction="none")
+    loss = token_mean(values, labels != -100)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,11 +487,10 @@ def test_without_transformers_a_model_is_none_of_its_models(monkeypatch: pytest.
 
 @pytest.mark.ranks(2)
 def test_forwards_that_are_refused(rank: int) -> None:
-    sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
+    model, sequences = attached()
     one = sequences.cut(batch(Case(), 0, 0))
     inputs = {name: value for name, value in one.items() if name != "shift_labels"}
-    model: Any = make(Case())
-    sequences.attach(model)
+    attention = model.model.layers[1].self_attn
     with pytest.raises(UsageError, match="already attached to Sequences"):
         sequences.attach(model)
     with pytest.raises(UsageError, match="got an uncut batch"):
@@ -625,68 +501,53 @@ def test_forwards_that_are_refused(rank: int) -> None:
         model(input_ids=one["input_ids"], position_ids=torch.arange(7)[None])
     with pytest.raises(UsageError, match="has no shift_labels"):
         sequences.loss(model, inputs)
-    model.model.layers[1].self_attn.attention_dropout = 0.1
+    attention.attention_dropout = 0.1
     with pytest.raises(UsageError, match=r"has attention dropout \(0.1\)"):
         model(**inputs)
-    model.model.layers[1].self_attn.attention_dropout = 0.0
-    model.model.layers[1].self_attn.is_causal = False
+    attention.attention_dropout = 0.0
+    attention.is_causal = False
     with pytest.raises(UsageError, match="two directions"):
         model(**inputs)
-    model.model.layers[1].self_attn.is_causal = True
-    forward = model.model.layers[1].self_attn.forward
-    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    attention.is_causal = True
+    forward = attention.forward
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(UsageError, match="3 layers, and 2 of them"):
         model(**inputs)
 
     def without_keywords(hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
         return forward(hidden_states, position_embeddings, attention_mask)
 
-    model.model.layers[1].self_attn.forward = without_keywords
+    attention.forward = without_keywords
     with pytest.raises(UsageError, match="none of the keywords"):
         model(**inputs)
 
 
 @pytest.mark.ranks(2)
-def test_router_losses_of_one_forward_are_refused(rank: int) -> None:
-    sequences = Sequences(torch.distributed.group.WORLD)
-    model: Any = make(Case("experts"))
-    sequences.attach(model)
+def test_router_losses_and_two_directions_are_refused_in_the_forward(rank: int) -> None:
+    model, sequences = attached(make(Case("experts")))
     one = sequences.cut(batch(Case(), 0, 0))
     with pytest.raises(UsageError, match="adds a loss of its routers"):
         model(input_ids=one["input_ids"], position_ids=one["position_ids"], output_router_logits=True)
+    both, sequences = attached(bert().eval())
+    with pytest.raises(UsageError, match="more than positions"):
+        both(**sequences.cut({"input_ids": torch.arange(8)[None]}))
 
 
-def test_bidirectional_models_are_refused() -> None:
-    def body(rank: int) -> str:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        model: Any = bert().eval()
-        sequences.attach(model)
-        with pytest.raises(UsageError) as caught:
-            model(**sequences.cut({"input_ids": torch.arange(8)[None]}))
-        return str(caught.value)
-
-    for message in on_ranks(body, 2):
-        assert "more than positions" in message
-
-
-def test_logits_that_go_on_are_refused() -> None:
+@pytest.mark.ranks(2)
+def test_logits_that_go_on_are_refused(rank: int) -> None:
     """Granite divides its logits: log-probabilities in tiles would pass that by, unless they are given it."""
     from transformers import GraniteConfig, GraniteForCausalLM
 
-    def body(rank: int) -> None:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        torch.manual_seed(0)
-        model: Any = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0))
-        one = batch(Case(), 0, 0)
-        expected = float(model(**one, use_cache=False).loss)
-        sequences.attach(model)
-        cut = sequences.cut(one)
-        with pytest.raises(UsageError, match="changes its logits after its head"):
-            sequences.loss(model, cut)
-        found = sequences.loss(model, cut, tiles=2, transform=lambda logits: logits / 3.0)
-        assert abs(float(found.detach()) - expected) < 1e-5
-
-    on_ranks(body, 2)
+    torch.manual_seed(0)
+    granite: Any = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0))
+    one = batch(Case(), 0, 0)
+    expected = float(granite(**one, use_cache=False).loss)
+    model, sequences = attached(granite)
+    cut = sequences.cut(one)
+    with pytest.raises(UsageError, match="changes its logits after its head"):
+        sequences.loss(model, cut)
+    found = sequences.loss(model, cut, tiles=2, transform=lambda logits: logits / 3.0)
+    assert abs(float(found.detach()) - expected) < 1e-5
 
 
 def test_a_rank_that_is_not_there_is_named() -> None:
@@ -703,30 +564,19 @@ def test_a_rank_that_is_not_there_is_named() -> None:
         run_ranks(body, 2)
 
 
-def test_counts_are_of_all_ranks() -> None:
+@pytest.mark.ranks(2)
+def test_counts_are_of_all_ranks(rank: int) -> None:
     """One rank of a sequence may hold no label that counts."""
-
-    def body(rank: int) -> float:
-        sequences = Sequences(init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))["sp"])
-        model: Any = make(Case())
-        sequences.attach(model)
-        one = batch(Case(), 0, 0)
-        one["labels"][:, :12] = -100
-        cut = sequences.cut(one)
-        assert bool((cut["shift_labels"] != -100).any()) == (rank == 1)
-        loss = sequences.loss(model, cut)
-        loss.backward()
-        assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
-        sequences.detach(model)
-        torch.testing.assert_close(loss, model(**one).loss, rtol=1e-6, atol=0)
-        assert counted(one) == ROWS_THAT_COUNT
-        return float(loss.detach())
-
-    first, second = on_ranks(body, 2)
-    assert first == second
-
-
-ROWS_THAT_COUNT = 2 * (22 - 12)
+    model, sequences = attached()
+    one = batch(Case(), 0, 0)
+    one["labels"][:, :12] = -100
+    cut = sequences.cut(one)
+    assert bool((cut["shift_labels"] != -100).any()) == (rank == 1)
+    loss = sequences.loss(model, cut)
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    sequences.detach(model)
+    torch.testing.assert_close(loss, model(**one).loss, rtol=1e-6, atol=0)
 
 
 @pytest.mark.full
@@ -751,7 +601,7 @@ def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -
         if tiles:
             sequences.attach(model)
             tile(model, "*.mlp", tokens=256)
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+            sharded = zeroshard.shard(model, sgd(model), 3)
         before = resource.getrlimit(resource.RLIMIT_AS)
         found = []
         try:
@@ -788,10 +638,8 @@ def test_groups_that_leave_ranks_of_a_sequence_out(rank: int) -> None:
         Sequences(torch.distributed.group.WORLD, group=own[rank])
     with pytest.raises(UsageError, match="pass the one with"):
         Sequences(own[1 - rank])
-    sequences = Sequences(torch.distributed.group.WORLD)
-    model: Any = make(Case())
-    sequences.attach(model)
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=own[rank])
+    model, sequences = attached()
+    zeroshard.shard(model, sgd(model), 2, group=own[rank])
     with pytest.raises(UsageError, match=r"over 1 rank, but these Sequences average losses over ranks \[0, 1\]"):
         sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
 
@@ -802,7 +650,7 @@ def test_a_group_of_equally_many_but_other_ranks_is_refused(rank: int) -> None:
     sequences = Sequences(mesh["sp"], group=mesh["sp"])
     model: Any = make(Case())
     sequences.attach(model)
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, group=mesh["dp"])
+    zeroshard.shard(model, sgd(model), 2, group=mesh["dp"])
     with pytest.raises(UsageError, match=r"over ranks \[., .\], but these Sequences average losses over ranks"):
         sequences.loss(model, sequences.cut(batch(Case(), 0, rank // 2)))
     torch.distributed.barrier()

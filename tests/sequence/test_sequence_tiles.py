@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import llama
-from ranks import on_ranks
-from sequences import Case, Outcome, alone, batch, expect_close, make, same_bits, train
+from sequences import Case, alone, batch, expect_close, make, same_bits, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,14 +39,20 @@ def tiled(tensors: list[Tensor], labels: Tensor, tiles: int) -> Tensor:
     return head_loss(tensors[0], tensors[1], labels, bias=tensors[2] if len(tensors) > 2 else None, tiles=tiles)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_one_tile_gives_the_bits_of_none(dtype: torch.dtype, bias: bool) -> None:
-    tensors, labels = head(dtype, bias)
-    expected, found = plain(tensors, labels), tiled(tensors, labels, 1)
+def gradients(loss: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, [one for one in tensors if one.requires_grad])
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("what", ["fp32 without a bias", "fp32", "bf16", "autocast", "a frozen head"])
+def test_one_tile_gives_the_bits_of_none(what: str) -> None:
+    tensors, labels = head(torch.bfloat16 if what == "bf16" else torch.float32, what != "fp32 without a bias")
+    if what == "a frozen head":
+        tensors = [tensors[0], *(one.detach() for one in tensors[1:])]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=what == "autocast"):
+        expected, found = plain(tensors, labels), tiled(tensors, labels, 1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    for one, other in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, gradients(found, tensors), gradients(expected, tensors)))
 
 
 @pytest.mark.parametrize("tiles", [2, 7, TOKENS, 10 * TOKENS])
@@ -55,21 +60,21 @@ def test_tiles_change_rounding_only(tiles: int) -> None:
     tensors, labels = head()
     expected, found = plain(tensors, labels), tiled(tensors, labels, tiles)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    for one, other in zip(torch.autograd.grad(found, tensors), torch.autograd.grad(expected, tensors), strict=True):
+    for one, other in zip(gradients(found, tensors), gradients(expected, tensors), strict=True):
         assert (one - other).abs().max() <= 1e-6 * other.abs().max()
 
 
 def test_gradients_of_16_bits_are_summed_in_fp32() -> None:
     tensors, labels = head(torch.bfloat16)
     exact = [one.detach().double().requires_grad_() for one in tensors]
-    wanted = torch.autograd.grad(tiled(exact, labels, 1), exact)[1]
-    by_tiles = [torch.autograd.grad(tiled(tensors, labels, tiles), tensors)[1].double() for tiles in (1, TOKENS)]
+    wanted = gradients(tiled(exact, labels, 1), exact)[1]
+    by_tiles = [gradients(tiled(tensors, labels, tiles), tensors)[1].double() for tiles in (1, TOKENS)]
     one, many = ((found - wanted).norm() / wanted.norm() for found in by_tiles)
     assert many < 1.5 * one
 
 
-def test_log_probabilities() -> None:
-    """Any gradient for each token goes back, which DPO's and KTO's losses need; softcapping is the caller's."""
+def test_log_probabilities_take_any_gradient_and_a_transform() -> None:
+    """DPO's and KTO's losses need both: a gradient for each token, and the softcapping of some models."""
     (hidden, weight), labels = head(bias=False)
 
     def cap(logits: Tensor) -> Tensor:
@@ -80,30 +85,8 @@ def test_log_probabilities() -> None:
     whole = whole * (labels != -100)
     torch.testing.assert_close(found, whole)
     seed = torch.randn_like(found)
-    for one, other in zip(
-        torch.autograd.grad(found, [hidden, weight], seed),
-        torch.autograd.grad(whole, [hidden, weight], seed),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_autocast_is_the_forwards() -> None:
-    (hidden, weight), labels = head(bias=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = plain([hidden, weight], labels), tiled([hidden, weight], labels, 1)
-    for one, other in zip(
-        torch.autograd.grad(found, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
-    ):
-        assert torch.equal(one, other)
-
-
-def test_frozen_heads_get_no_gradient() -> None:
-    (hidden, weight), labels = head(bias=False)
-    frozen = weight.detach()
-    (one,) = torch.autograd.grad(tiled([hidden, frozen], labels, 3), [hidden])
-    (other,) = torch.autograd.grad(plain([hidden, frozen], labels), [hidden])
-    torch.testing.assert_close(one, other)
+    by_tiles, at_once = (torch.autograd.grad(one, [hidden, weight], seed) for one in (found, whole))
+    torch.testing.assert_close(by_tiles, at_once, rtol=1e-5, atol=1e-6)
 
 
 class Largest(TorchDispatchMode):
@@ -128,22 +111,14 @@ def test_whole_logits_are_never_made() -> None:
         assert largest.numel == max(most, TOKENS * WIDTH)
 
 
-def test_no_token_counts() -> None:
-    (hidden, weight), labels = head(bias=False)
-    loss = tiled([hidden, weight], torch.full_like(labels, -100), 2)
-    loss.backward()
-    assert float(loss.detach()) == 0
-    assert not weight.grad.any() and not hidden.grad.any()  # type: ignore[union-attr]
-
-
-def test_no_tokens() -> None:
+@pytest.mark.parametrize("tokens", [0, TOKENS])
+def test_no_token_counts(tokens: int) -> None:
     (_, weight), _ = head(bias=False)
-    hidden = torch.zeros(0, WIDTH, requires_grad=True)
-    tiled([hidden, weight], torch.zeros(0, dtype=torch.long), 3).backward()
-    assert hidden.grad is not None
-    assert hidden.grad.shape == hidden.shape
-    assert weight.grad is not None
-    assert not weight.grad.any()
+    hidden = torch.ones(tokens, WIDTH, requires_grad=True)
+    loss = tiled([hidden, weight], torch.full((tokens,), -100), 2)
+    assert tokens == 0 or float(loss.detach()) == 0
+    for one in gradients(loss, [hidden, weight]):
+        assert not one.any()
 
 
 @pytest.mark.ranks(2)
@@ -165,6 +140,14 @@ def test_a_token_mean_over_ranks(rank: int) -> None:
     assert gradient.tolist() == [0, 2, 4]
 
 
+def test_a_token_mean_of_fp16_values_does_not_overflow() -> None:
+    values = torch.full((40_000,), 3.0, dtype=torch.float16, requires_grad=True)
+    mean = token_mean(values, torch.ones(40_000, dtype=torch.bool))
+    assert mean.item() == 3.0
+    (mean * 40_000).backward()
+    assert values.grad is not None and bool((values.grad == 1).all())
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -177,6 +160,17 @@ def test_what_does_not_fit(change: dict[str, Any], match: str) -> None:
     (hidden, weight), labels = head(bias=False)
     with pytest.raises(UsageError, match=match):
         head_loss(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
+
+
+@pytest.mark.ranks(2)
+def test_a_head_outside_of_its_model_is_refused_by_name(rank: int) -> None:
+    """The loss reads the head's weight: outside of a forward, a sharded one is not there."""
+    model: Any = llama()
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    one = batch(Case(), 0, rank)
+    hidden = model.model(input_ids=one["input_ids"]).last_hidden_state
+    with pytest.raises(UsageError, match=r"lm_head\.weight"):
+        head_loss(hidden, model.lm_head.weight, one["labels"])
 
 
 # ---------------------------------------------------------------------- modules
@@ -200,7 +194,7 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 7, 12, 100])
-def test_tiled_modules(tokens: int) -> None:
+def test_a_module_in_tiles_gives_close_results_until_they_are_removed(tokens: int) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Mlp(), Mlp()), torch.randn(2, 12, WIDTH)
     model[1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
@@ -221,7 +215,7 @@ def test_tiled_modules(tokens: int) -> None:
     assert torch.equal(run(model, x)[0], expected)
 
 
-def test_dropout_is_the_forwards() -> None:
+def test_a_backward_drops_what_the_forward_dropped() -> None:
     model = Mlp(0.5)
     holder = nn.ModuleDict({"mlp": model})
     tile(holder, "mlp", tokens=5)
@@ -283,66 +277,9 @@ def test_calls_that_cannot_run_in_tiles() -> None:
         tile(model, "mpl")
     with pytest.raises(UsageError, match="1 position or more"):
         tile(model, "mlp", tokens=0)
-
-
-# ---------------------------------------------------------------------- sharded
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(tiles=3, mlp_tokens=4),
-        Case("lora", tiles=2, mlp_tokens=3),
-        pytest.param(Case(tiles=3, mlp_tokens=4, checkpointing=True), marks=pytest.mark.full),
-        pytest.param(Case("learned positions", tiles=2, mlp_tokens=3), marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_tiles_of_cut_sequences(case: Case) -> None:
-    def body(rank: int) -> list[Outcome]:
-        return [train(rank, case, 2, stage) for stage in (0, 3)]
-
-    outcomes, others = on_ranks(body, 2)
-    assert same_bits(*outcomes) and same_bits(outcomes[0], others[0]) and same_bits(outcomes[1], others[1])
-    expect_close(outcomes[1], alone(case, 1))
-
-
-def test_a_tiled_unit_is_gathered_once() -> None:
-    def body(rank: int) -> list[tuple[int, float]]:
-        found = []
-        for tokens in (64, 3):
-            model: Any = make(Case())
-            tile(model, "*.mlp", tokens=tokens)
-            sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-            one = batch(Case(), 0, rank)
-            for _ in range(2):
-                model(**one).loss.backward()
-                norm = float(sharded.clip_grad_norm_(1.0))
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
-            found.append((sharded.comm_report()["all_gather"], norm))
-        return found
-
-    for (whole, norm), (tiles, other) in on_ranks(body, 2):
-        assert whole == tiles > 0
-        assert abs(norm - other) <= 1e-5 * norm
-
-
-def test_a_head_outside_of_its_model_is_refused_by_name() -> None:
-    """The loss reads the head's weight: outside of a forward, a sharded one is not there."""
-
-    def body(rank: int) -> str:
-        torch.manual_seed(0)
-        model: Any = llama()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-        one = batch(Case(), 0, rank)
-        hidden = model.model(input_ids=one["input_ids"]).last_hidden_state
-        with pytest.raises(UsageError) as caught:
-            head_loss(hidden, model.lm_head.weight, one["labels"])
-        return str(caught.value)
-
-    for message in on_ranks(body, 2):
-        assert "lm_head.weight" in message
+    model["mlp"].up.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(UsageError, match=r"mlp\.up has a hook \(register_hook\)|has a hook \(register_hook\)"):
+        model["mlp"](x)
 
 
 class Attending(nn.Module):
@@ -369,26 +306,6 @@ def test_a_module_that_mixes_positions_is_found_once_its_outputs_are_not_zero() 
         model(x)
 
 
-def test_a_second_backward_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    tile(model, "0", tokens=2)
-    x = torch.randn(1, 6, WIDTH, requires_grad=True)
-    with pytest.raises(UsageError, match=r"tile\(\) recomputes tiles"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    (hidden, weight), labels = head(bias=False)
-    loss = head_loss(hidden, weight, labels, tiles=2)
-    with pytest.raises(UsageError, match=r"head_loss\(\) recomputes tiles"):
-        torch.autograd.grad(loss, [hidden], create_graph=True)
-
-
-def test_hooks_on_gradients_of_tiled_parameters_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    tile(model, "0", tokens=2)
-    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
-    with pytest.raises(UsageError, match=r"0 has a hook \(register_hook\)"):
-        model(torch.randn(1, 6, WIDTH))
-
-
 @pytest.mark.parametrize("first", [torch.full((2, 5, 4), torch.inf), torch.ones(0, 5, 4)], ids=["infinite", "empty"])
 def test_a_first_batch_that_proves_nothing_is_not_judged(first: Tensor) -> None:
     model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))})
@@ -397,9 +314,51 @@ def test_a_first_batch_that_proves_nothing_is_not_judged(first: Tensor) -> None:
     assert model["mlp"](torch.ones(2, 5, 4)).isfinite().all()
 
 
-def test_a_token_mean_of_fp16_values_does_not_overflow() -> None:
-    values = torch.full((40_000,), 3.0, dtype=torch.float16, requires_grad=True)
-    mean = token_mean(values, torch.ones(40_000, dtype=torch.bool))
-    assert mean.item() == 3.0
-    (mean * 40_000).backward()
-    assert values.grad is not None and bool((values.grad == 1).all())
+def test_a_second_backward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    tile(model, "0", tokens=2)
+    x = torch.randn(1, 6, WIDTH, requires_grad=True)
+    (hidden, weight), labels = head(bias=False)
+    for name, y in (("tile", model(x).sum()), ("head_loss", head_loss(hidden, weight, labels, tiles=2))):
+        with pytest.raises(UsageError, match=rf"{name}\(\) recomputes tiles"):
+            torch.autograd.grad(y, [x, hidden], create_graph=True, allow_unused=True)
+
+
+# ---------------------------------------------------------------------- sharded
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(tiles=3, mlp_tokens=4, checkpointing=True), marks=pytest.mark.full),
+        pytest.param(Case("learned positions", tiles=2, mlp_tokens=3), marks=pytest.mark.full),
+        Case(tiles=3, mlp_tokens=4),
+        Case("lora", tiles=2, mlp_tokens=3),
+    ],
+    ids=str,
+)
+def test_tiles_of_cut_sequences(rank: int, case: Case) -> None:
+    outcomes = [train(rank, case, 2, stage) for stage in (0, 3)]
+    everyones: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyones, outcomes)
+    assert all(same_bits(one, outcomes[0]) for of_rank in everyones for one in of_rank)
+    expect_close(outcomes[1], alone(case, 1))
+
+
+@pytest.mark.ranks(2)
+def test_a_tiled_unit_is_gathered_once(rank: int) -> None:
+    found = []
+    for tokens in (64, 3):
+        model: Any = make(Case())
+        tile(model, "*.mlp", tokens=tokens)
+        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        for _ in range(2):
+            model(**batch(Case(), 0, rank)).loss.backward()
+            norm = float(sharded.clip_grad_norm_(1.0))
+            sharded.optimizer.step()
+            sharded.optimizer.zero_grad()
+        found.append((sharded.comm_report()["all_gather"], norm))
+    (whole, norm), (tiles, other) = found
+    assert whole == tiles > 0
+    assert abs(norm - other) <= 1e-5 * norm

@@ -46,6 +46,7 @@ PRECISIONS = {
     "fp16": Precision(torch.float16),
     "bf16 states": Precision(state_dtype=torch.bfloat16),
     "bf16, states too": Precision(torch.bfloat16, state_dtype=torch.bfloat16),
+    "8-bit states": Precision(state_dtype=torch.uint8),
 }
 LOSS_SCALES = dict.fromkeys(PRECISIONS, 1.0) | {"fp16": 2.0**12}
 ACCELERATOR, CPU, DISK = Place.ACCELERATOR, Place.CPU, Place.DISK

@@ -177,13 +177,13 @@ def check(rank: int, case: Case) -> None:
 
 
 WRAPPED = Case()
+QUICK = replace(WRAPPED, backend="aot_eager")
+"""The graphs are inductor's, and torch runs their operations: a minute of C++ compilers is left to the rest."""
 CASES = {
-    "wrapped blocks, as graphs": replace(WRAPPED, backend="aot_eager"),
+    "wrapped blocks, as graphs": QUICK,
     "wrapped blocks": WRAPPED,
     "in place, accumulating, one rank": Case("blocks in place", microbatches=2, ranks=1),
     "our checkpointing, accumulating": Case(checkpointed=True, microbatches=2),
-}
-MORE = {
     "frozen parts, on disk": Case("blocks in place", frozen=True, on_disk=True),
     "bf16": replace(WRAPPED, precision=BF16, microbatches=2),
     "our checkpointing, in place, bf16": Case("blocks in place", checkpointed=True, precision=BF16, whole=False),
@@ -201,17 +201,10 @@ MORE = {
 }
 
 
-QUICK = "wrapped blocks, as graphs"
-"""The graphs are inductor's, and torch runs their operations: a minute of C++ compilers is left to the rest."""
-
-
 @WITH_INDUCTOR
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in [*CASES, *MORE]
-    ],
-)  # fmt: skip
-def test_compiled_models_give_the_bits_that_they_give_without_us(name: str) -> None:
-    case = {**CASES, **MORE}[name]
+    "case",
+    [pytest.param(case, marks=() if case is QUICK else pytest.mark.full, id=name) for name, case in CASES.items()],
+)
+def test_compiled_models_give_the_bits_that_they_give_without_us(case: Case) -> None:
     run_ranks(check, case.ranks, case, timeout=300)

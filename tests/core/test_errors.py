@@ -170,18 +170,12 @@ def test_policies_without_meaning() -> None:
     assert 'the place \'gpu\'. Pass a Place, or one of "accelerator", "cpu", "disk".' in text
 
 
-def test_calls_of_a_loop() -> None:
+def test_calls_out_of_order() -> None:
+    """Those of a plain loop are in test_states.py, except for one."""
     model, sharded = build(1)
     with sharded.accumulate():
         model(*tokens(0, 0)).backward()
     assert "not declared the last microbatch" in refusal(sharded.optimizer.step)
-    model(*tokens(0, 1)).backward()
-    sharded.optimizer.step()
-    model(*tokens(0, 2)).backward()
-    assert "zero_grad" in refusal(sharded.optimizer.step)
-
-
-def test_calls_of_the_engine() -> None:
     engine, *_ = zeroshard.initialize(model=Stack(), config=SGD)
     assert "scalar loss" in refusal(lambda: engine.backward(torch.zeros(3)))
     with torch.no_grad():

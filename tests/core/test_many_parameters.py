@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import CheckpointedTwice, Gated, tokens
 from oracles import train_reference
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -71,29 +72,12 @@ class InTwoPieces(Many):
         return self.wide(x).square().mean()
 
 
-class Part(nn.Module):
-    """One layer of it is never used: its unit does not get all gradients."""
+class NeverAll(CheckpointedTwice):
+    """Its blocks have a side path that is never used. One is called twice, has two backwards, and each begins anew."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.first(x).tanh())
-
-
-class PartsTwice(nn.Module):
-    """Under reentrant checkpointing a block that is called twice has two backwards, and each begins anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Part() for _ in range(3))
-
-    def forward(self, x: Tensor, _: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for number in (0, 0, 1, 2, 1, 0):
-            x = checkpoint(self.blocks[number], x, use_reentrant=True)
-        return x.square().mean()
+        super().__init__(use_reentrant=True)
+        self.blocks = nn.ModuleList(Gated() for _ in range(3))
 
 
 @contextmanager
@@ -123,11 +107,12 @@ def test_bits_do_not_depend_on_how_many_are_taken_at_once(rank: int, microbatche
 @pytest.mark.ranks(2)
 @EVERY_STAGE
 @pytest.mark.parametrize("count", [1, 1 << 16])
-@pytest.mark.parametrize("model", [InTwoPieces, PartsTwice])
+@pytest.mark.parametrize("model", [InTwoPieces, NeverAll])
 def test_a_parameter_that_gives_two_gradients_in_one_backward(
     rank: int, model: type[nn.Module], count: int, stage: int
 ) -> None:
-    work = Workload(make_model=model, make_batch=partial(batch, skips=False), steps=2)
+    make_batch = tokens if model is NeverAll else partial(batch, skips=False)
+    work = Workload(make_model=model, make_batch=make_batch, steps=2)
     with taken_at_once(count):
         done = expect_equal(rank, work, {"": list(STAGES.values())[stage]})
     close(done[False].parameters, train_reference(work, 2).parameters)

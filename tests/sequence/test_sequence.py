@@ -55,31 +55,33 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 # ---------------------------------------------------------------------- equal
 
-EVERY = (0, 1, 2, 3)
-RUNS = [
-    (Case("lora"), 2, 2, (1, 3)),
-    (Case(checkpointing=True, packed=True), 2, 2, (1, 3)),
-    (Case("two kinds of layers", packed=True), 2, 2, (1, 3)),
-    (Case("chunks", packed=True), 2, 2, (1, 3)),
-    (Case("window", packed=True), 4, 2, (0, 3)),
-    (Case(accumulation=2), 2, 2, EVERY),
+ON_TWO_RANKS = [
+    Case(packed=True),
+    Case("chunks"),
+    Case("window"),
+    Case("learned positions"),
+    Case("experts"),
+    Case("eager", packed=True),
+    Case(tiles=3, mlp_tokens=4, checkpointing=True),
+    Case("learned positions", tiles=2, mlp_tokens=3),
+    Case("lora"),
+    Case(checkpointing=True, packed=True),
+    Case("two kinds of layers", packed=True),
+    Case(tiles=3, mlp_tokens=4),
 ]
-MORE_RUNS = [
-    (Case(), 2, 2, EVERY),
-    (Case(packed=True), 2, 2, (1, 3)),
-    (Case("chunks"), 2, 2, (1, 3)),
-    (Case("window"), 2, 2, (1, 3)),
-    (Case("learned positions"), 2, 2, (1, 3)),
-    (Case("experts"), 2, 2, (1, 3)),
-    (Case("eager", packed=True), 2, 2, (1, 3)),
+RUNS: list[tuple[Case, int, int, tuple[int, ...]]] = [
+    *((case, 2, 2, (1, 3)) for case in ON_TWO_RANKS),
+    (Case(), 2, 2, (0, 1, 2, 3)),
     (Case("window", packed=True), 4, 4, (0, 3)),  # two heads of keys, each on two ranks
+    (Case("window", packed=True), 4, 2, (0, 3)),
+    (Case("chunks", packed=True), 2, 2, (1, 3)),
+    (Case("lora", tiles=2, mlp_tokens=3), 2, 2, (0, 3)),
+    (Case(accumulation=2), 2, 2, (0, 1, 2, 3)),
 ]
 
 
-@pytest.mark.quick(3)
-@pytest.mark.parametrize(
-    ("case", "world", "size", "stages"), [*(pytest.param(*run, marks=pytest.mark.full) for run in MORE_RUNS), *RUNS]
-)
+@pytest.mark.quick(4)
+@pytest.mark.parametrize(("case", "world", "size", "stages"), RUNS)
 def test_ranks_are_one_process(case: Case, world: int, size: int, stages: tuple[int, ...]) -> None:
     """At each stage with the same bits, but for the order of sums over microbatches; `size` ranks have one sequence."""
     from transformers import masking_utils
@@ -363,48 +365,41 @@ def test_batches_that_are_refused(change: dict[str, Tensor], match: str) -> None
 # ---------------------------------------------------------------------- refusals
 
 
-def three_heads() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def of_transformers(name: str, **sizes: Any) -> Any:
+    """Return a model of a family, with `SIZES` where none are given."""
+    import transformers
 
-    return LlamaForCausalLM(
-        LlamaConfig(**{**SIZES, "hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3})
-    )
+    config = getattr(transformers, f"{name}Config")(**(sizes if "vocab_size" in sizes else {**SIZES, **sizes}))
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def three_heads() -> nn.Module:
+    return of_transformers("Llama", hidden_size=36, num_attention_heads=3, num_key_value_heads=3)
 
 
 def bloom() -> nn.Module:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    return of_transformers("Bloom", vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
 
 
 def mamba() -> nn.Module:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4))
+    return of_transformers("Mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
 
 
 def linear_attention() -> nn.Module:
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    sizes = {**SIZES, "num_hidden_layers": 2}
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(**sizes, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-                        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-                        shared_expert_intermediate_size=16)
-    )  # fmt: skip
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    return of_transformers(
+        "Qwen3Next", num_hidden_layers=2, head_dim=8, **heads, **experts, shared_expert_intermediate_size=16
+    )
 
 
 def dynamic_rope() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
-
-
-def router_loss() -> nn.Module:
-    model: Any = mixtral()
-    model.config.output_router_logits = True
-    return model  # type: ignore[no-any-return]
+    return of_transformers("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
 
 
 def prompt_tuning() -> nn.Module:
@@ -414,9 +409,9 @@ def prompt_tuning() -> nn.Module:
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))  # type: ignore[arg-type]
 
 
-def flash() -> nn.Module:
-    model: Any = llama()
-    model.config._attn_implementation = "flash_attention_2"
+def changed(model: Any, **config: Any) -> nn.Module:
+    for name, value in config.items():
+        setattr(model.config, name, value)
     return model  # type: ignore[no-any-return]
 
 
@@ -430,10 +425,13 @@ def flash() -> nn.Module:
         (mamba, "state from position to position"),
         (linear_attention, "linear_attention"),
         (dynamic_rope, "changes its frequencies"),
-        (router_loss, "output_router_logits=False"),
+        (lambda: changed(mixtral(), output_router_logits=True), "output_router_logits=False"),
         (llama4, "layers.1.self_attn of Llama4TextModel scales queries by its own count of positions"),
         (prompt_tuning, "virtual tokens"),
-        (flash, "flash_attention_2, whose kernels transformers loads by that name"),
+        (
+            lambda: changed(llama(), _attn_implementation="flash_attention_2"),
+            "flash_attention_2, whose kernels transformers loads by that name",
+        ),
         (lambda: nn.Linear(2, 2), "not a model of transformers"),
     ],
 )
@@ -536,10 +534,8 @@ def test_router_losses_and_two_directions_are_refused_in_the_forward(rank: int) 
 @pytest.mark.ranks(2)
 def test_logits_that_go_on_are_refused(rank: int) -> None:
     """Granite divides its logits: log-probabilities in tiles would pass that by, unless they are given it."""
-    from transformers import GraniteConfig, GraniteForCausalLM
-
     torch.manual_seed(0)
-    granite: Any = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0))
+    granite = of_transformers("Granite", logits_scaling=3.0)
     one = batch(Case(), 0, 0)
     expected = float(granite(**one, use_cache=False).loss)
     model, sequences = attached(granite)
@@ -584,9 +580,7 @@ def test_counts_are_of_all_ranks(rank: int) -> None:
 def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -> None:
     """Two ranks, each with so many bytes more than at the start. Whole logits over 16,384 words need 268 MB three times for 4,096
     tokens, and 2.1 GB for 32,768, of which each rank's half is too much as well."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {
+    sizes = SIZES | {
         "hidden_size": 16, "intermediate_size": 512, "vocab_size": 16384, "num_hidden_layers": 2, "num_attention_heads": 2,
         "max_position_embeddings": length,
     }  # fmt: skip
@@ -595,7 +589,7 @@ def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -
 
     def body(rank: int, is_limited: bool, tiles: int, steps: int) -> list[float]:
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+        model = of_transformers("Llama", **sizes)
         sequences = Sequences(torch.distributed.group.WORLD)
         sharded = None
         if tiles:
@@ -647,9 +641,8 @@ def test_groups_that_leave_ranks_of_a_sequence_out(rank: int) -> None:
 @pytest.mark.ranks(4)
 def test_a_group_of_equally_many_but_other_ranks_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    sequences = Sequences(mesh["sp"], group=mesh["sp"])
     model: Any = make(Case())
-    sequences.attach(model)
+    sequences = Sequences(mesh["sp"], group=mesh["sp"]).attach(model)
     zeroshard.shard(model, sgd(model), 2, group=mesh["dp"])
     with pytest.raises(UsageError, match=r"over ranks \[., .\], but these Sequences average losses over ranks"):
         sequences.loss(model, sequences.cut(batch(Case(), 0, rank // 2)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import llama
-from sequences import Case, alone, batch, expect_close, make, same_bits, train
+from sequences import Case, batch, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -325,25 +325,6 @@ def test_a_second_backward_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------- sharded
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case(tiles=3, mlp_tokens=4, checkpointing=True), marks=pytest.mark.full),
-        pytest.param(Case("learned positions", tiles=2, mlp_tokens=3), marks=pytest.mark.full),
-        Case(tiles=3, mlp_tokens=4),
-        Case("lora", tiles=2, mlp_tokens=3),
-    ],
-    ids=str,
-)
-def test_tiles_of_cut_sequences(rank: int, case: Case) -> None:
-    outcomes = [train(rank, case, 2, stage) for stage in (0, 3)]
-    everyones: list[Any] = [None, None]
-    torch.distributed.all_gather_object(everyones, outcomes)
-    assert all(same_bits(one, outcomes[0]) for of_rank in everyones for one in of_rank)
-    expect_close(outcomes[1], alone(case, 1))
 
 
 @pytest.mark.ranks(2)

@@ -111,8 +111,9 @@ def test_names(kind: str, stage: int, tmp_path: Path) -> None:
     other.load(tmp_path / "saved", "one")
     other.save(tmp_path / "plain", "one")
     again.load(tmp_path / "plain", "one")
+    calls = sharded.model.blocks[0].calls  # type: ignore[union-attr, index]
     for one in (sharded, other, again):
-        assert one.model.blocks[0].calls == 1  # type: ignore[union-attr, index]
+        assert one.model.blocks[0].calls == calls > 0  # type: ignore[union-attr, index]
         step(one)
     for name, own in zip(dict(other.model.named_parameters()), dict(sharded.model.named_parameters()), strict=True):
         value = sharded.states.get(name)

@@ -180,7 +180,7 @@ def test_preferences_are_one_process() -> None:
         return trained_on_preferences(cuts, cut, sharded.optimizer, sharded.clip_grad_norm_)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     losses, norms = trained_on_preferences(pairs, whole, optimizer, clip)
     for found_losses, found_norms in on_ranks(body, 2):
         assert found_losses == pytest.approx(losses, rel=1e-5)

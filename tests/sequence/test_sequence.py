@@ -137,84 +137,48 @@ def test_attention_of_ones_own(rank: int) -> None:
         torch.testing.assert_close(one, sequences.own(gradient, dim=2))
 
 
-def preferences(pair: Tensor, reference: Tensor) -> Tensor:
-    """DPO's loss of log-probabilities [chosen and rejected rows]."""
-    chosen, rejected = (0.5 * (pair - reference)).chunk(2)
+def preferences(pair: Tensor) -> Tensor:
+    """DPO's loss of log-probabilities [chosen and rejected rows] against a reference without preferences."""
+    chosen, rejected = (0.5 * pair).chunk(2)
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def trained_on_preferences(pairs: list[Any], found: Callable[[Any], Tensor], optimizer: Any, clip: Any) -> Any:
-    """Return the losses and the norms of a loop, in which `found` returns a pair's log-probabilities."""
-    with torch.no_grad():
-        references = [found(pair) for pair in pairs]
-    losses, norms = [], []
-    for pair, reference in zip(pairs, references, strict=True):
-        loss = preferences(found(pair), reference)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        norms.append(float(clip(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
+@pytest.mark.ranks(2)
+def test_preferences_are_one_process(rank: int) -> None:
+    """By `log_probabilities` of a slice, and `sum` over the ranks of a sequence."""
+    pair = batch(Case(), 0, 0)  # one row is chosen, and the other rejected
+    plain: Any = make(Case())
+    logits = plain(input_ids=pair["input_ids"], use_cache=False).logits[:, :-1]
+    labels = pair["labels"][:, 1:]
+    whole = (
+        logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0).sum(1)
+    )
+    preferences(whole).backward()
+    model, sequences = attached()
+    sharded = zeroshard.shard(model, sgd(model), 3)
+    found = sequences.sum(sequences.log_probabilities(model, sequences.cut(pair), tiles=2).sum(1))
+    preferences(found).backward()
+    torch.testing.assert_close(found, whole)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.testing.assert_close(sharded.clip_grad_norm_(0.5), norm, rtol=1e-5, atol=0)
 
 
-def test_preferences_are_one_process() -> None:
-    """DPO in a loop of one's own: `log_probabilities` of a slice, and `sum` over the ranks of a sequence."""
-    pairs = [batch(Case(), step, 0) for step in range(2)]  # one row is chosen, and the other rejected
-    model: Any = make(Case())
-
-    def whole(pair: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=pair["input_ids"], use_cache=False).logits[:, :-1]
-        labels = pair["labels"][:, 1:]
-        found = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-        return found.masked_fill(labels == -100, 0).sum(1)
-
-    def body(rank: int) -> Any:
-        model, sequences = attached()
+@pytest.mark.ranks(2)
+def test_a_checkpoint_continues_without_cut_sequences(rank: int, tmp_path: Path) -> None:
+    ends = []
+    for cut in (True, False):
+        model, sequences = attached() if cut else (make(Case()), None)
         sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
-
-        def cut(pair: dict[str, Any]) -> Tensor:
-            return sequences.sum(sequences.log_probabilities(model, pair, tiles=2).sum(1))
-
-        cuts = [sequences.cut(pair) for pair in pairs]
-        return trained_on_preferences(cuts, cut, sharded.optimizer, sharded.clip_grad_norm_)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
-    losses, norms = trained_on_preferences(pairs, whole, optimizer, clip)
-    for found_losses, found_norms in on_ranks(body, 2):
-        assert found_losses == pytest.approx(losses, rel=1e-5)
-        assert found_norms == pytest.approx(norms, rel=1e-5)
-
-
-def losses_of(rank: int, folder: Path, numbers: range, stage: int = 3, *, cut: bool = True) -> list[float]:
-    """Train on batches with these numbers, from the checkpoint in a folder unless they begin at 0."""
-    model, sequences = attached() if cut else (make(Case()), None)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), stage)
-    if numbers[0] > 0:
-        sharded.load(folder)
-    losses = []
-    for number in numbers:
-        one = batch(Case(), number, 0)
-        loss = sequences.loss(model, sequences.cut(one), tiles=2) if sequences else model(**one).loss
-        losses.append(float(update(loss, sharded.optimizer)))
-    if numbers == range(2):
-        sharded.save(folder, "tag")
-    sharded.remove()
-    return losses
-
-
-def test_checkpoints_resume_at_another_number_of_ranks_of_a_sequence(tmp_path: Path) -> None:
-    """And without sequences that are cut: losses go on as if nothing had changed."""
-
-    def body(rank: int) -> list[list[float]]:
-        run = partial(losses_of, rank, tmp_path)
-        return [run(range(4)), run(range(2)), run(range(2, 4)), run(range(2, 4), cut=False)]
-
-    for through, before, again, without in on_ranks(body, 2):
-        assert before + again == through
-        assert without == pytest.approx(again, rel=1e-5)
-    assert on_ranks(losses_of, 4, tmp_path, range(2, 4), 2)[0] == pytest.approx(through[2:], rel=1e-5)
+        if not cut:
+            sharded.load(tmp_path)
+        for number in range(0 if cut else 2, 4):
+            one = batch(Case(), number, 0)
+            loss = sequences.loss(model, sequences.cut(one)) if sequences else model(**one).loss
+            ends.append(float(update(loss, sharded.optimizer)))
+            if number == 1:
+                sharded.save(tmp_path, "tag")
+        sharded.remove()
+    assert ends[4:] == pytest.approx(ends[2:4], rel=1e-5)
 
 
 @pytest.mark.ranks(2)

@@ -278,7 +278,7 @@ def test_calls_that_cannot_run_in_tiles() -> None:
     with pytest.raises(UsageError, match="1 position or more"):
         tile(model, "mlp", tokens=0)
     model["mlp"].up.weight.register_hook(lambda gradient: gradient * 0.5)
-    with pytest.raises(UsageError, match=r"mlp\.up has a hook \(register_hook\)|has a hook \(register_hook\)"):
+    with pytest.raises(UsageError, match=r"mlp has a hook \(register_hook\)"):
         model["mlp"](x)
 
 

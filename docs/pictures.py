@@ -61,7 +61,7 @@ PARAMETER = [
     ("box", "at rest: this rank's shard", "ParameterBucket.block"),
     ("gather", "its module is about to run", "Hooks, Schedule.unshard, Unit.start_unshard"),
     ("gather", "all-gather into the unit's flat buffer", "ParameterBucket.unshard, Collectives.all_gather"),
-    ("whole", "whole: the parameter shows its view", "Unit.unshard, Appearance.show_views"),
+    ("whole", "whole: the parameter shows its view", "Unit.unshard, Appearance.show"),
     ("compute", "forward; autograd saves unit and place", "SavedParameters"),
     ("box", "it has run: a placeholder, and no memory", "Schedule.reshard_after_forward, Unit.reshard"),
     ("gather", "its output has a gradient: gathered again", "Hooks._pre_backward"),

@@ -634,7 +634,7 @@ def test_update_trainable_forgets_units_kept_for_a_backward_that_never_came() ->
 
 CORE = Path(zeroshard.__file__).parent / "core"
 INTERRUPTED = {
-    "hooks", "module_hooks", "saved_parameters", "schedule", "state_dicts", "unit", "appearance", "classes", "context",
+    "hooks", "module_hooks", "saved_parameters", "schedule", "state_dicts", "unit", "appearance", "writes", "classes", "context",
     "parameter_bucket", "step", "gradient_bucket", "norm", "reductions", "storage",
 }  # fmt: skip
 """The files, and the folder, of the core in which an interrupt comes."""

@@ -34,6 +34,7 @@ from zeroshard.core.named_parameter import name_of
 from zeroshard.core.transport.base import Collectives
 from zeroshard.core.transport.tree import spread
 from zeroshard.core.transport.watch import make_current
+from zeroshard.core.unit import refuse_undecided
 from zeroshard.errors import CheckpointError, CollectiveError, UsageError, ZeroshardError
 
 _ATTEMPTS = 50
@@ -189,7 +190,7 @@ class Checkpoints:
             raise UsageError("a checkpoint between backward and step would lose the gradients: save after the step.")
         begun = self.live.step.begun
         self.live.step.refuse_inside()
-        self.live.schedule.refuse_undecided("a save")
+        refuse_undecided(self.live.schedule.units, "a save")
         self.live.schedule.refuse_unseen_changes()
         with self.operation(f'save "{tag}"'):
             files.check_tag(tag)
@@ -347,7 +348,7 @@ class Checkpoints:
             raise UsageError(
                 "a load inside torch.inference_mode(): no step could update the states afterwards. Load outside of it."
             )
-        self.live.schedule.refuse_undecided("a load")
+        refuse_undecided(self.live.schedule.units, "a load")
         self.live.schedule.refuse_unseen_changes()
         operation = f'load of "{folder}"' if tag is None else f'load "{tag}"'
         with self.operation(operation):

@@ -34,6 +34,7 @@ from zeroshard.checkpoint.safetensors_file import header
 from zeroshard.core.blocks import Copy, Target
 from zeroshard.core.layout import Span
 from zeroshard.core.storage.buffers import memory_of
+from zeroshard.core.unit import refuse_undecided
 from zeroshard.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -376,7 +377,7 @@ def export_live(checkpoints: Checkpoints, out: str | os.PathLike[str], dtype: to
     Each rank writes its own ranges. If any rank fails, all ranks raise its error.
     """
     live = checkpoints.live
-    live.schedule.refuse_undecided("an export")
+    refuse_undecided(live.schedule.units, "an export")
     live.schedule.refuse_unseen_changes()
     checkpoints.wait_together()
     folder = Path(out)

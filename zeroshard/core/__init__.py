@@ -9,8 +9,9 @@ From below to above, as files import each other (`tests/project/test_architectur
     transport/                     how do messages reach other ranks?
     storage/                       where is memory, and how does it move?
     context, step                  what do all parts share; what holds of this step?
-    classes, appearance            what does a parameter without values answer; did the user write?
+    classes, appearance            what does a parameter without values answer?
     parameter_bucket               where is this rank's part?
+    writes                         did the user write, and who gets it?
     gradient_bucket, norm          what has arrived, and what is its norm?
     reductions                     whose turn is it?
     module_hooks, unit             is it whole?

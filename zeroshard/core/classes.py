@@ -158,7 +158,7 @@ def classes_of(
             fqn: str | None = owner.taken_gradient(self)
             if fqn is None:
                 return None
-            is_taken = owner.is_taken(owner.index_of(self))
+            is_taken = owner.is_taken(owner.index_of[id(self)])
             if not is_taken:
                 local: Tensor | None = owner.local_gradient(self)
                 if local is not None:
@@ -215,7 +215,7 @@ def classes_of(
         @property
         def data(self) -> Tensor:
             data: Tensor = DATA.__get__(self)
-            return data if is_traced() else owner.appearance.watched(self, data)
+            return data if is_traced() else owner.writes.watched(self, data)
 
         @data.setter
         def data(self, data: Tensor) -> None:

@@ -228,9 +228,6 @@ class GradientOperations:
             self._gradients.set(view, self._gradients.get(view).clamp(min, max))
         return gradient
 
-    def _clamp_min(self, number: int, gradient: Tensor, min: Any) -> Any:
-        return self._clamp(number, gradient, min)
-
     def _clamp_max(self, number: int, gradient: Tensor, max: Any) -> Any:
         return self._clamp(number, gradient, None, max)
 
@@ -415,7 +412,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "div_": GradientOperations._divide,
     "__itruediv__": GradientOperations._divide,
     "clamp_": GradientOperations._clamp,
-    "clamp_min_": GradientOperations._clamp_min,
+    "clamp_min_": GradientOperations._clamp,
     "clamp_max_": GradientOperations._clamp_max,
 }
 """The operations, by torch's names for them."""

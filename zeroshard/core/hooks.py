@@ -294,7 +294,7 @@ class Hooks:
             return False
         if self._leaves_others_alone:
             return True
-        if self._schedule.is_in_step:
+        if self._schedule.awaits_step or self._schedule.is_stepping:
             raise UsageError(
                 "a forward began on a second thread in the middle of a step, and would gather parameters between those that the "
                 "first one gathers. Run the model on one thread at a time, or keep parameters unsharded (Policy.stage(2))."

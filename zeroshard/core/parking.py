@@ -72,7 +72,7 @@ class Parking:
         try:
             if "parameters" in wanted:
                 for unit in self._schedule.units:
-                    if unit.keeps_classes:
+                    if unit.appearance.keeps_classes:
                         raise UsageError(
                             f"{unit.label} has a parameter of a class of your own, whose readers would see NaN while it is parked: "
                             "use nn.Parameter there, or offload the other model states."

@@ -139,10 +139,6 @@ def numel_of(resident: Resident) -> int:
     return resident.shard.numel
 
 
-def _cast_numel(resident: Resident) -> int:
-    return resident.shard.numel if resident.gradient_parts is None else 0
-
-
 def packed(residents: Iterable[R], *limits: tuple[Callable[[R], int], int]) -> list[list[R]]:
     """Split residents into groups, in their order.
 
@@ -182,7 +178,7 @@ class SubGroups:
                 copied.append(resident)  # a step copies updated values to where the parameters rest
             else:
                 here.append(resident)
-        self._in_place = packed(here, (_cast_numel, LENT_NUMEL))
+        self._in_place = packed(here, (lambda one: one.shard.numel if one.gradient_parts is None else 0, LENT_NUMEL))
         # A part is copied while the next is updated.
         self._in_place += packed(copied, (numel_of, min(SUB_GROUP_NUMEL, policy.offload_optimizer.sub_group_numel)))
 

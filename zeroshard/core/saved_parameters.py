@@ -264,7 +264,7 @@ class SavedParameters:
         itself = unit.appearance.views[index]
         is_itself = (itself.dtype, itself.size(), itself.stride()) == (tensor.dtype, size, stride)
         return _Place(
-            unit, unit.parameters[index], unit.appearance.own_writes[index], tensor.dtype, size, stride, offset,
+            unit, unit.parameters[index], unit.writes.own[index], tensor.dtype, size, stride, offset,
             shows_attributes=is_itself and not entry.is_distributed,
         )  # fmt: skip
 
@@ -285,7 +285,7 @@ class SavedParameters:
         unit, parameter, own_writes, dtype, size, stride, offset, is_whole = place
         now = version_of(parameter) - own_writes.frees
         if now != version:
-            _refuse_changed(version, now, unit.named[unit.index_of(parameter)].fqn)
+            _refuse_changed(version, now, unit.named[unit.index_of[id(parameter)]].fqn)
         self._before_read(unit)
         shows_attributes = is_whole and (vars(parameter) or unit.appearance.whole_class is not nn.Parameter)
         if shows_attributes and not is_trained:

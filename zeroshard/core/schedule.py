@@ -20,7 +20,7 @@ from zeroshard.core.context import Context
 from zeroshard.core.model_tree import ModelTree
 from zeroshard.core.reductions import Reductions
 from zeroshard.core.step import Move, Step, StepState, after
-from zeroshard.core.unit import Unit, UnitState, refuse_undecided
+from zeroshard.core.unit import Unit, UnitState
 from zeroshard.errors import UsageError
 from zeroshard.torch_private import forget_grad, forget_grads, grad_of, grads_of
 
@@ -166,11 +166,6 @@ class Schedule:
         step.move(move)
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether gradients have arrived, or an update is under way."""
-        return self.awaits_step or self.is_stepping
-
-    @property
     def awaits_step(self) -> bool:
         """Whether gradients have arrived that no step has used."""
         return self.state in (StepState.BACKWARD, StepState.GRADIENTS, StepState.BROKEN)
@@ -184,7 +179,7 @@ class Schedule:
         self.tree.refuse_replaced_modules()
         for unit in self.units:
             if not unit.trainable:
-                unit.appearance.refuse_unfrozen(self.optimized)
+                unit.refuse_unfrozen(self.optimized)
         if any(self._present.runs):
             self._last = self._present
             self._present = _Order()
@@ -295,7 +290,7 @@ class Schedule:
         if not unit.waiting.gradients:
             return
         # First, since this may raise: then the gradients still wait. Reductions of other buckets may stay in flight.
-        self.reductions.finish_up_to(unit.buckets_of_waiting())
+        self.reductions.finish_up_to(unit.buckets_of(unit.waiting.gradients))
         unit.take_gradients()
         self.live.step.gradients_arrived()
         self.reductions.start_ready(unit.gradients)
@@ -435,11 +430,7 @@ class Schedule:
         self.tree.refuse_changes()
         for unit in self.units:
             if unit.state is UnitState.AT_REST:
-                unit.appearance.refuse_lost_writes()
-
-    def refuse_undecided(self, what: str) -> None:
-        """Raise if `what` would store parts of changes (see `unit.refuse_undecided`)."""
-        refuse_undecided(self.units, what)
+                unit.writes.refuse_lost()
 
     def refuse_parked(self, what: str) -> None:
         """Raise if any model states are parked while `what` runs."""

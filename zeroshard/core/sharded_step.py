@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ from zeroshard.core.schedule import Schedule
 from zeroshard.core.step import Agreement
 from zeroshard.core.storage.base import Storage
 from zeroshard.core.travelling import SubGroupsInFrames, Travelling
-from zeroshard.core.unit import Unit, refuse_kept_data
+from zeroshard.core.unit import Unit
 from zeroshard.core.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
@@ -39,6 +39,7 @@ from zeroshard.core.users_optimizer import (
     once,
     warn_of_zeros,
 )
+from zeroshard.core.writes import refuse_kept_data
 from zeroshard.errors import UsageError
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import states_per_parameter
@@ -296,7 +297,7 @@ class ShardedStep:
             left.subtract(resident.unit for resident in residents)
             while waiting and not left[waiting[0]]:
                 unit = waiting.popleft()
-                unit.appearance.outdate_graphs(None if updated is None else updated[unit])
+                unit.writes.outdate_graphs(None if updated is None else updated[unit])
                 self.schedule.sync_parameters(unit)
 
         casts = Casts()
@@ -651,14 +652,18 @@ class ShardedStep:
         if most >= WRITTEN:
             written = (unit for (unit, _), flag in zip(self._flags, flags, strict=True) if flag & WRITTEN)
             for unit in dict.fromkeys(written):
-                unit.spread_owners_values()
+                unit.come_for_changes()
+                unit.writes.spread()
         self._context.live.step.agreement = Agreement(self._used_of[1], by_all)
         return norm_of(total) if norm else 0.0
 
     def _own_flags(self, drops: set[int]) -> bytes:
         """Return this rank's flags of each parameter. This is the step's look for writes of the user."""
         units = [unit for unit in self.schedule.units if unit.trainable]
-        refuse = partial(refuse_kept_data, self.schedule.units, "optimizer.step()")
+
+        def refuse() -> None:
+            refuse_kept_data((unit.writes for unit in self.schedule.units if not unit.is_away), "optimizer.step()")
+
         written = {unit: indices for unit in units if (indices := unit.written(refuse))}
         changed = set[int]() if self._taken is None else self._taken.changed
         if not (written or drops):

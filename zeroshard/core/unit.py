@@ -18,14 +18,7 @@ flags. While `is_pinned` is true (an `unsharded` block is open, or a state dict 
 does not move to rest. While `is_held` is true (a graph that outlives its backward may read the unit), it is not
 resharded.
 
-The optimizer writes to shards, and the user to unsharded parameters. The user's values go to the shards, and to master
-weights, before the optimizer steps and before the unsharded values leave. Where ranks wrote different values, the
-values of each element's owner count.
-
-    trace of a write           found by
-    a version counter          `Appearance.collect_written`, at no cost
-    another tensor as `.data`  `Appearance.adopt_new_data`, by its address, shape and strides
-    none (through `.data`)     `ParameterBucket.save_hidden_writes`, which compares values; only if the user may have read `.data`
+The optimizer writes to shards, and the user to unsharded parameters: writes.py has what follows from the latter.
 """
 
 from __future__ import annotations
@@ -53,9 +46,10 @@ from zeroshard.core.layout import Piece, lay_out, lay_out_whole
 from zeroshard.core.module_hooks import Away
 from zeroshard.core.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.core.storage.base import Slot
+from zeroshard.core.writes import Writes, refuse_kept_data
 from zeroshard.errors import UsageError
 from zeroshard.policy import DTypes, Place, Residency
-from zeroshard.torch_private import grad_of, held_in_python, in_backward, storage_id
+from zeroshard.torch_private import grad_of, in_backward
 
 
 class UnitState(enum.Enum):
@@ -120,6 +114,7 @@ class Unit:
         gradients: the gradients' buckets, in the same order; none for frozen parameters.
         is_cut: whether the parameters are DTensors that are divided over the ranks of `Context.others`. If not, each of
             those ranks has the same whole parameters.
+        index_of: the index of each parameter in `named`, by its `id`.
         counted_shard: the shard of each bucket whose gradients this rank counts in norms; None if another rank does.
         data_world_size: the number of ranks with different batches, over which gradients are averaged.
         sharded_at_rest: whether only shards rest, so that every rank must take part when values come.
@@ -131,7 +126,7 @@ class Unit:
         self.label = group.label + group.kind
         self.named = group.named
         self.parameters = [entry.parameter for entry in group.named]
-        self._index_of = {id(entry.parameter): index for index, entry in enumerate(self.named)}
+        self.index_of = {id(entry.parameter): index for index, entry in enumerate(self.named)}
         self.module = group.module
         self.trainable = group.trainable
         self.policy = context.policy
@@ -178,22 +173,19 @@ class Unit:
             whole_class,
             context.live,
             separate=separate,
-            keeps_classes=self.keeps_classes,
-            has_address=self.flat.has_address,
+            keeps_classes=group.is_of_own_class or (group.is_quantised and not self.comes_and_goes),
         )
-        self._written: set[int] = set()
-        """The parameters that the user has written to since the last `spread_owners_values`, by index."""
-        self._masters_wait = False
-        """Whether parameters were written while master weights were parked."""
+        self.writes = Writes(
+            self.appearance, self.buckets, self._cpu, context,
+            is_cut=self.is_cut, trainable=self.trainable, has_address=self.flat.has_address,
+        )  # fmt: skip
         self.flat.count_uses()  # not those of the tensors that parameters show or an optimizer updates
-        self.appearance.show_first()
+        for entry, view in zip(self.named, self.appearance.views, strict=True):
+            # Data before the class, which `_show` sets: setting data ends a parameter of `sharded_init`.
+            self.appearance.show_one(entry, view)
+        self._show()
         self._count()
         self.reshard()
-
-    @property
-    def keeps_classes(self) -> bool:
-        """Whether the parameters always show their values, in a class of the user's own or of bitsandbytes."""
-        return self.group.is_of_own_class or (self.group.is_quantised and not self.comes_and_goes)
 
     def _make_buckets(self, first_bucket: int, context: Context) -> None:
         """Create the flat buffer and the buckets, with rank 0's values. This takes memory for a second copy of the unit."""
@@ -252,14 +244,9 @@ class Unit:
             self.state = UnitState.AT_REST
             self._count()
         if self.state is UnitState.UNSHARDED:
-            self.appearance.show_current()
-            self.away.end()
+            self._show()
         else:
-            self.away.begin()
-            if self.state is UnitState.UPDATING:
-                self.appearance.make_readers_wait()
-            else:
-                self.appearance.hide()
+            self._hide()
         if self.state is UnitState.AT_REST:
             self._free()
         return True
@@ -276,18 +263,32 @@ class Unit:
         before = self.state
         self.state = there
         self._count()
-        if there is UnitState.UNSHARDED:
+        if before is UnitState.UPDATING:
             self.away.end()
-            if before is UnitState.UPDATING:
-                self.appearance.end_wait()
-            else:
-                self.appearance.show_views()
+            self.appearance.make_readers_wait(False)
+            self.writes.record()
+        elif there is UnitState.UNSHARDED:
+            try:
+                self.writes.refuse_lost()
+            finally:
+                self._show()
         elif before is UnitState.UNSHARDED:
-            self.away.begin()
-            if there is UnitState.UPDATING:
-                self.appearance.make_readers_wait()
-            else:
-                self.appearance.hide()
+            self._hide()
+
+    def _show(self) -> None:
+        """Show values that are here."""
+        self.away.end()
+        self.appearance.show()
+        self.writes.record()
+
+    def _hide(self) -> None:
+        """Hide values that leave, or that are about to be updated."""
+        self.away.begin()
+        if self.state is UnitState.UPDATING:
+            self.appearance.make_readers_wait(True)
+        else:
+            self.appearance.hide()
+            self.writes.record()
 
     def _count(self) -> None:
         """Count the elements of a unit that comes and goes as live while it is unsharded or arriving."""
@@ -311,7 +312,7 @@ class Unit:
         self.pins += count
         self.checked += count * checks
         self.undecided += count * decides
-        written = self.appearance.watch(self.sharded_at_rest and self.checked > 0)
+        written = self.writes.watch(self.sharded_at_rest and self.checked > 0)
         return set() if decides else written
 
     @property
@@ -415,7 +416,7 @@ class Unit:
         if self.state is UnitState.UPDATING:
             self.unshard()
         self._land()  # a transfer in flight may still be writing to the storage
-        if self._cpu is not None and self.state is UnitState.UNSHARDED and self.appearance.has_new_data():
+        if self._cpu is not None and self.state is UnitState.UNSHARDED and any(self.writes.given_data()):
             return  # autograd may have saved the user's tensor itself: the next step takes its values
         self.write_back()
         if self._cpu is not None and self.state is UnitState.UNSHARDED:
@@ -428,7 +429,7 @@ class Unit:
     def _free(self) -> None:
         self.flat.free()
         if not self.flat.nbytes:
-            self.appearance.outdate_saved()
+            self.writes.outdate_saved()
 
     def refuse_pinned(self, what: str) -> None:
         """Raise if a block that keeps the unit unsharded is open while `what` runs. Forget state dicts that raised."""
@@ -455,10 +456,7 @@ class Unit:
 
     def unpark(self) -> None:
         """Return a parked unit to its state at rest. The model states must be in their slots again."""
-        if self._masters_wait:
-            self._masters_wait = False
-            for bucket in self.buckets:
-                bucket.masters_from_rests()
+        self.writes.unpark()
         if self.state is not UnitState.PARKED:
             return
         self._move(UnitMove.RESHARD if self.comes_and_goes else UnitMove.LAND)
@@ -469,7 +467,7 @@ class Unit:
         self.appearance.release()
         self._live.numels.pop(self, None)
 
-    # ------------------------------------------------------------------ the user's writes
+    # ------------------------------------------------------------------ values that change (see writes.py for the user's)
 
     def written(self, before_copies: Callable[[], object]) -> set[int]:
         """Return the parameters that the user wrote to on this rank, by index, if they are unsharded at rest.
@@ -478,127 +476,47 @@ class Unit:
         digits.
 
         Args:
-            before_copies: see `Appearance.adopt_new_data`.
+            before_copies: see `Writes.adopt_new_data`.
         """
         if not self.sharded_at_rest and self.state is UnitState.UNSHARDED:
             # If each step gathers the owners' values over all ranks that have these parameters, `write_back` finds writes
             # without a trace early enough.
             scans = not self.policy.optimizer.sharded or self.others.world_size > 1
-            self._look(scans=scans, before_copies=before_copies)
-        return self._written
-
-    def _look(self, *, scans: bool, before_copies: Callable[[], object] | None = None) -> bool:
-        """Add the user's writes on this rank to `_written`. Return whether any left a trace.
-
-        Args:
-            scans: whether to compare values if no write left a trace, and the user may have read `data`.
-            before_copies: see `Appearance.adopt_new_data`.
-        """
-        new = self.appearance.collect_written(before_copies)
-        if scans and not new and self._live.data_was_read and not self._live.parked:
-            for bucket in self.buckets:
-                if bucket.save_hidden_writes():
-                    self._written |= {piece.index for piece in bucket.layout.pieces}
-        self._written |= new
-        if self._written:
-            self._outdate_cpu_copy()
-        return bool(new)
-
-    def _outdate_cpu_copy(self) -> None:
-        """Record that the values in CPU memory, if there are any, are no longer current."""
-        if self._cpu is not None:
-            self._cpu.is_current = False
-
-    def _save_rows(self) -> None:
-        """Copy unsharded values to the slots and the master weights. Parked master weights get them in `unpark`."""
-        for bucket in self.buckets:
-            bucket.save_rows(masters=not self._live.parked)
-        self._masters_wait |= bool(self._live.parked)
+            self.writes.look(scans=scans, before_copies=before_copies)
+        return self.writes.found
 
     def write_back(self, *, has_looked: bool = False) -> None:
-        """Copy unsharded values that the user may have written: to their place at rest, and to the master weights.
+        """Copy values that the user may have written, if they are here: see `Writes.keep`."""
+        if self.state is UnitState.UNSHARDED:
+            self.writes.keep(has_looked=has_looked)
 
-        Args:
-            has_looked: whether the step has looked for writes in the values that stay here: then all ranks have them.
-        """
-        if self.state is not UnitState.UNSHARDED:
-            return
-        if self.sharded_at_rest:
-            if self.appearance.collect_written():
-                self._save_rows()
-            return
-        may_be_hidden = self._live.data_was_read
-        if has_looked and not may_be_hidden:
-            return
-        if not self.trainable and self._cpu is None:
-            self.appearance.adopt_new_data()  # nothing else has their values
-            return
-        wrote = self._look(scans=True)
-        if self._cpu is not None and may_be_hidden:
-            # A write through `.data` leaves no trace. Frozen parameters, such as an EMA teacher's, may be updated in this way.
-            self._outdate_cpu_copy()
-            wrote = True
-        if wrote:
-            self._save_rows()
-
-    def spread_owners_values(self) -> None:
-        """Give all ranks the owner's value of each element, after a write on any rank. Every rank must call it."""
-        self._come_for_writes()
-        self.appearance.collect_written()
-        self._written.clear()
-        self._outdate_cpu_copy()
-        for bucket in self.buckets:
-            label = f"all-gather of written {bucket.label}"
-            self.collectives.all_gather(bucket.rows, bucket.number, label).wait()
-            self._broadcast_first_replica(bucket)
-            bucket.save_rows()
-            bucket.broadcast_masters(None if self.is_cut else self.others)
-
-    def _come_for_writes(self) -> None:
+    def come_for_changes(self) -> None:
         """Bring values, which are about to change, into the flat buffer, if they rest in CPU memory or are arriving."""
         if self.is_arriving or (self.state is UnitState.AT_REST and self._cpu is not None):
             self.unshard()
 
-    def broadcast_from(self, source: int) -> None:
-        """Give rank `source`'s values of the unsharded parameters to all ranks. Every rank must call it.
-
-        Divided parameters get those of the ranks that divide the same model as `source`.
-        """
-        self._outdate_cpu_copy()
-        self.appearance.collect_written()  # tensors that were assigned as `.data` are copied into the rows first
-        for bucket in self.buckets:
-            self._broadcast_first_replica(bucket)
-            self.collectives.broadcast(bucket.rows, self._places[source] if self._places else source)
-            bucket.save_rows()
-
-    def _broadcast_first_replica(self, bucket: ParameterBucket) -> None:
-        """Broadcast whole parameters over the other dimensions, from the first rank of these."""
-        if not self.is_cut:
-            self.others.broadcast(bucket.rows)
-
     def load_masters(self, updated: Sequence[int] | None = None) -> None:
         """Copy new master weights to the parameters. Outdate graphs of those `updated` (default: all). All ranks must call it."""
-        self.appearance.outdate_graphs(updated)
+        self.writes.outdate_graphs(updated)
         was_at_rest = self.state is UnitState.AT_REST
-        self._come_for_writes()
-        self._outdate_cpu_copy()
+        self.come_for_changes()
+        self.writes.outdate_cpu_copy()
         for bucket in self.buckets:
             bucket.load_masters(regather=self.state is UnitState.UNSHARDED)
         if was_at_rest:
             self.reshard()
 
-    def written_since(self, versions: Sequence[int]) -> set[int]:
-        """Return the indices of parameters that this rank wrote to since `versions`. If they are sharded, do not store writes."""
-        self.appearance.adopt_new_data()
-        written = self.appearance.written_since(versions)
-        if written and self.sharded_at_rest:
-            self.forget_writes()
-        return written
+    def refuse_unfrozen(self, optimized: set[int]) -> None:
+        """Raise if a frozen parameter of the optimizer now takes gradients, which would not be reduced.
 
-    def forget_writes(self) -> None:
-        """Do not store what this rank wrote to the unsharded parameters."""
-        if self.state is UnitState.UNSHARDED:
-            self.appearance.collect_written()
+        (A parameter that required a gradient from the start is frozen only if the optimizer does not list it.)
+        """
+        for entry in self.named:
+            if entry.parameter.requires_grad and id(entry.parameter) in optimized:
+                raise UsageError(
+                    f"{entry.fqn} was unfrozen, and would not train: call update_trainable() (on every rank) after "
+                    "changing requires_grad."
+                )
 
     # ------------------------------------------------------------------ the user's reads and gradients (see core/classes.py)
 
@@ -624,7 +542,7 @@ class Unit:
             if self._cpu is not None and not in_backward():
                 self.is_held = True  # a graph outside of all forwards, such as a penalty's, saves the parameter itself
             return
-        fqn = self.named[self._index_of[id(parameter)]].fqn
+        fqn = self.named[self.index_of[id(parameter)]].fqn
         if self.state is UnitState.PARKED:
             raise UsageError(f"{fqn} is parked by offload_states(): call reload_states() before it is used.")
         if what in CONVERSIONS:
@@ -664,7 +582,7 @@ class Unit:
 
         Every rank must call it for sharded parameters.
         """
-        if id(parameter) not in self._index_of:  # a copy of a copy
+        if id(parameter) not in self.index_of:  # a copy of a copy
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         if self.state is UnitState.PARKED:
             self.before_read(parameter, "deepcopy")
@@ -685,9 +603,6 @@ class Unit:
         assert isinstance(copied, nn.Parameter)
         return copied
 
-    def index_of(self, parameter: Tensor) -> int:
-        return self._index_of[id(parameter)]
-
     def is_taken(self, index: int) -> bool:
         """Return whether a parameter's `grad` shows neither a sum on this rank nor, for any parameter here, what the user set."""
         if index not in self.used or self.replaced_gradients or not self._homes[index]:  # no bucket: it has no elements
@@ -706,7 +621,7 @@ class Unit:
 
     def taken_gradient(self, parameter: Tensor) -> str | None:
         """Return the parameter's fqn if its gradient of this step was taken out of `grad`, and the user has set no other."""
-        index = self._index_of.get(id(parameter))
+        index = self.index_of.get(id(parameter))
         if index is None or index not in self.used or index in self.replaced_gradients:
             return None
         return self.named[index].fqn
@@ -716,7 +631,7 @@ class Unit:
 
         Writes to the returned tensor take effect.
         """
-        index = self._index_of.get(id(parameter))
+        index = self.index_of.get(id(parameter))
         if index is None:
             return None
         entry = self.named[index]
@@ -730,11 +645,11 @@ class Unit:
 
     def gradient_operation(self, parameter: Tensor, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of torch's operations on the mean gradient; NotImplemented if shards cannot run it. Every rank must call it."""
-        return self._live.gradient_operation((self, self._index_of[id(parameter)]), name, args, kwargs)
+        return self._live.gradient_operation((self, self.index_of[id(parameter)]), name, args, kwargs)
 
     def replace_gradient(self, parameter: Tensor) -> None:
         """Record that the user set the parameter's `grad`, to None or to another tensor."""
-        index = self._index_of.get(id(parameter))
+        index = self.index_of.get(id(parameter))
         if index is None or index not in self.used:
             return
         self.replaced_gradients.add(index)
@@ -766,11 +681,11 @@ class Unit:
 
     # ------------------------------------------------------------------ gradients
 
-    def buckets_of_waiting(self) -> Iterable[GradientBucket]:
-        """Return the buckets of the waiting gradients."""
+    def buckets_of(self, indices: Iterable[int]) -> Iterable[GradientBucket]:
+        """Return the buckets that hold a part of the gradients of these parameters."""
         if len(self.gradients) == 1:
             return self.gradients
-        return (bucket for index in self.waiting.gradients for bucket, _ in self._homes[index])
+        return dict.fromkeys(bucket for index in indices for bucket, _ in self._homes[index])
 
     def take_gradients(self) -> None:
         """Pass the waiting gradients to their buckets, which copy them or send them in place. Keep no reference to them."""
@@ -781,11 +696,8 @@ class Unit:
             for index, gradient in waiting.items()
         }
         waiting.clear()
-        for bucket in self.gradients if len(self.gradients) == 1 else self._buckets_of(flats):
+        for bucket in self.buckets_of(flats):
             bucket.add_gradients(flats)
-
-    def _buckets_of(self, indices: Iterable[int]) -> Iterable[GradientBucket]:
-        return dict.fromkeys(bucket for index in indices for bucket, _ in self._homes[index])
 
     @property
     def used_flags(self) -> bytes:
@@ -820,7 +732,7 @@ class Unit:
     def sync_parameters(self) -> None:
         """Show the updated values after the optimizer's step or make readers wait for them."""
         self.reshard()
-        self._outdate_cpu_copy()
+        self.writes.outdate_cpu_copy()
         if self.state is UnitState.AT_REST and self._cpu is not None:
             self.flat.allocate()
             self._move(UnitMove.REFILL)
@@ -837,8 +749,8 @@ class Unit:
 _CORE = tuple(
     str(Path(__file__).parent / name)
     for name in (
-        f"transport{os.sep}", f"storage{os.sep}", "gradient_bucket.py", "norm.py", "reductions.py", "appearance.py", "classes.py",
-        "context.py", "parameter_bucket.py", "step.py", "unit.py",
+        f"transport{os.sep}", f"storage{os.sep}", "gradient_bucket.py", "norm.py", "reductions.py", "appearance.py", "writes.py",
+        "classes.py", "context.py", "parameter_bucket.py", "step.py", "unit.py",
     )
 )  # fmt: skip
 """The beginnings of the names of files whose functions never call code of the user's."""
@@ -846,38 +758,13 @@ _CORE = tuple(
 
 def refuse_undecided(units: Sequence[Unit], what: str) -> None:
     """Raise if `what` would store parts of changes: of a swap, or of an open block that decides about them at its end."""
-    refuse_kept_data(units, what)
+    refuse_kept_data((unit.writes for unit in units if not unit.is_away), what)
     for unit in units:
         if unit.undecided:
             raise UsageError(
                 f"{what} was called inside unsharded(modifier_rank=...), where changes to {unit.label} count only at the end. Call "
                 "it after that block; inside, read with model.state_dict() or sharded.consolidated_state_dict()."
             )
-
-
-def refuse_kept_data(units: Iterable[Unit], what: str) -> None:
-    """Raise if parameters were given other `data`, and their own is kept, as by a swap: `what` would overwrite what is kept."""
-    given = list[str]()
-    kept = dict[str, Tensor | None]()
-    for unit in units:
-        if unit.state is not UnitState.UNSHARDED:
-            continue
-        others, own, is_swap = unit.appearance.exchanged()
-        given += others
-        kept |= own
-        if is_swap:
-            break
-    else:
-        if not len(kept) == len(given) > 1:
-            return
-        of_python = held_in_python([own for own in kept.values() if own is not None])
-        if any(own is not None and storage_id(own) not in of_python for own in kept.values()):
-            return  # only a graph keeps it
-    raise UsageError(
-        f"{next(iter(kept))} was given other `data`, and {what} would copy it to the memory of what it showed before, which "
-        "is still in use (by aliases such as `kept = p.data`). Exchange values with copies, "
-        "kept = p.detach().clone() and p.copy_(other), or delete what is kept."
-    )
 
 
 def _is_inside_ddp() -> bool:

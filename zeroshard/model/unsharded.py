@@ -16,7 +16,8 @@ from zeroshard.core.hooks import Hooks
 from zeroshard.core.module_hooks import Hook
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.transport.members import refuse_no_rank
-from zeroshard.core.unit import Unit, UnitState, refuse_kept_data
+from zeroshard.core.unit import Unit, UnitState
+from zeroshard.core.writes import refuse_kept_data
 from zeroshard.errors import CollectiveError, UsageError
 from zeroshard.model.born import BornShard, BornSharded, is_shown, shard_of
 from zeroshard.torch_private import version_of
@@ -179,8 +180,8 @@ def _units_whole(wanted: Iterable[Tensor], modifier_rank: int | None, *, changes
                 if is_outermost:
                     unit.write_back()
                 else:
-                    unit.appearance.adopt_new_data()
-                looks.append((unit, unit.appearance.versions()))
+                    unit.writes.adopt_new_data()
+                looks.append((unit, unit.writes.versions()))
         with ExitStack() as stack:
             for one in hooks:
                 stack.enter_context(one.whole(units))
@@ -210,14 +211,15 @@ def _refuse(units: Sequence[Unit], modifier_rank: int | None) -> None:
         if modifier_rank is not None:
             refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, unit.data_world_size)
             unit.refuse_parked("a change of")
-    refuse_kept_data((unit for unit in units if not unit.checked), "unsharded()")
+    refuse_kept_data((unit.writes for unit in units if not (unit.checked or unit.is_away)), "unsharded()")
 
 
 def _forget_changes(units: Sequence[Unit], modifier_rank: int | None) -> list[Unit]:
     """Do not store changes before an exception. Return the units to reshard: those that may show other values on each rank."""
     unwanted = [unit for unit in units if unit.sharded_at_rest]
     for unit in unwanted:
-        unit.forget_writes()
+        if not unit.is_away:
+            unit.writes.collect()
     return [] if modifier_rank is None else unwanted
 
 
@@ -248,12 +250,12 @@ def _operation(units: Sequence[Unit], name: str) -> AbstractContextManager[None]
 def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | None) -> dict[Unit, set[int]]:
     """Copy the modifier rank's values to all ranks. Without one, return the parameters that this rank wrote to, by unit."""
     if modifier_rank is None:
-        written = {unit: unit.written_since(versions) for unit, versions in looks}
+        written = {unit: unit.writes.since(versions) for unit, versions in looks}
         return {unit: indices for unit, indices in written.items() if indices}
-    refuse_kept_data((unit for unit, _ in looks), "the end of unsharded()")
+    refuse_kept_data((unit.writes for unit, _ in looks if not unit.is_away), "the end of unsharded()")
     for unit, versions in looks:
-        unit.broadcast_from(modifier_rank)
-        unit.appearance.accept_writes(versions)
+        unit.writes.spread_from(modifier_rank)
+        unit.writes.accept(versions)
     return {}
 
 

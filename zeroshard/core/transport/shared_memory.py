@@ -173,12 +173,8 @@ def _mapped(descriptor: int, size: int, protection: int) -> int:
     if address is None or address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    _advise(address, size, mmap.MADV_DONTFORK)
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTFORK)
     return address
-
-
-def _advise(address: int, nbytes: int, advice: int) -> int:
-    return int(_LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice))
 
 
 def _unmap_with(owner: object, address: int, size: int) -> weakref.finalize[..., object]:

@@ -77,7 +77,9 @@ class SkipStatement(Operator):  # type: ignore[misc]
         return ()
 
 
-OPERATORS = {name.removeprefix("core/"): get_operator(name) for name in sorted(filter(USED.fullmatch, operator_names()))}
+OPERATORS = {
+    name.removeprefix("core/"): get_operator(name) for name in sorted(filter(USED.fullmatch, operator_names()))
+}
 OPERATORS["SkipStatement"] = SkipStatement
 
 
@@ -145,7 +147,9 @@ def copy_repository(folder: Path) -> None:
 def run_of_pytest(arguments: list[str], workers: int, measured: bool = False) -> str:
     """Return the command that runs tests until one fails."""
     module = ["coverage", "run", "-m", "pytest"] if measured else ["pytest"]
-    return shlex.join([sys.executable, "-m", *module, "-q", "-x", "-n", str(workers), "--dist", "worksteal", *arguments])
+    return shlex.join(
+        [sys.executable, "-m", *module, "-q", "-x", "-n", str(workers), "--dist", "worksteal", *arguments]
+    )
 
 
 def lines_that_run(workers: int, limit: float) -> CoverageData:
@@ -173,7 +177,11 @@ class Search:
     def verdict(self, mutant: Mutant) -> tuple[str, list[str]]:
         """Return what became of a mutant, and its diff."""
         with use_mutation(mutant.path, OPERATORS[mutant.operator](), mutant.occurrence) as (before, after):
-            diff = [*difflib.unified_diff(before.split("\n"), after.split("\n"), str(mutant.path), "mutant", n=1, lineterm="")]
+            diff = [
+                *difflib.unified_diff(
+                    before.split("\n"), after.split("\n"), str(mutant.path), "mutant", n=1, lineterm=""
+                )
+            ]
         for part in self._parts:
             found = self._failure(mutant, part)
             if found is not None:

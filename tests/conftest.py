@@ -40,7 +40,7 @@ from simgpu.device import MODES  # noqa: E402
 SERVED = (
     ("test_accelerate_contract", "test_trainer_contract", "test_sequence_contract", "test_tensor_parallel_contract",
      "test_experts_contract", "test_preference_contract"),
-    ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_lead", "test_simgpu_plans",
+    ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_plans",
      "test_accelerator_collectives", "test_accelerator_storage"),
 )  # fmt: skip
 """Files whose tests share a server that takes seconds to start: for trainers, and for the simulated accelerator. One process begins

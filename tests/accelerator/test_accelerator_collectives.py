@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -15,6 +16,8 @@ from models import Stack, Untied, tokens
 from ranks import Lines, on_ranks
 from simgpu import device as simgpu
 from simgpu import server
+from simgpu.server import simulated
+from twin import build
 
 import zeroshard
 from zeroshard import CollectiveError, Policy, Precision
@@ -46,7 +49,9 @@ def step(model: torch.nn.Module, sharded: zeroshard.Sharded, rank: int, number: 
     sharded.optimizer.zero_grad()
 
 
-def launches_of_steps(rank: int) -> None:
+@simulated()
+def test_the_buckets_of_a_unit_are_one_launch(rank: int) -> None:
+    """Each step of stage 2: a reduction and a gather for each unit, and one sum for the norm."""
     model, sharded = on_device(Stack, 2)
     units = len(model.get_submodule("blocks")) + 1  # type: ignore[arg-type]
     for number in range(3):
@@ -57,12 +62,9 @@ def launches_of_steps(rank: int) -> None:
         assert simgpu.collectives["all_reduce"] == 1
 
 
-def test_the_buckets_of_a_unit_are_one_launch() -> None:
-    """Each step of stage 2: a reduction and a gather for each unit, and one sum for the norm."""
-    server.call(launches_of_steps)
-
-
-def gather_beside_an_error(rank: int) -> None:
+@simulated()
+def test_what_has_begun_is_launched_after_an_error_too(rank: int) -> None:
+    """Other ranks, and this one, wait for it."""
     collectives = choose.create_collectives(None, simgpu.device())
     rows = torch.zeros(2, 4, device=simgpu.device())
     rows[rank] = rank + 1
@@ -74,12 +76,9 @@ def gather_beside_an_error(rank: int) -> None:
     collectives.close()
 
 
-def test_what_has_begun_is_launched_after_an_error_too() -> None:
-    """Other ranks, and this one, wait for it."""
-    server.call(gather_beside_an_error)
-
-
-def transfers_together(rank: int) -> None:
+@simulated(ranks=3)
+def test_transfers_are_started_at_once(rank: int) -> None:
+    """Each to each other rank, and one that a rank sits out: one at a time they would wait for each other."""
     collectives = choose.create_collectives(None, simgpu.device())
     pairs = [(source, target) for source in range(3) for target in range(3) if source != target]
     values = [torch.full((5,), 10.0 * source + rank, device=simgpu.device()) for source, _ in pairs]
@@ -96,11 +95,6 @@ def transfers_together(rank: int) -> None:
     for value, (source, target) in zip(values, pairs, strict=True):
         assert value[0] == 10.0 * source + (source if rank == target else rank)
     collectives.close()
-
-
-def test_transfers_are_started_at_once() -> None:
-    """Each to each other rank, and one that a rank sits out: one at a time they would wait for each other."""
-    server.call(transfers_together, ranks=3)
 
 
 class HeadOnRankZero(Untied):
@@ -158,7 +152,9 @@ def test_one_rank_has_its_value_alone() -> None:
     assert (agreed.every, agreed.some) == (b"x", b"x")
 
 
-def groups_of_born_models(rank: int) -> None:
+@simulated()
+def test_a_model_that_is_born_sharded_makes_no_groups(rank: int) -> None:
+    """Communicators are dear, and nothing says when the last such parameter is gone: they use the user's own group."""
     groups = dist.distributed_c10d._world.pg_map
     before = len(groups)
     for _ in range(2):
@@ -178,41 +174,36 @@ def groups_of_born_models(rank: int) -> None:
     sharded.remove()
 
 
-def test_a_model_that_is_born_sharded_makes_no_groups() -> None:
-    """Communicators are dear, and nothing says when the last such parameter is gone: they use the user's own group."""
-    server.call(groups_of_born_models)
-
-
-def test_what_a_device_waits_for_in_vain_is_told_before_its_backend_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks(2)
+def test_what_a_device_waits_for_in_vain_is_told_before_its_backend_gives_up(rank: int) -> None:
     """The host has gone on; the rank whose device is not late says nothing."""
-    monkeypatch.setenv(NOTICE_VARIABLE, "0.5")
-
-    def body(rank: int) -> None:
-        said, collectives = Lines(), choose.create_collectives(None, CPU)
-        assert isinstance(collectives, Grouped)
-        watch, late = collectives.watch, threading.Event()
-        watch.follow("all-gather of h.1", lambda: True)
-        if rank == 0:
-            watch.follow("all-gather of h.2", late.is_set)
-            watch.follow("all-gather of h.3", late.is_set)
-            while not said.lines:
-                time.sleep(0.02)
-            assert said.lines[0].startswith("rank 0 has waited ")
-            assert "for all-gather of h.2; rank 1 is not waiting for any rank" in said.lines[0]
-            late.set()
-            while is_posted(watch):
-                time.sleep(0.02)
-        dist.barrier()
-        assert len(said.lines) == (rank == 0)
-        collectives.close()
-
-    on_ranks(body, 2)
+    os.environ[NOTICE_VARIABLE] = "0.5"
+    said, collectives = Lines(), choose.create_collectives(None, CPU)
+    assert isinstance(collectives, Grouped)
+    watch, late = collectives.watch, threading.Event()
+    watch.follow("all-gather of h.1", lambda: True)
+    if rank == 0:
+        watch.follow("all-gather of h.2", late.is_set)
+        watch.follow("all-gather of h.3", late.is_set)
+        while not said.lines:
+            time.sleep(0.02)
+        assert said.lines[0].startswith("rank 0 has waited ")
+        assert "for all-gather of h.2; rank 1 is not waiting for any rank" in said.lines[0]
+        late.set()
+        while is_posted(watch):
+            time.sleep(0.02)
+    dist.barrier()
+    assert len(said.lines) == (rank == 0)
+    collectives.close()
 
 
 # ---------------------------------------------------------------------- sums
 
 
-def dtype_of_reductions(rank: int, said: str | None) -> None:
+@pytest.mark.parametrize("said", [None, "bfloat16"])
+@simulated()
+def test_narrow_gradients_travel_in_fp32_where_each_sum_is_rounded(rank: int, said: str | None) -> None:
+    """Unless the user says otherwise."""
     precision = Precision(torch.bfloat16, reduce_dtype=None if said is None else getattr(torch, said))
     expected = torch.float32 if said is None else torch.bfloat16
     model, sharded = on_device(Stack, 2, precision=precision)
@@ -221,20 +212,10 @@ def dtype_of_reductions(rank: int, said: str | None) -> None:
     assert {dtype for kind, dtype in simgpu.launched if kind == "reduce_scatter"} == {expected}
 
 
-@pytest.mark.parametrize("said", [None, "bfloat16"])
-def test_narrow_gradients_travel_in_fp32_where_each_sum_is_rounded(said: str | None) -> None:
-    """Unless the user says otherwise."""
-    server.call(dtype_of_reductions, said=said)
-
-
-def test_narrow_gradients_stay_narrow_where_sums_are_made_in_fp32() -> None:
-    def body(rank: int) -> None:
-        model = Stack()
-        optimizer = torch.optim.SGD(model.parameters())
-        sharded = zeroshard.shard(model, optimizer, precision=Precision(torch.bfloat16))
-        assert sharded.dtypes.reduce == torch.bfloat16
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_narrow_gradients_stay_narrow_where_sums_are_made_in_fp32(rank: int) -> None:
+    _, sharded = build(1, precision="bf16")
+    assert sharded.dtypes.reduce == torch.bfloat16
 
 
 def test_doubles_stay_doubles() -> None:
@@ -285,6 +266,7 @@ def test_norms_and_coefficients_stay_on_the_accelerator(dtype: torch.dtype) -> N
 @pytest.mark.accelerator
 @pytest.mark.parametrize("stage", range(4))
 def test_clipping_gives_what_is_read_when_it_is_asked_for(stage: int) -> None:
+    """Gradients that are not finite are left as they are, and named."""
     device = torch.accelerator.current_accelerator()
     assert device is not None
     torch.manual_seed(0)
@@ -297,16 +279,7 @@ def test_clipping_gives_what_is_read_when_it_is_asked_for(stage: int) -> None:
     assert float(norm) == before
     assert not sharded.sharded_step.overflow
     assert float(sharded.clip_grad_norm_(None)) == pytest.approx(before / 2, rel=1e-5)
-    sharded.remove()
-
-
-@pytest.mark.accelerator
-def test_gradients_that_are_not_finite_are_left_and_named() -> None:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    torch.manual_seed(0)
-    model = Stack().to(device)
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=1e-2), Policy.stage(2))
+    sharded.optimizer.zero_grad()
     (model(tokens(0, 0)[0].to(device)) * float("inf")).backward()
     sharded.clip_grad_norm_(1.0)
     assert sharded.sharded_step.overflow

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import os
-import signal
-import subprocess
-import threading
-
 import pytest
 import torch
-from simgpu import bodies, device, server
+from simgpu import device, server
 from simgpu.device import MODES
 from simgpu.rare import EVERY_BODY, OF_FOUR_RANKS
 
@@ -40,41 +34,17 @@ def test_no_wait_is_missing(body: str, mode: str, ranks: int) -> None:
     server.call(RUN[body], ranks=ranks, mode=mode)
 
 
-def test_the_server_ends_while_a_fork_holds_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = subprocess.Popen
-
-    def one_that_only_reads(command: list[str], pass_fds: list[int], **_: object) -> subprocess.Popen[bytes]:
-        code = f"import os\nwhile os.read({pass_fds[0]}, 1): pass"
-        return start([command[0], "-S", "-c", code], pass_fds=pass_fds)
-
-    monkeypatch.setattr(subprocess, "Popen", one_that_only_reads)
-    served = server.start()
-    fork = os.fork()
-    if fork == 0:
-        signal.pause()
-        os._exit(0)
-    closing = threading.Thread(target=served.close, daemon=True)
-    closing.start()
-    closing.join(timeout=30)  # one that hangs ends with the fork
-    is_open = closing.is_alive()
-    os.kill(fork, signal.SIGKILL)
-    os.waitpid(fork, 0)
-    closing.join()
-    atexit.unregister(served.close)
-    assert not is_open
-
-
 # ---------------------------------------------------------------------- the device itself
 
 
-def _freed(rank: int, records: bool) -> bool:
+def _freed(rank: int, waits: bool) -> bool:
     """A side stream reads what the default stream has freed. Returns whether it found the values."""
     side = torch.Stream(device.device())
     value = torch.ones(1000, device=device.device())
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         total = value.sum()
-    if records:
+    if waits:
         value.record_stream(side)
     del value
     torch.accelerator.current_stream().synchronize()
@@ -129,13 +99,9 @@ def _collective(rank: int, waits: bool) -> bool:
 @pytest.mark.parametrize("case", [_freed, _unordered, _pinned, _pageable, _collective], ids=lambda case: case.__name__)
 def test_who_waits_too_little_is_punished(case: object) -> None:
     for mode in ("all late", "others late"):
-        assert server.call(case, mode=mode, **{_argument(case): True}) == [True, True]
+        assert server.call(case, mode=mode, waits=True) == [True, True]
     if case is not _pageable:
-        assert server.call(case, mode="all late", **{_argument(case): False}) == [False, False]
-
-
-def _argument(case: object) -> str:
-    return "records" if case is _freed else "waits"
+        assert server.call(case, mode="all late", waits=False) == [False, False]
 
 
 def _fails(rank: int) -> None:
@@ -149,7 +115,8 @@ def test_a_kernel_that_fails_is_told_at_the_next_synchronisation() -> None:
         server.call(_fails)
 
 
-def _counts(rank: int) -> list[object]:
+@server.simulated()
+def test_it_counts(rank: int) -> None:
     first, second = torch.ones(8, device=device.device()), torch.ones(8, device=device.device())
     device.reset_counts()
     torch._foreach_add_([first, second], 1.0)
@@ -157,17 +124,5 @@ def _counts(rank: int) -> list[object]:
     torch.distributed.all_reduce(first)
     first.sum().item()
     counts = device.counts()
-    return [dict(counts.launches), dict(counts.synchronisations), dict(counts.collectives)]
-
-
-def test_it_counts() -> None:
-    launches, synchronisations, collectives = server.call(_counts)[0]
-    assert launches == {"aten::_foreach_add_": 1, "aten::mul": 1, "aten::sum": 1}
-    assert synchronisations == {"item": 1} and collectives == {"all_reduce": 1}
-
-
-@pytest.mark.full
-def test_the_tests_own_process_has_no_accelerator() -> None:
-    assert bodies.CPU.type == "cpu"
-    server.call(bodies.BODIES["overflow"])
-    assert not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type != "simgpu"  # type: ignore[union-attr]
+    assert counts.launches == {"aten::_foreach_add_": 1, "aten::mul": 1, "aten::sum": 1}
+    assert counts.synchronisations == {"item": 1} and counts.collectives == {"all_reduce": 1}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from simgpu import plans, server
+import torch
+from simgpu import device as simgpu
+from simgpu import server
+from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.tools.planning.segments import Segments
@@ -13,35 +17,99 @@ from zeroshard.tools.planning.segments import Segments
 pytestmark = pytest.mark.full
 
 MIB = 1 << 20
+WIDTH = 640
+"""A width for which most blocks of memory are neither small nor separate segments."""
+SAMPLES = 96
+STEPS = 3
 
 
-def planned(made: dict[str, Any], ranks: int, model: Any = plans.Layers, optimizer: Any = plans.default) -> Any:
-    """The same on paper."""
-    made_plan = zeroshard.plan(
-        model, made, world_size=ranks, batch=plans.samples, optimizer=optimizer, machine="h100", presets=False
+class Layers(nn.Module):
+    """A model of equal blocks, whose operators are the same on each device. Maps samples [n, WIDTH] to a loss []."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def many_inputs() -> Layers:
+    """Return a model with enough blocks that checkpointed inputs are in flight, at rest, and in reload at once."""
+    return Layers(blocks=8)
+
+
+def samples(count: int) -> tuple[Tensor]:
+    return (torch.ones(count, WIDTH, dtype=torch.bfloat16),)
+
+
+def default(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+def fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def trained(
+    rank: int, config: dict[str, Any], model: Callable[[], nn.Module], optimizer: Callable[..., Any]
+) -> dict[str, int]:
+    """Train, and return the last step's peak bytes: allocated, reserved, and pinned in addition."""
+    simgpu.native().pack_blocks()
+    torch.manual_seed(0)
+    engine, *_ = zeroshard.initialize(model=model(), config=config, optimizer=optimizer)
+    torch.accelerator.synchronize()
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            simgpu.native().reset_pinned()
+            before, _ = simgpu.native().pinned()
+        data = samples(SAMPLES)[0].to(simgpu.device())
+        loss = engine(data)
+        engine.backward(loss)
+        engine.step()
+        del loss, data  # in a plan, too, they live until the step ends
+    torch.accelerator.synchronize()
+    return {
+        "allocated": torch.accelerator.max_memory_allocated(),
+        "reserved": torch.accelerator.max_memory_reserved(),
+        "pinned": simgpu.native().pinned()[1] - before,
+    }
+
+
+def planned_and_real(
+    stage: int, ranks: int, optimizer: Any, model: Any = Layers, **more: Any
+) -> tuple[Any, list[dict[str, int]]]:
+    """Return the plan of a training in bf16 with fp32 master weights, and what each rank took."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage}, **more,
+    }  # fmt: skip
+    plan = zeroshard.plan(
+        model, config, world_size=ranks, batch=samples, optimizer=optimizer, machine="h100", presets=False
     )
-    return made_plan.rows[0]
+    real = server.call(trained, ranks=ranks, config=config, model=model, optimizer=optimizer)
+    for one in real:
+        assert plan.rows[0].figures.peak.nbytes == pytest.approx(one["allocated"], rel=0.001)
+    return plan.rows[0], real
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "optimizer"), [(0, 1, plans.default), (2, 1, plans.fused), (3, 2, plans.default)]
-)
+@pytest.mark.parametrize(("stage", "ranks", "optimizer"), [(0, 1, default), (2, 1, fused), (3, 2, default)])
 def test_a_plan_is_what_the_accelerators_allocator_gives(stage: int, ranks: int, optimizer: Any) -> None:
     """An optimizer without a choice of kernels takes temporaries of all tensors at once there, and not on a CPU."""
-    made = plans.config(stage)
-    plan = planned(made, ranks, optimizer=optimizer)
-    real = server.call(plans.trained, ranks=ranks, made=made, model=plans.Layers, optimizer=optimizer)
-    for one in real:
-        assert plan.figures.peak.nbytes == pytest.approx(one["allocated"], rel=0.001)
-        assert plan.reserved_nbytes == one["reserved"]
+    plan, real = planned_and_real(stage, ranks, optimizer)
+    assert {one["reserved"] for one in real} == {plan.reserved_nbytes}
 
 
 def test_offloaded_inputs_of_checkpoints_take_the_planned_cpu_memory() -> None:
-    made = plans.config(2, activation_checkpointing={"checkpoint_units": "auto", "cpu_checkpointing": True})
-    plan = planned(made, 1, plans.many_inputs, plans.fused)
-    real = server.call(plans.trained, ranks=1, made=made, model=plans.many_inputs, optimizer=plans.fused)[0]
+    how = {"checkpoint_units": "auto", "cpu_checkpointing": True}
+    plan, (real,) = planned_and_real(2, 1, fused, many_inputs, activation_checkpointing=how)
     assert plan.figures.host_peak.parts["activations"] == real["pinned"] > 0
-    assert plan.figures.peak.nbytes == pytest.approx(real["allocated"], rel=0.001)
 
 
 def test_blocks_and_segments_are_those_of_the_caching_allocator() -> None:

@@ -8,104 +8,74 @@ ranks is one rank's gradient.
 from __future__ import annotations
 
 import random
-from functools import reduce
 from pathlib import Path
 
 import pytest
 import torch
 from fuzzing import ACTIONS, OPTIMIZERS, Setting
 from fuzzing_comparison import compare
+from models import WIDTH, Untied, tokens
+from oracles import average_gradients
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import ACCELERATOR, CPU, DISK, as_set, whole
+from twin import ACCELERATOR, CPU, DISK, as_set, build, whole
 from twin import Setting as Twin
 
-import zeroshard
 from zeroshard.core.norm import clip_coefficient
 
 pytestmark = pytest.mark.full
 
-WIDTH, BLOCKS, STEPS = 5, 3, 5
+STEPS = 5
 Turn = tuple[list[int], bool]
 """Which blocks run, in which order, and whether the side path does."""
 
 
-class Block(nn.Module):
+class Net(Untied):
+    """A stack whose blocks run as a turn says, with a side path."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.side = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: Tensor, turn: Turn) -> Tensor:
-        x = self.first(x)
+    def forward(self, tokens: Tensor, turn: Turn) -> Tensor:  # type: ignore[override]
+        x = self.embedding(tokens)
         for number in turn[0]:
             x = self.blocks[number](x)
-        loss = self.last(x).square().mean()
+        loss = self.head(x).square().mean()
         return loss + self.side(x).square().mean() if turn[1] else loss
 
 
-def batch(rank: int, number: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank))
-
-
 def turn_of(choice: random.Random, stage: int) -> Turn:
-    blocks = list(range(BLOCKS))
+    blocks = [0, 1, 2]
     if stage < 3:
-        blocks = choice.sample(blocks, choice.randint(0, BLOCKS))
+        blocks = choice.sample(blocks, choice.randint(0, 3))
     return blocks, choice.random() < 0.5
-
-
-def gradients_of(model: nn.Module, turn: Turn, given: Tensor) -> list[Tensor | None]:
-    model.zero_grad()
-    model(given, turn).backward()
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def mean(parameter: Tensor, by_rank: tuple[Tensor | None, ...]) -> Tensor | None:
-    """In the order of ranks; zeros of a rank that did not use the parameter, unless none did."""
-    if all(gradient is None for gradient in by_rank):
-        return None
-    return reduce(torch.add, [torch.zeros_like(parameter) if g is None else g for g in by_rank]) / len(by_rank)
-
-
-def added(before: Tensor | None, found: Tensor | None) -> Tensor | None:
-    """The gradients of two microbatches."""
-    if before is None or found is None:
-        return found if before is None else before
-    return before + found
 
 
 def run(rank: int, ranks: int, seed: int) -> None:
     """One sequence on this rank, and its twin."""
     choice = random.Random(seed)
     stage, make = choice.randrange(4), OPTIMIZERS[choice.choice(["adamw", "sgd"])]
-    torch.manual_seed(seed)
-    model = Net()
+    buckets = choice.choice([20, 100, 1 << 20])
+    model, sharded = build(stage, make_model=Net, make_optimizer=make, seed=seed, bucket_numel=buckets)
     torch.manual_seed(seed)
     twin = Net()
-    sharded = zeroshard.shard(model, make([*model.parameters()]), stage, bucket_numel=choice.choice([20, 100, 1 << 20]))
-    other = make([*twin.parameters()])
+    parameters = list(twin.parameters())
+    other = make(parameters)
     for step in range(STEPS):
         # Gradients that are not sharded are summed over microbatches first, in another order than the twin's.
         microbatches = choice.choice([1, 1, 2]) if stage >= 2 else 1
-        means: list[Tensor | None] = [None for _ in twin.parameters()]
-        for number in range(microbatches):
+        means: list[Tensor | None] = [None for _ in parameters]
+        for microbatch in range(microbatches):
             turns = [turn_of(choice, stage) for _ in range(ranks)]
-            with sharded.accumulate(number < microbatches - 1):
-                model(batch(rank, 10 * step + number), turns[rank]).backward()
-            by_rank = [gradients_of(twin, turn, batch(one, 10 * step + number)) for one, turn in enumerate(turns)]
-            for index, (parameter, each) in enumerate(zip(twin.parameters(), zip(*by_rank, strict=True), strict=True)):
-                means[index] = added(means[index], mean(parameter, each))
-        for parameter, gradient in zip(twin.parameters(), means, strict=True):
+            batches = [tokens(one, 10 * step + microbatch)[0] for one in range(ranks)]
+            with sharded.accumulate(microbatch < microbatches - 1):
+                model(batches[rank], turns[rank]).backward()
+            twin.zero_grad()
+            average_gradients(parameters, ranks, lambda one: twin(batches[one], turns[one]).backward())  # noqa: B023
+            for index, (before, now) in enumerate(zip(means, [p.grad for p in parameters], strict=True)):
+                means[index] = now if before is None else before if now is None else before + now
+        for parameter, gradient in zip(parameters, means, strict=True):
             parameter.grad = gradient
         if choice.random() < 0.4:
             norm = float(sharded.clip_grad_norm_(0.3))
@@ -118,10 +88,10 @@ def run(rank: int, ranks: int, seed: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if choice.random() < 0.3:
-            turn = turn_of(choice, 3)
+            turn, batch = turn_of(choice, 3), tokens(rank, 900)[0]
             with torch.no_grad():
-                assert torch.equal(model(batch(rank, 900), turn), twin(batch(rank, 900), turn)), step
-        for (fqn, value), expected in zip(whole(model).items(), twin.parameters(), strict=True):
+                assert torch.equal(model(batch, turn), twin(batch, turn)), step
+        for (fqn, value), expected in zip(whole(model).items(), parameters, strict=True):
             assert torch.equal(value, expected.detach()), f"{fqn} in step {step} of seed {seed} at stage {stage}"
     sharded.remove()
 

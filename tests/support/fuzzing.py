@@ -17,14 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+from twin import Boom
 
 from zeroshard import Offload, Place, Policy, Precision, Residency
 
 WIDTH, BATCHES = 4, 5
-
-
-class Boom(Exception):
-    """An error that the user's own code raises in the middle of an action."""
 
 
 class Block(nn.Module):
@@ -81,15 +78,10 @@ HOW: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 """The ways to run a block."""
 
 
-def make_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
-
-
-def make_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, foreach=False)
-
-
-OPTIMIZERS = {"sgd": make_sgd, "adamw": make_adamw}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, foreach=False),
+}
 STATES = {"sgd": ["momentum_buffer"], "adamw": ["exp_avg", "exp_avg_sq", "step"]}
 
 

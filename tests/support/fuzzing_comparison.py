@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzzing import Boom, Setting
+from fuzzing import Setting
 from fuzzing_sides import Plain, Sharded
 from insides import schedule
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+from twin import Boom
 
 from zeroshard.core.step import StepState
 from zeroshard.errors import ZeroshardError

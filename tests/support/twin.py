@@ -288,7 +288,7 @@ def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]
 
 
 class Boom(Exception):
-    """An error that a test raises inside a backward."""
+    """An error that a test raises inside a forward or a backward."""
 
 
 def abort(loss: Tensor, parameter: Tensor) -> None:

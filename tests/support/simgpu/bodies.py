@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from insides import frames_between_steps, sharded_of
 from models import MODELS, Frozen, Residual, Stack, Untied, muon_with_adamw, tokens
 from torch import Tensor, nn
+from twin import Boom
 
 import zeroshard
 from simgpu import device as simgpu
@@ -102,16 +103,39 @@ def same(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def on_both(
-    policy: Policy, run: Callable[[Training], None] = lambda training: training.step(3), **options: Any
-) -> None:
+Run = Callable[[Training], None]
+
+
+def three_steps(training: Training) -> None:
+    training.step(3)
+
+
+def trained(device: torch.device, policy: Policy, run: Run = three_steps, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses and parameters of a training."""
+    training = Training(device, policy, **options)
+    run(training)
+    return training.end()
+
+
+def on_both(policy: Policy, run: Run = three_steps, **options: Any) -> None:
     """Train on the CPU and on the simulated device, and expect the same bits."""
-    results = []
-    for device in (CPU, simgpu.device()):
-        training = Training(device, policy, **options)
-        run(training)
-        results.append(training.end())
-    expect_the_cpus(results[1], results[0], f"other bits than on the CPU: {policy}")
+    expected, found = (trained(device, policy, run, **options) for device in (CPU, simgpu.device()))
+    expect_the_cpus(found, expected, f"other bits than on the CPU: {policy}")
+
+
+def on_both_offloaded(
+    stage: int, optimizer: Place | None, parameters: Place | None = None, run: Run = three_steps,
+    how: Mapping[str, Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Train `on_both` with these states in CPU memory or on disk. `how` has options of `Offload`."""
+    with tempfile.TemporaryDirectory() as folder:
+        on_both(offloaded(stage, folder, optimizer, parameters, **how or {}), run, **options)
+
+
+def expect_one_result(policies: Iterable[Policy], run: Run = three_steps, **options: Any) -> None:
+    """Train on the device under each policy, and expect equal results."""
+    results = [trained(simgpu.device(), policy, run, **options) for policy in policies]
+    assert all(same(one, results[0]) for one in results), "policies differ"
 
 
 def expect_the_cpus(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], message: str) -> None:
@@ -141,12 +165,7 @@ def stages(rank: int) -> None:
 
 def stages_in_16_bits(rank: int) -> None:
     """Train in bf16 at every stage, with gradients reduced once a step, and expect equal results."""
-    results = []
-    for stage in range(4):
-        training = Training(simgpu.device(), Policy.stage(stage), BF16, Untied, microbatches=1)
-        training.step(3)
-        results.append(training.end())
-    assert all(same(one, results[0]) for one in results)
+    expect_one_result(map(Policy.stage, range(4)), precision=BF16, make=Untied, microbatches=1)
 
 
 def states_in_16_bits(rank: int) -> None:
@@ -162,16 +181,16 @@ def states_in_16_bits(rank: int) -> None:
     for stage in (0, 2, 3):
         on_both(Policy.stage(stage), run, precision=precision)
     for place in (Place.CPU, Place.DISK):
-        with tempfile.TemporaryDirectory() as folder:
-            on_both(offloaded(3, folder, place, buffer_numel=40_000), run, precision=precision)
-    training = Training(simgpu.device(), Policy.stage(2), precision)
-    training.step(2)
-    training.sharded.offload_states(("optimizer",))
-    training.sharded.reload_states()
-    training.step()
-    expected = Training(CPU, Policy.stage(2), precision)
-    expected.step(3)
-    expect_the_cpus(training.end(), expected.end(), "other bits after states were parked")
+        on_both_offloaded(3, place, run=run, how={"buffer_numel": 40_000}, precision=precision)
+
+    def parked(training: Training) -> None:
+        training.step(2)
+        if training.device != CPU:
+            training.sharded.offload_states(("optimizer",))
+            training.sharded.reload_states()
+        training.step()
+
+    on_both(Policy.stage(2), parked, precision=precision)
 
 
 class Wider(Stack):
@@ -188,8 +207,7 @@ def states_in_8_bits(rank: int) -> None:
     for stage in (0, 3):
         on_both(Policy.stage(stage), make=Wider, precision=precision)
     for place in (Place.CPU, Place.DISK):
-        with tempfile.TemporaryDirectory() as folder:
-            on_both(offloaded(2, folder, place, buffer_numel=40_000), make=Wider, precision=precision)
+        on_both_offloaded(2, place, how={"buffer_numel": 40_000}, make=Wider, precision=precision)
 
 
 def without_overlap(rank: int) -> None:
@@ -205,20 +223,15 @@ def cpu_memory(rank: int) -> None:
         (1, Place.CPU, None), (2, Place.CPU, None), (2, None, Place.CPU), (3, Place.CPU, None), (3, None, Place.CPU),
         (3, Place.CPU, Place.CPU),
     ):  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            on_both(offloaded(stage, folder, optimizer, parameters))
+        on_both_offloaded(stage, optimizer, parameters)
 
 
 def cpu_memory_in_16_bits(rank: int) -> None:
     """Train in bf16, where uploads are cast, and expect the same bits with CPU memory as with the disk."""
     for stage, parameters in ((1, None), (2, None), (3, None), (3, Place.CPU)):
-        results = []
-        for place in (Place.CPU, Place.DISK):
-            with tempfile.TemporaryDirectory() as folder:
-                training = Training(simgpu.device(), offloaded(stage, folder, place, parameters), BF16)
-                training.step(3)
-                results.append(training.end())
-        assert same(results[0], results[1]), f"stage {stage}, parameters {parameters}"
+        with tempfile.TemporaryDirectory() as folder:
+            policies = [offloaded(stage, folder, place, parameters) for place in (Place.CPU, Place.DISK)]
+            expect_one_result(policies, precision=BF16)
 
 
 def disk(rank: int) -> None:
@@ -226,51 +239,41 @@ def disk(rank: int) -> None:
     for stage, optimizer, parameters in (
         (1, Place.DISK, None), (2, Place.DISK, None), (3, Place.DISK, Place.DISK), (3, None, Place.DISK),
     ):  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            on_both(offloaded(stage, folder, optimizer, parameters, buffer_numel=40_000))
+        on_both_offloaded(stage, optimizer, parameters, how={"buffer_numel": 40_000})
 
 
 def sub_groups(rank: int) -> None:
     """Train with many small sub-groups, with and without read-ahead and write-behind, and with a part on the accelerator."""
     for place in (Place.CPU, Place.DISK):
         for ahead in (True, False):
-            with tempfile.TemporaryDirectory() as folder:
-                how: dict[str, Any] = {
-                    "buffer_numel": 6_000,
-                    "sub_group_numel": 100,
-                    "read_ahead": ahead,
-                    "write_behind": ahead,
-                }
-                on_both(offloaded(3, folder, place, Place.DISK if place is Place.DISK else None, **how))
-    with tempfile.TemporaryDirectory() as folder:
-        on_both(offloaded(2, folder, Place.CPU, ratio=0.5))
+            how = {"buffer_numel": 6_000, "sub_group_numel": 100, "read_ahead": ahead, "write_behind": ahead}
+            on_both_offloaded(3, place, Place.DISK if place is Place.DISK else None, how=how)
+    on_both_offloaded(2, Place.CPU, how={"ratio": 0.5})
 
 
 def parking(rank: int) -> None:
     """Park and reload all or some states between steps."""
     for stage in range(4):
-        for states in (("parameters", "gradients", "optimizer"), ("optimizer",)):
-            training, still = (Training(simgpu.device(), Policy.stage(stage), BF16) for _ in range(2))
-            for one in (still, training):
-                one.step(2)
-                if one is training:
-                    one.sharded.offload_states(states)
-                    torch.full((1 << 16,), torch.nan, device=simgpu.device())  # overwrite the freed memory
-                    one.sharded.reload_states()
-                one.step(2)
-            assert same(training.end(), still.end())
+        results = []
+        for states in ((), ("parameters", "gradients", "optimizer"), ("optimizer",)):
+            training = Training(simgpu.device(), Policy.stage(stage), BF16)
+            training.step(2)
+            if states:
+                training.sharded.offload_states(states)
+                torch.full((1 << 16,), torch.nan, device=simgpu.device())  # overwrite the freed memory
+                training.sharded.reload_states()
+            training.step(2)
+            results.append(training.end())
+        assert all(same(one, results[0]) for one in results), f"stage {stage}"
 
 
 def sharded_init(rank: int) -> None:
     """Train models that are born sharded on the device."""
     for stage in (2, 3):
-        results = []
-        for born in (False, True):
-            torch.manual_seed(0)
-            training = Training(simgpu.device(), Policy.stage(stage), born=born, make=_Constant)
-            training.step(3)
-            results.append(training.end())
-        expect_the_cpus(results[1], results[0], f"stage {stage}, born sharded")
+        whole, born = (
+            trained(simgpu.device(), Policy.stage(stage), born=born, make=_Constant) for born in (False, True)
+        )
+        expect_the_cpus(born, whole, f"stage {stage}, born sharded")
 
 
 class _Constant(Stack):
@@ -424,10 +427,6 @@ def side_stream(rank: int) -> None:
     on_both(Policy.stage(3).offloaded(optimizer=Place.CPU, parameters=Place.CPU), run)
 
 
-class Boom(Exception):
-    pass
-
-
 class _Breaking(Untied):
     """A stack whose forward or backward raises in the middle if `where` names it."""
 
@@ -517,8 +516,7 @@ def reads_and_writes(rank: int) -> None:
 
     for stage in range(4):
         on_both(Policy.stage(stage), run)
-    with tempfile.TemporaryDirectory() as folder:
-        on_both(offloaded(2, folder, Place.CPU, Place.CPU), run)
+    on_both_offloaded(2, Place.CPU, Place.CPU, run)
 
 
 def written_by_all(rank: int) -> None:
@@ -532,13 +530,9 @@ def written_by_all(rank: int) -> None:
                     parameter.mul_(1 + 0.1 * rank)
         training.step(1)
 
-    results = []
     for stage in (0, 1, 2):
         on_both(Policy.stage(stage), run, microbatches=1, max_norm=None)
-        training = Training(simgpu.device(), Policy.stage(stage), BF16, microbatches=1)
-        run(training)
-        results.append(training.end())
-    assert all(same(one, results[0]) for one in results), "master weights do not follow the owner"
+    expect_one_result(map(Policy.stage, range(3)), run, precision=BF16, microbatches=1)  # in master weights, too
 
 
 def second_gradients(rank: int) -> None:

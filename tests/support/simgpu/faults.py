@@ -67,9 +67,6 @@ NO_WAITS = {
 
 EXCUSE = "no test needs this wait:"
 
-reached: set[str] = set()
-"""The names of the sites that this process has reached since `plant`."""
-
 
 @dataclass(frozen=True)
 class Site:
@@ -82,6 +79,7 @@ class Site:
     name: str
     module: str
     function: str
+    text: str
     line: int
     column: int
     excuse: str | None
@@ -172,72 +170,51 @@ def sites() -> dict[str, Site]:
                     number = f" #{seen[text]}" if seen[text] > 1 else ""
                     name = f"{short} {function}: {text}{number}"
                     line, column = node.lineno, node.col_offset  # type: ignore[attr-defined]
-                    found[name] = Site(name, module, function, line, column, _excuse(lines, line))
+                    found[name] = Site(name, module, function, text, line, column, _excuse(lines, line))
     return found
 
 
-class _Change(ast.NodeTransformer):
-    """A transformer that removes one site from its module, and makes each site of the module record that it was reached."""
+class _Removal(ast.NodeTransformer):
+    """A transformer that removes one site from its module."""
 
-    def __init__(self, here: list[Site], taken: Site) -> None:
-        self._here, self._taken = {(site.line, site.column): site for site in here}, taken
-        self.has_taken = False
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self.is_done = False
 
-    def _site(self, node: Any) -> Site | None:
-        return self._here.get((node.lineno, node.col_offset))
-
-    def _is_taken(self, site: Site) -> bool:
-        self.has_taken |= site is self._taken
-        return site is self._taken
+    def _is_site(self, node: Any) -> bool:
+        return (node.lineno, node.col_offset, ast.unparse(node)) == (
+            self._site.line,
+            self._site.column,
+            self._site.text,
+        )
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        site = self._site(node) if _is_wait(node) else None
-        self.generic_visit(node)
-        if site is not None:
-            assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
-            node.value = _noted(site, node.value.func.value if self._is_taken(site) else node.value)
+        if not _is_wait(node) or not self._is_site(node):
+            return self.generic_visit(node)
+        assert isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
+        node.value, self.is_done = node.value.func.value, True
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        is_fence = _is_fence(node)
-        site = self._site(node) if is_fence or _is_note(node) else None
-        self.generic_visit(node)
-        if site is None:
-            return node
-        changed: ast.expr = node
-        if self._is_taken(site) and is_fence:
-            node.args.pop()
-        elif self._is_taken(site):
-            changed = node.args[0]
-        return _noted(site, changed)
-
-
-def _noted(site: Site, value: ast.expr) -> ast.expr:
-    """Return an expression with the same value, which also records that the site was reached."""
-    name, here = ast.Name("_reached_by_tests", ast.Load()), ast.Constant(site.name)
-    return ast.copy_location(ast.Call(name, [here, value], []), value)
-
-
-def _reach(name: str, value: Any) -> Any:
-    reached.add(name)
-    return value
+        if not (_is_fence(node) or _is_note(node)) or not self._is_site(node):
+            return self.generic_visit(node)
+        self.is_done = True
+        if _is_note(node):
+            return node.args[0]
+        node.args.pop()
+        return node
 
 
 def plant(name: str) -> None:
-    """Remove one site in this process, and record from now on which sites are reached."""
-    taken, has_taken = sites()[name], False
-    for short in ROAD:
-        module = importlib.import_module(f"zeroshard.{short}")
-        here = [site for site in sites().values() if site.module == module.__name__]
-        tree, change = _tree(module.__name__), _Change(here, taken)
-        change.visit(tree)
-        has_taken |= change.has_taken
-        code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
-        vars(module)["_reached_by_tests"] = _reach
-        codes = {one.co_qualname: one for one in _codes(code)}
-        for function in {site.function for site in here}:
-            _function(module, function).__code__ = codes[function]
-    assert has_taken, name
+    """Remove one site in this process."""
+    site = sites()[name]
+    tree, removal = _tree(site.module), _Removal(site)
+    removal.visit(tree)
+    assert removal.is_done, name
+    module = importlib.import_module(site.module)
+    code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
+    codes = {one.co_qualname: one for one in _codes(code)}
+    _function(module, site.function).__code__ = codes[site.function]
 
 
 def _function(module: Any, name: str) -> Any:
@@ -248,12 +225,6 @@ def _function(module: Any, name: str) -> Any:
     target = target.fget if isinstance(target, property) else target
     target = target.__func__ if isinstance(target, staticmethod | classmethod) else target
     return inspect.unwrap(target)
-
-
-def sites_reached(rank: int, module: str, body: str) -> list[str]:
-    """Run a module's body, and return the names of the sites that were reached since `plant`."""
-    getattr(importlib.import_module(module), body)(rank)
-    return sorted(reached)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -25,7 +25,9 @@ from simgpu.bodies import (
     folder_of_all,
     offloaded,
     on_both,
+    on_both_offloaded,
     same,
+    trained,
 )
 from zeroshard import Offload, Place, Policy, StorageError
 
@@ -61,14 +63,13 @@ def unclipped(rank: int) -> None:
     """Train without clipping, with the optimizer on the CPU, so that nothing reads gradients before the step."""
     for stage in (1, 2, 3):
         on_both(Policy.stage(stage).offloaded(optimizer=Place.CPU), max_norm=None)
-    results = []
-    for place in (None, Place.CPU):
-        training = Training(
-            simgpu.device(), Policy.stage(2).offloaded(optimizer=place), BF16, microbatches=1, max_norm=None
+    here, on_cpu = (
+        trained(
+            simgpu.device(), Policy.stage(2).offloaded(optimizer=place), precision=BF16, microbatches=1, max_norm=None
         )
-        training.step(3)
-        results.append(training.end())
-    expect_the_cpus(results[1], results[0], "the CPU's step")
+        for place in (None, Place.CPU)
+    )
+    expect_the_cpus(on_cpu, here, "the CPU's step")
 
 
 def several_backwards(rank: int) -> None:
@@ -101,8 +102,7 @@ def sums_elsewhere(rank: int) -> None:
             training.update()
 
     for stage, declared in ((2, False), (3, True)):
-        with tempfile.TemporaryDirectory() as folder:
-            on_both(offloaded(stage, folder, Place.CPU), partial(run, declared=declared), make=Untied)
+        on_both_offloaded(stage, Place.CPU, run=partial(run, declared=declared), make=Untied)
 
 
 def nested(rank: int) -> None:
@@ -154,19 +154,23 @@ def states_at_once(rank: int) -> None:
 
 def masters_set(rank: int) -> None:
     """Set master weights, and expect them as the parameters of the next forward."""
+
+    def run(training: Training) -> None:
+        training.step(1)
+        for name in (NARROW, WIDE):
+            value = training.sharded.states.get(name)
+            assert value is not None
+            training.sharded.states.set(name, "parameters", value * 0.5 + 1)
+        training.step(1)
+
     for stage in (2, 3):
-        results = []
-        for optimizer, parameters in ((None, None), (None, Place.CPU), (Place.CPU, Place.CPU), (Place.CPU, None)):
-            training = Training(
-                simgpu.device(), Policy.stage(stage).offloaded(optimizer=optimizer, parameters=parameters), BF16
+        results = [
+            trained(
+                simgpu.device(), Policy.stage(stage).offloaded(optimizer=optimizer, parameters=parameters), run,
+                precision=BF16,
             )
-            training.step(1)
-            for name in (NARROW, WIDE):
-                value = training.sharded.states.get(name)
-                assert value is not None
-                training.sharded.states.set(name, "parameters", value * 0.5 + 1)
-            training.step(1)
-            results.append(training.end())
+            for optimizer, parameters in ((None, None), (None, Place.CPU), (Place.CPU, Place.CPU), (Place.CPU, None))
+        ]  # fmt: skip
         for one in results:  # the CPU takes some steps
             expect_the_cpus(one, results[0], f"stage {stage}")
 
@@ -191,9 +195,8 @@ def frozen_states(rank: int) -> None:
         training.step(1)
 
     for place in (Place.CPU, Place.DISK):
-        with tempfile.TemporaryDirectory() as folder, late_disk(reads=True):
-            policy = offloaded(3, folder, None, place)
-            on_both(policy, run, make=Frozen)
+        with late_disk(reads=True):
+            on_both_offloaded(3, None, place, run, make=Frozen)
     with tempfile.TemporaryDirectory() as folder:
         training = Training(simgpu.device(), offloaded(3, folder, None, Place.DISK), make=Frozen)
         value = training.sharded.states.get(WIDE)
@@ -244,9 +247,7 @@ def late_files(rank: int) -> None:
         for device, late in ((CPU, {}), (CPU, {"writes": True}), (simgpu.device(), {"reads": True})):
             with tempfile.TemporaryDirectory() as folder, late_disk(**late):
                 policy = offloaded(3, folder, Place.DISK, Place.DISK, buffer_numel=6_000, sub_group_numel=400)
-                training = Training(device, policy, precision)
-                run(training)
-                results.append(training.end())
+                results.append(trained(device, policy, run, precision=precision))
         assert same(results[1], results[0]), f"late writes change bits: {precision}"
         if precision is None:  # in 16 bits the wire rounds
             expect_the_cpus(results[2], results[0], "late reads change bits")

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -64,6 +65,19 @@ def run(request: Request) -> list[Any]:
 def call(function: Callable[..., Any], *, ranks: int = 2, mode: str = "at once", **options: Any) -> list[Any]:
     """Run a module's function, `function(rank, **options)`, on `ranks` ranks with the simulated accelerator."""
     return run(Request(function.__module__, function.__qualname__, options, mode, ranks))
+
+
+def simulated(ranks: int = 2, mode: str = "at once") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on `ranks` ranks with the simulated accelerator, each of which gets its `rank`."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def in_the_server(*, rank: None, **options: Any) -> None:
+            run(Request(test.__module__, f"{test.__qualname__}.__wrapped__", options, mode, ranks))
+
+        return in_the_server
+
+    return decorated
 
 
 # ---------------------------------------------------------------------- in the server

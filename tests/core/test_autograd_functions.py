@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import floats
 from torch import Tensor, nn
 from twin import build, same, steps, whole
 
@@ -28,14 +29,10 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ inputs, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def batch(rank: int, number: int) -> tuple[Tensor]:
-    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + rank)),)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(6, 5), nn.Linear(5, 7)
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 7)
 
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = Product.apply(self.first(inputs), self.head.weight, self.head.bias[:])  # type: ignore[no-untyped-call]
@@ -55,8 +52,8 @@ def test_a_saved_parameter_has_its_attributes(rank: int, frozen: bool) -> None:
     for stage in (0, 3):
         SEEN.clear()
         model, sharded = build(stage, make_model=marked)
-        steps(model, sharded, rank, range(3), batch)
-        assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
+        steps(model, sharded, rank, range(3), floats)
+        assert [("mine", not frozen, torch.Size([7, 6]), False)] * 3 == SEEN
         found.append(whole(model))
     assert same(*found)
 
@@ -80,7 +77,7 @@ class Borrower(nn.Module):
 
     def __init__(self, lender: nn.Linear) -> None:
         super().__init__()
-        self.own = nn.Linear(6, 6)
+        self.own = nn.Linear(5, 5)
         self.lenders = [lender]
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -91,8 +88,8 @@ class Borrower(nn.Module):
 class Borrowing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([first, nn.Linear(6, 6), Borrower(first)])
+        first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([first, nn.Linear(5, 5), Borrower(first)])
 
     def forward(self, inputs: Tensor) -> Tensor:
         for block in self.blocks:
@@ -105,6 +102,6 @@ def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward
     found = []
     for stage in (0, 3):
         model, sharded = build(stage, make_model=Borrowing)
-        steps(model, sharded, rank, range(3), batch)
+        steps(model, sharded, rank, range(3), floats)
         found.append(whole(model))
     assert same(*found)

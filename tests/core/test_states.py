@@ -138,15 +138,6 @@ def test_a_real_model_moves_as_the_table_says(state: StepState, move: Move, stag
     assert moves.state is StepState.STEPPED
 
 
-def test_states_in_the_middle_of_a_backward(tmp_path: Path) -> None:
-    side = Sharded(Setting(2), tmp_path)
-    seen: list[StepState] = []
-    first = dict(side.named)["first.bias"]
-    first.register_post_accumulate_grad_hook(lambda _: seen.append(schedule(side.sharded).state))
-    side.train(1)
-    assert seen == [StepState.BACKWARD]
-
-
 @pytest.mark.parametrize("ending", ["zero_grad", "clip", "step"])
 @pytest.mark.parametrize("first", ["train", "accumulate"])
 @pytest.mark.parametrize("stage", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import signal
@@ -17,7 +18,7 @@ from models import Stack, sgd, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import build, engine_steps, refusal, step, steps, update
+from twin import FEW_STAGES, build, engine_steps, refusal, step, steps, update
 
 import zeroshard
 from zeroshard import CollectiveError, ConfigError, UsageError
@@ -54,6 +55,136 @@ def test_articles() -> None:
     model: Any = Stack()
     with pytest.raises(UsageError, match="the model is an AdamW, not a"):
         zeroshard.shard(torch.optim.AdamW(model.parameters()), model, 2)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- what would train wrongly
+
+
+def backward(model: Any, rank: int, number: int = 0) -> None:
+    model(*tokens(rank, number)).backward()
+
+
+def converted(model: Any, sharded: Any, rank: int) -> None:
+    model.bfloat16()
+    sharded.optimizer.step()
+
+
+def set_after_a_backward(model: Any, sharded: Any, rank: int) -> None:
+    model(*tokens(rank, 0)).backward()
+    model.head.weight.grad = torch.zeros(31, 12)
+    sharded.optimizer.step()
+
+
+def one_of_the_users_among_dropped(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    model.head.weight.grad = None
+    model.head.weight.grad = torch.ones(model.head.weight.shape)
+    for parameter in model.blocks.parameters():
+        parameter.grad = None
+    sharded.optimizer.step()
+
+
+def drop_before_a_backward(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    model.head.weight.grad = None
+    backward(model, rank, 1)
+
+
+def replaced_parameter(model: Any, sharded: Any, rank: int) -> None:
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(33, 12))
+    step(model, sharded, rank, 1)
+
+
+def copied(model: Any, sharded: Any, rank: int) -> None:
+    """Below stage 3 a block has nothing to gather, and its copy computes with the same parameters."""
+    x = torch.ones(1, 12)
+    if sharded.policy.parameters.sharded:
+        with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module"):
+            copy.copy(model.blocks[0])(x)
+    else:
+        assert torch.equal(copy.copy(model.blocks[0])(x), model.blocks[0](x))
+    copy.copy(model)(*tokens(rank, 0))
+
+
+def data_of_another_shape(model: Any, sharded: Any, rank: int) -> None:
+    model.head.weight.data = model.head.weight.data[:1]
+    sharded.optimizer.state_dict()
+    zeroshard.unsharded(model).__enter__()
+
+
+def changed_groups(model: Any, sharded: Any, rank: int) -> None:
+    sharded.optimizer.param_groups[0]["params"] = sharded.optimizer.param_groups[0]["params"][:2]
+    backward(model, rank)
+    sharded.optimizer.step()
+
+
+def step_in_a_hook(model: Any, sharded: Any, rank: int) -> None:
+    """As in torch's tutorial on optimizers that step in hooks: the gradients of the other parameters would be lost."""
+    model.embedding.weight.register_post_accumulate_grad_hook(lambda _: sharded.optimizer.step())
+    backward(model, rank)
+
+
+def group_before_the_step(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    sharded.optimizer.add_param_group({"params": []})
+
+
+def step_after_remove(model: Any, sharded: Any, rank: int) -> None:
+    sharded.remove()
+    backward(model, rank)
+    sharded.optimizer.step()
+
+
+def changed_on_one_rank(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    if rank == 1:
+        model.head.weight.grad.mul_(0.5)
+    sharded.optimizer.step()
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Any, int], object], str]] = {
+    "a conversion": (converted, r"weight|scale|unsharded"),
+    "a gradient set after a backward": (set_after_a_backward, r"embedding\.weight\.grad was set after a backward"),
+    "a gradient set among dropped ones": (one_of_the_users_among_dropped, "was set after a backward"),
+    "a gradient set to None before a backward": (drop_before_a_backward, "set None after the last one"),
+    "a gradient changed on one rank": (
+        changed_on_one_rank, r"embedding\.weight was changed through its `grad` on ranks \[1\] only"
+    ),
+    "a replaced parameter": (replaced_parameter, r"blocks\.1\.up\.weight is no longer the tensor"),
+    "a shallow copy": (copied, r"is a copy\.copy\(\) of a module of a sharded model"),
+    "data of another shape": (
+        data_of_another_shape, r"embedding\.weight (was given data of \(1, 12\)|is sharded at rest)"
+    ),
+    "param groups that were changed": (changed_groups, "param groups are not those"),
+    "a step inside a backward": (
+        step_in_a_hook, r"optimizer\.step\(\) was called inside a backward.*Step after the backward"
+    ),
+    "a group of parameters of no model": (
+        lambda model, sharded, rank: sharded.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+        "1 of the new param group's parameters are not in the model",
+    ),
+    "a group before the step": (group_before_the_step, "End the step first"),
+    "a step after remove": (step_after_remove, "remove"),
+}  # fmt: skip
+GOES_ON = {
+    "a gradient set after a backward", "a gradient set among dropped ones", "a gradient set to None before a backward",
+    "a gradient changed on one rank", "a shallow copy", "a group before the step",
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@FEW_STAGES
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.quick(len(MISUSES))
+def test_what_would_train_wrongly_is_refused_by_name(rank: int, stage: int, misuse: str) -> None:
+    do, message = MISUSES[misuse]
+    model, sharded = build(stage, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    with pytest.raises(UsageError, match=message):
+        do(model, sharded, rank)
+    sharded.optimizer.zero_grad()
+    if misuse in GOES_ON:
+        step(model, sharded, rank, 1)
 
 
 # ---------------------------------------------------------------------- ranks that do different things

@@ -77,31 +77,23 @@ class Borrower(nn.Module):
 
     def __init__(self, lender: nn.Linear) -> None:
         super().__init__()
-        self.own = nn.Linear(5, 5)
-        self.lenders = [lender]
+        self.own, self.lenders = nn.Linear(5, 5), [lender]
 
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = Late.apply(self.own(inputs), self.lenders[0].weight)  # type: ignore[no-untyped-call]
-        return result
+        return result.square().mean()
 
 
-class Borrowing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Linear(5, 5)
-        self.blocks = nn.ModuleList([first, nn.Linear(5, 5), Borrower(first)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        return inputs.square().mean()
+def borrowing() -> nn.Sequential:
+    lender = nn.Linear(5, 5)
+    return nn.Sequential(lender, nn.Linear(5, 5), Borrower(lender))
 
 
 @pytest.mark.ranks(2, fresh=True)
 def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward(rank: int) -> None:
     found = []
     for stage in (0, 3):
-        model, sharded = build(stage, make_model=Borrowing)
+        model, sharded = build(stage, make_model=borrowing)
         steps(model, sharded, rank, range(3), floats)
         found.append(whole(model))
     assert same(*found)

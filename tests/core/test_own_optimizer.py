@@ -178,26 +178,6 @@ class CountingItself(torch.optim.Optimizer):
                     )
 
 
-@FEW_STAGES
-@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
-def test_what_it_counts_by_itself_counts_one_step(stage: int, place: Place) -> None:
-    """Its code runs once, however many sub-groups there are."""
-    policy = Policy.stage(stage)
-    if place is Place.CPU and stage:
-        policy = policy.offloaded(optimizer=place, offload=Offload(sub_group_numel=400))
-    make = partial(CountingItself, lr=0.1)
-    model, optimizer, sharded = sharded_of(policy, make, elementwise=True)
-    plain, expected = plain_of(make)
-    for one, stepping in ((model, optimizer), (plain, expected)):
-        steps(one, stepping, 0, range(3))
-    for counted in (optimizer, expected):
-        group = counted.param_groups[0]
-        assert (counted.count, counted.log, float(counted.total), counted.last) == (3, [3], 3.0, 3)
-        assert (float(group["seen"]), group["count"]) == (3.0, 3) and set(counted.of_each.values()) == {3}
-        assert len(group["params"]) == len(list(plain.parameters()))
-    assert_equal_masters(sharded, plain)
-
-
 class Twice(torch.optim.SGD):
     """Updates before and after the step of the class that it extends, as wrappers do."""
 
@@ -211,16 +191,26 @@ class Twice(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_class_that_calls_the_step_of_the_class_that_it_extends(rank: int, stage: int) -> None:
-    """torch runs the object's hooks for each of the calls."""
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
+@pytest.mark.parametrize("cls", [CountingItself, Twice])
+@pytest.mark.quick(2)
+def test_a_step_of_its_own_runs_once(cls: type[Any], place: Place, stage: int) -> None:
+    """However many sub-groups there are, and although torch runs an object's hooks at each call of a step that it extends."""
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # torch wraps the step of a class when it is made first
-    make = partial(Twice, lr=0.1)
-    model, optimizer, sharded = sharded_of(stage, make, elementwise=True)
+    policy = Policy.stage(stage)
+    if place is Place.CPU and stage:
+        policy = policy.offloaded(optimizer=place, offload=Offload(sub_group_numel=400))
+    make = partial(cls, lr=0.1)
+    model, optimizer, sharded = sharded_of(policy, make, elementwise=True)
     plain, expected = plain_of(make)
-    for one, its in ((model, optimizer), (plain, expected)):
-        steps(one, its, 0, range(3))
+    for one, counted in ((model, optimizer), (plain, expected)):
+        steps(one, counted, 0, range(3))
+        (group,) = counted.param_groups
+        assert len(group["params"]) == len(list(plain.parameters()))
+        if cls is CountingItself:
+            assert (counted.count, counted.log, float(counted.total), counted.last) == (3, [3], 3.0, 3)
+            assert (float(group["seen"]), group["count"]) == (3.0, 3) and set(counted.of_each.values()) == {3}
     assert_equal_masters(sharded, plain)
 
 

@@ -109,35 +109,6 @@ CLIPS: dict[str, Clip] = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2)
-@FEW_STAGES
-@pytest.mark.parametrize("clip", ["torch's", "ours"])
-@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
-def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, place: Place, tmp_path: Path) -> None:
-    """The factor of one clipping does not multiply gradients that come later."""
-
-    def norms(model: nn.Module, optimizer: Any, collect: Callable[[], object], clip: Callable[[], Any]) -> list[float]:
-        found = []
-        for number in range(6):
-            model(*tokens(rank, number)).backward()
-            collect()
-            found.append(float(clip()))
-            if number % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        return found
-
-    policy = Policy.stage(stage)
-    if place is not Place.ACCELERATOR and stage > 0:
-        policy = policy.offloaded(optimizer=place, path=str(tmp_path))
-    model, sharded = build(policy, make_optimizer=sgd, bucket_numel=100)
-    torch.manual_seed(0)
-    plain = Stack()
-    expected = norms(plain, sgd(plain.parameters()), partial(average, plain), partial(by_norm, plain))
-    ours = partial(sharded.clip_grad_norm_, 0.1) if clip == "ours" else partial(by_norm, model)
-    assert norms(model, sharded.optimizer, lambda: None, ours) == pytest.approx(expected, rel=1e-5)
-
-
 Result = tuple[dict[str, Tensor], list[Any]]
 
 

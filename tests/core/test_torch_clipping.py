@@ -109,6 +109,36 @@ CLIPS: dict[str, Clip] = {
 }  # fmt: skip
 
 
+@pytest.mark.ranks(2)
+@FEW_STAGES
+@pytest.mark.parametrize("clip", ["torch's", "ours"])
+@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
+def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, place: Place, tmp_path: Path) -> None:
+    """The factor of one clipping does not multiply gradients that come later."""
+
+    def norms(model: nn.Module, optimizer: Any, clip: Callable[[], Any], is_plain: bool = False) -> list[float]:
+        found = []
+        for number in range(6):
+            model(*tokens(rank, number)).backward()
+            if is_plain:
+                average(model)
+            found.append(float(clip()))
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    policy = Policy.stage(stage)
+    if place is not Place.ACCELERATOR and stage > 0:
+        policy = policy.offloaded(optimizer=place, path=str(tmp_path))
+    model, sharded = build(policy, make_optimizer=sgd, bucket_numel=100)
+    torch.manual_seed(0)
+    plain = Stack()
+    expected = norms(plain, sgd(plain.parameters()), partial(by_norm, plain), is_plain=True)
+    ours = partial(sharded.clip_grad_norm_, 0.1) if clip == "ours" else partial(by_norm, model)
+    assert norms(model, sharded.optimizer, ours) == pytest.approx(expected, rel=1e-5)
+
+
 Result = tuple[dict[str, Tensor], list[Any]]
 
 
@@ -159,6 +189,19 @@ def test_torchs_own_clipping_clips(rank: int, clip: str, ranks: int) -> None:
     for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
         found, found_norms = train(rank, CLIPS[clip], policy)
         assert same_norms(found_norms, first_norms) and same(found, first), policy
+
+
+@pytest.mark.ranks(2)
+@FEW_STAGES
+def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(rank: int, stage: int) -> None:
+    """Also on a rank that holds no part of it."""
+    model, sharded = build(stage, bucket_numel=100)
+    model(*tokens(rank, 0)).backward()
+    for fqn, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.numel():
+            assert float(parameter.grad.norm()) > 0
+            sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
+            assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
 
 
 @pytest.mark.ranks(2)

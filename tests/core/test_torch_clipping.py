@@ -193,7 +193,7 @@ def test_torchs_own_clipping_clips(rank: int, clip: str, ranks: int) -> None:
 
 @pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(rank: int, stage: int) -> None:
+def test_a_norm_after_a_gradient_was_set_or_clipped_is_that_of_the_new_one(rank: int, stage: int) -> None:
     """Also on a rank that holds no part of it."""
     model, sharded = build(stage, bucket_numel=100)
     model(*tokens(rank, 0)).backward()
@@ -202,6 +202,9 @@ def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(rank: int, stage
             assert float(parameter.grad.norm()) > 0
             sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
             assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
+    sharded.clip_grad_norm_(0.3)
+    assert float(by_norm(model)) == pytest.approx(0.3, rel=1e-4)  # and then clips to 0.1
+    assert float(sharded.clip_grad_norm_(None)) == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.ranks(2)

@@ -141,6 +141,7 @@ def saves(run: Run, tensors: list[Tensor], **how: Any) -> Callable[[], None]:
 def loads_optimizer(run: Run, tensors: list[Tensor], plain: bool) -> None:
     optimizer = run.optimizer
     if plain:
+        torch.manual_seed(0)
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
         update(model(torch.ones(1, 5)).sum(), optimizer)

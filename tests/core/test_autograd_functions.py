@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import floats
 from torch import Tensor, nn
 from twin import build, same, steps, whole
 
@@ -28,14 +29,10 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.t() @ inputs, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
-def batch(rank: int, number: int) -> tuple[Tensor]:
-    return (torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + rank)),)
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(6, 5), nn.Linear(5, 7)
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 7)
 
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = Product.apply(self.first(inputs), self.head.weight, self.head.bias[:])  # type: ignore[no-untyped-call]
@@ -55,8 +52,8 @@ def test_a_saved_parameter_has_its_attributes(rank: int, frozen: bool) -> None:
     for stage in (0, 3):
         SEEN.clear()
         model, sharded = build(stage, make_model=marked)
-        steps(model, sharded, rank, range(3), batch)
-        assert [("mine", not frozen, torch.Size([7, 5]), False)] * 3 == SEEN
+        steps(model, sharded, rank, range(3), floats)
+        assert [("mine", not frozen, torch.Size([7, 6]), False)] * 3 == SEEN
         found.append(whole(model))
     assert same(*found)
 
@@ -80,31 +77,23 @@ class Borrower(nn.Module):
 
     def __init__(self, lender: nn.Linear) -> None:
         super().__init__()
-        self.own = nn.Linear(6, 6)
-        self.lenders = [lender]
+        self.own, self.lenders = nn.Linear(5, 5), [lender]
 
     def forward(self, inputs: Tensor) -> Tensor:
         result: Tensor = Late.apply(self.own(inputs), self.lenders[0].weight)  # type: ignore[no-untyped-call]
-        return result
+        return result.square().mean()
 
 
-class Borrowing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([first, nn.Linear(6, 6), Borrower(first)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        return inputs.square().mean()
+def borrowing() -> nn.Sequential:
+    lender = nn.Linear(5, 5)
+    return nn.Sequential(lender, nn.Linear(5, 5), Borrower(lender))
 
 
 @pytest.mark.ranks(2, fresh=True)
 def test_a_parameter_that_is_saved_while_it_is_elsewhere_is_read_in_the_backward(rank: int) -> None:
     found = []
     for stage in (0, 3):
-        model, sharded = build(stage, make_model=Borrowing)
-        steps(model, sharded, rank, range(3), batch)
+        model, sharded = build(stage, make_model=borrowing)
+        steps(model, sharded, rank, range(3), floats)
         found.append(whole(model))
     assert same(*found)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import signal
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +18,10 @@ from models import Stack, sgd, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import build, step, update
+from twin import FEW_STAGES, build, engine_steps, refusal, step, steps, update
 
 import zeroshard
-from zeroshard import CollectiveError, ConfigError, Precision, UsageError
+from zeroshard import CollectiveError, ConfigError, UsageError
 from zeroshard.engine.config.load import load_config
 from zeroshard.testing import RankError, run_ranks
 
@@ -32,17 +35,13 @@ CONFIG: dict[str, Any] = {
 # ---------------------------------------------------------------------- wrappers and conversions
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ddp_around_a_sharded_model_is_named(stage: int) -> None:
-    def body(rank: int) -> str:
-        model, sharded = build(stage, make_optimizer=sgd)
-        with pytest.raises(UsageError) as caught:
-            step(nn.parallel.DistributedDataParallel(model), sharded, rank, 0)
-        return str(caught.value)
-
-    for message in on_ranks(body, 2):
-        assert "DDP" in message or "DistributedDataParallel" in message
-        assert "leave" in message.lower() and "unsharded(" not in message, "the remedy is not to gather"
+def test_ddp_around_a_sharded_model_is_named(rank: int, stage: int) -> None:
+    model, sharded = build(stage, make_optimizer=sgd)
+    message = refusal(lambda: step(nn.parallel.DistributedDataParallel(model), sharded, rank, 0))
+    assert "DDP" in message or "DistributedDataParallel" in message
+    assert "leave" in message.lower() and "unsharded(" not in message, "the remedy is not to gather"
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "to", "half"])
@@ -58,37 +57,156 @@ def test_articles() -> None:
         zeroshard.shard(torch.optim.AdamW(model.parameters()), model, 2)  # type: ignore[arg-type]
 
 
+# ---------------------------------------------------------------------- what would train wrongly
+
+
+def backward(model: Any, rank: int, number: int = 0) -> None:
+    model(*tokens(rank, number)).backward()
+
+
+def converted(model: Any, sharded: Any, rank: int) -> None:
+    model.bfloat16()
+    sharded.optimizer.step()
+
+
+def set_after_a_backward(model: Any, sharded: Any, rank: int) -> None:
+    model(*tokens(rank, 0)).backward()
+    model.head.weight.grad = torch.zeros(31, 12)
+    sharded.optimizer.step()
+
+
+def one_of_the_users_among_dropped(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    model.head.weight.grad = None
+    model.head.weight.grad = torch.ones(model.head.weight.shape)
+    for parameter in model.blocks.parameters():
+        parameter.grad = None
+    sharded.optimizer.step()
+
+
+def drop_before_a_backward(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    model.head.weight.grad = None
+    backward(model, rank, 1)
+
+
+def replaced_parameter(model: Any, sharded: Any, rank: int) -> None:
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(33, 12))
+    step(model, sharded, rank, 1)
+
+
+def copied(model: Any, sharded: Any, rank: int) -> None:
+    """Below stage 3 a block has nothing to gather, and its copy computes with the same parameters."""
+    x = torch.ones(1, 12)
+    if sharded.policy.parameters.sharded:
+        with pytest.raises(UsageError, match=r"is a copy\.copy\(\) of a module"):
+            copy.copy(model.blocks[0])(x)
+    else:
+        assert torch.equal(copy.copy(model.blocks[0])(x), model.blocks[0](x))
+    copy.copy(model)(*tokens(rank, 0))
+
+
+def data_of_another_shape(model: Any, sharded: Any, rank: int) -> None:
+    model.head.weight.data = model.head.weight.data[:1]
+    sharded.optimizer.state_dict()
+    zeroshard.unsharded(model).__enter__()
+
+
+def changed_groups(model: Any, sharded: Any, rank: int) -> None:
+    sharded.optimizer.param_groups[0]["params"] = sharded.optimizer.param_groups[0]["params"][:2]
+    backward(model, rank)
+    sharded.optimizer.step()
+
+
+def step_in_a_hook(model: Any, sharded: Any, rank: int) -> None:
+    """As in torch's tutorial on optimizers that step in hooks: the gradients of the other parameters would be lost."""
+    model.embedding.weight.register_post_accumulate_grad_hook(lambda _: sharded.optimizer.step())
+    backward(model, rank)
+
+
+def group_before_the_step(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    sharded.optimizer.add_param_group({"params": []})
+
+
+def step_after_remove(model: Any, sharded: Any, rank: int) -> None:
+    sharded.remove()
+    backward(model, rank)
+    sharded.optimizer.step()
+
+
+def changed_on_one_rank(model: Any, sharded: Any, rank: int) -> None:
+    backward(model, rank)
+    if rank == 1:
+        model.head.weight.grad.mul_(0.5)
+    sharded.optimizer.step()
+
+
+MISUSES: dict[str, tuple[Callable[[Any, Any, int], object], str]] = {
+    "a conversion": (converted, r"weight|scale|unsharded"),
+    "a gradient set after a backward": (set_after_a_backward, r"embedding\.weight\.grad was set after a backward"),
+    "a gradient set among dropped ones": (one_of_the_users_among_dropped, "was set after a backward"),
+    "a gradient set to None before a backward": (drop_before_a_backward, "set None after the last one"),
+    "a gradient changed on one rank": (
+        changed_on_one_rank, r"embedding\.weight was changed through its `grad` on ranks \[1\] only"
+    ),
+    "a replaced parameter": (replaced_parameter, r"blocks\.1\.up\.weight is no longer the tensor"),
+    "a shallow copy": (copied, r"is a copy\.copy\(\) of a module of a sharded model"),
+    "data of another shape": (
+        data_of_another_shape, r"embedding\.weight (was given data of \(1, 12\)|is sharded at rest)"
+    ),
+    "param groups that were changed": (changed_groups, "param groups are not those"),
+    "a step inside a backward": (
+        step_in_a_hook, r"optimizer\.step\(\) was called inside a backward.*Step after the backward"
+    ),
+    "a group of parameters of no model": (
+        lambda model, sharded, rank: sharded.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}),
+        "1 of the new param group's parameters are not in the model",
+    ),
+    "a group before the step": (group_before_the_step, "End the step first"),
+    "a step after remove": (step_after_remove, "remove"),
+}  # fmt: skip
+GOES_ON = {
+    "a gradient set after a backward", "a gradient set among dropped ones", "a gradient set to None before a backward",
+    "a gradient changed on one rank", "a shallow copy", "a group before the step",
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@FEW_STAGES
+@pytest.mark.parametrize("misuse", MISUSES)
+@pytest.mark.quick(len(MISUSES))
+def test_what_would_train_wrongly_is_refused_by_name(rank: int, stage: int, misuse: str) -> None:
+    do, message = MISUSES[misuse]
+    model, sharded = build(stage, make_optimizer=sgd)
+    step(model, sharded, rank, 0)
+    with pytest.raises(UsageError, match=message):
+        do(model, sharded, rank)
+    sharded.optimizer.zero_grad()
+    if misuse in GOES_ON:
+        step(model, sharded, rank, 1)
+
+
 # ---------------------------------------------------------------------- ranks that do different things
 
 
-def test_a_save_by_an_engine_on_one_rank_is_named() -> None:
-    def body(rank: int, folder: str) -> str:
+@pytest.mark.ranks(2, fresh=True, collective_timeout=5)
+@pytest.mark.parametrize(("by", "told"), [("engine", 'save_checkpoint "global_step1"'), ("sharded", 'save "a"')])
+def test_a_save_on_one_rank_is_named(rank: int, by: str, told: str) -> None:
+    """No message speaks of an asynchronous save, since there is none."""
+    if by == "engine":
         engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
-        with pytest.raises(CollectiveError) as caught:
-            for number in range(3):
-                engine.backward(engine(*tokens(rank, number)))
-                engine.step()
-                if rank == 0:
-                    engine.save_checkpoint(folder)
-        return str(caught.value)
-
-    for message in run_ranks(body, 2, "unused", collective_timeout=5):
-        assert 'call save_checkpoint "global_step1" on every rank or on none' in message
-        assert "asynchronous" not in message, "there is none"
-
-
-def test_a_save_on_one_rank_speaks_of_no_other_save() -> None:
-    def body(rank: int) -> str:
+        train, save = partial(engine_steps, engine, rank), partial(engine.save_checkpoint, "unused")
+    else:
         model, sharded = build(2, make_optimizer=sgd)
-        with pytest.raises(CollectiveError) as caught:
-            for number in range(3):
-                step(model, sharded, rank, number)
-                if rank == 0:
-                    sharded.save("unused", "a")
-        return str(caught.value)
-
-    for message in run_ranks(body, 2, collective_timeout=5):
-        assert 'call save "a" on every rank or on none' in message and "asynchronous" not in message
+        train, save = partial(steps, model, sharded, rank), partial(sharded.save, "unused", "a")
+    with pytest.raises(CollectiveError) as caught:
+        for number in range(3):
+            train([number])
+            if rank == 0:
+                save()
+    assert f"call {told} on every rank or on none" in str(caught.value)
+    assert "asynchronous" not in str(caught.value)
 
 
 def test_a_failed_gather_is_told_once() -> None:
@@ -152,49 +270,47 @@ def test_an_object_and_its_block_in_the_config_is_a_warning() -> None:
 # ---------------------------------------------------------------------- the same data
 
 
+def told_of_batches(take: Callable[[], object]) -> list[str]:
+    """Call a function, and return what warnings said about first batches."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        take()
+    return [str(one.message) for one in told if "first batch" in str(one.message)]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("batches", ["same", "different", "of one rank"])
-def test_a_first_batch_that_is_the_same_on_all_ranks_is_one_warning(stage: int, batches: str) -> None:
+@pytest.mark.parametrize(("batches", "ranks"), [("same", 1), ("different", 2), ("same", 2)])
+def test_a_first_batch_that_is_the_same_on_all_ranks_is_one_warning(stage: int, batches: str, ranks: int) -> None:
     def body(rank: int) -> list[str]:
         model, sharded = build(stage, make_optimizer=sgd)
         with torch.no_grad():
             model(*tokens(0, 0))  # an evaluation of the same data is no mistake
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for number in range(3):
-                step(model, sharded, rank if batches == "different" else 0, number)
-        return [str(one.message) for one in told if "first batch" in str(one.message)]
+        return told_of_batches(lambda: steps(model, sharded, rank if batches == "different" else 0, range(3)))
 
-    if batches == "of one rank":
-        assert body(0) == []
-        return
-    first, second = on_ranks(body, 2)
-    assert second == []
-    assert len(first) == (batches == "same")
+    first, *others = on_ranks(body, ranks)
+    assert others == [[]] * (ranks - 1)
+    assert len(first) == (batches == "same" and ranks == 2)
     if first:
         assert first[0].startswith("the first batch is the same on all 2 ranks") and "DistributedSampler" in first[0]
 
 
-@pytest.mark.parametrize("kind", ["bool", "view", "empty", "half", "complex", "nested"])
-def test_any_batch_can_be_compared(kind: str) -> None:
+BATCHES: dict[str, Any] = {
+    "bool": torch.tensor([True, False]), "view": torch.arange(12).view(3, 4).t(), "empty": torch.empty(0),
+    "half": torch.ones(3, dtype=torch.bfloat16), "complex": torch.ones(3, dtype=torch.complex64),
+    "nested": {"a": [torch.ones(2), "text"], "b": None},
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_any_batch_can_be_compared(rank: int, kind: str) -> None:
     class Model(nn.Linear):
         def forward(self, batch: Any) -> Tensor:
             return super().forward(torch.ones(2, 3)).sum()
 
-    batch: Any = {
-        "bool": torch.tensor([True, False]), "view": torch.arange(12).view(3, 4).t(), "empty": torch.empty(0),
-        "half": torch.ones(3, dtype=torch.bfloat16), "complex": torch.ones(3, dtype=torch.complex64),
-        "nested": {"a": [torch.ones(2), "text"], "b": None},
-    }[kind]  # fmt: skip
-
-    def body(rank: int) -> int:
-        model, sharded = build(2, make_model=lambda: Model(3, 1), make_optimizer=sgd)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            update(model(batch), sharded.optimizer)
-        return len([one for one in told if "first batch" in str(one.message)])
-
-    assert on_ranks(body, 2) == [int(kind != "empty"), 0]
+    model, sharded = build(2, make_model=lambda: Model(3, 1), make_optimizer=sgd)
+    told = told_of_batches(lambda: update(model(BATCHES[kind]), sharded.optimizer))
+    assert len(told) == (rank == 0 and kind != "empty")
 
 
 # ---------------------------------------------------------------------- torch's errors
@@ -234,37 +350,26 @@ def test_out_of_memory_has_a_hint(where: str, kind: type[Exception], monkeypatch
     assert "zeroshard plan" in notes_of(error) and "memory_report" in notes_of(error)
 
 
-def test_memory_that_the_system_refuses_has_a_hint() -> None:
-    def body(rank: int) -> str:
-        class Greedy(Stack):
-            def run(self, x: Tensor) -> Tensor:
-                return super().run(x) + torch.empty(2**34).sum()
+@pytest.mark.ranks(1, fresh=True)
+def test_memory_that_the_system_refuses_has_a_hint(rank: int) -> None:
+    class Greedy(Stack):
+        def run(self, x: Tensor) -> Tensor:
+            return super().run(x) + torch.empty(2**34).sum()
 
-        model, _ = build(2, make_model=Greedy)
-        limits = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
-        try:
+    model, _ = build(2, make_model=Greedy)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**34, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
             model(*tokens(rank, 0))
-        except RuntimeError as error:
-            return notes_of(error)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-        return "no error"
-
-    assert "this rank ran out of memory" in run_ranks(body, 1)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert "this rank ran out of memory" in notes_of(caught.value)
 
 
-def test_inputs_of_another_dtype_have_a_hint() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    zeroshard.shard(model, sgd(model.parameters()), 2, precision=Precision(torch.bfloat16))
+@pytest.mark.parametrize(("width", "hint"), [(3, "Cast the inputs"), (4, "")])
+def test_inputs_of_another_dtype_have_a_hint_and_those_of_another_shape_have_none(width: int, hint: str) -> None:
+    model, _ = build(2, make_model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), precision=torch.bfloat16)
     with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 3))
-    assert "Cast the inputs" in notes_of(caught.value)
-
-
-def test_other_errors_of_a_model_have_none() -> None:
-    model = nn.Linear(3, 1)
-    zeroshard.shard(model, sgd(model.parameters()), 3)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4))
-    assert notes_of(caught.value) == ""
+        model(torch.ones(2, width, dtype=None if hint else torch.bfloat16))
+    assert hint in notes_of(caught.value) and bool(notes_of(caught.value)) == bool(hint)

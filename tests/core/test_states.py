@@ -7,22 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from fuzzing import Boom, Setting
-from fuzzing_sides import Plain, Sharded
-from insides import has_noticed_the_end, schedule, units
-from twin import Setting as SettingOfPlaces
-from twin import as_set, build, step, steps
+from fuzzing_sides import Sharded
+from insides import has_noticed_the_end, schedule
 
-import zeroshard
-from zeroshard import Offload, Place, Policy
 from zeroshard.core.gradient_bucket import MOVES as BUCKET_MOVES
 from zeroshard.core.gradient_bucket import Holds
 from zeroshard.core.step import MOVES, Move, Step, StepState
-from zeroshard.core.unit import UNIT_MOVES, Unit, UnitState
 from zeroshard.errors import UsageError
-from zeroshard.testing import run_ranks
 
 
 def reachable(moves: dict[tuple[object, object], object], start: object) -> set[object]:
@@ -136,99 +128,3 @@ def test_a_real_model_moves_as_the_table_says(state: StepState, move: Move, stag
     side.train(4)
     side.step(0)  # and training goes on
     assert moves.state is StepState.STEPPED
-
-
-def test_states_in_the_middle_of_a_backward(tmp_path: Path) -> None:
-    side = Sharded(Setting(2), tmp_path)
-    seen: list[StepState] = []
-    first = dict(side.named)["first.bias"]
-    first.register_post_accumulate_grad_hook(lambda _: seen.append(schedule(side.sharded).state))
-    side.train(1)
-    assert seen == [StepState.BACKWARD]
-
-
-@pytest.mark.parametrize("ending", ["zero_grad", "clip", "step"])
-@pytest.mark.parametrize("first", ["train", "accumulate"])
-@pytest.mark.parametrize("stage", range(4))
-def test_gradients_are_those_of_the_backwards_since_zero_grad(
-    stage: int, first: str, ending: str, tmp_path: Path
-) -> None:
-    """A step may be left with a sum of this rank, with a mean in flight, after a norm, and after a step."""
-    ours, theirs = Sharded(Setting(stage), tmp_path), Plain(Setting(stage), tmp_path)
-
-    def both(action: str, number: int) -> None:
-        for side in (ours, theirs):
-            getattr(side, action)(number)
-
-    def same_gradients() -> None:
-        found, expected = ours.read_gradients(0), theirs.read_gradients(0)
-        for fqn, gradient in expected.items():
-            assert (gradient is None) is (found[fqn] is None), fqn
-            assert gradient is None or torch.equal(found[fqn], gradient), fqn
-
-    for round_ in range(2):
-        both(first, round_)
-        both("zero_grad", 0)
-        both(first, 2 + round_)
-        both("train", 4 + round_)
-        if round_ == 1:  # in the first round nobody looks: reading a gradient waits for what is in flight
-            same_gradients()
-        both(ending, 0)
-        both("zero_grad", 0)
-    both("train", 6)
-    same_gradients()
-
-
-# ------------------------------------------------------------------ units
-
-
-class Watched(Unit):
-    """A unit that notes each change of its state."""
-
-    @property
-    def state(self) -> UnitState:  # type: ignore[override]
-        found: UnitState = self.__dict__["state"]
-        return found
-
-    @state.setter
-    def state(self, state: UnitState) -> None:
-        SEEN.add((self.state, state))
-        self.__dict__["state"] = state
-
-
-SEEN: set[tuple[UnitState, UnitState]] = set()
-
-
-def changes_of(policy: Policy, folder: Path) -> set[tuple[str, str]]:
-    """Train, read, park, and return the names of the states between which a unit has changed."""
-    SEEN.clear()
-    with as_set(SettingOfPlaces(policy, apart=True)):
-        model, sharded = build(policy)
-        own = units(sharded)
-        for unit in own:
-            unit.__class__ = Watched
-        steps(model, sharded, dist.get_rank(), range(3))
-        own[-1].start_unshard()  # as a prefetch that turns out to be for nothing
-        own[-1].settle()
-        own[-1].reshard()
-        for states in (("parameters",), ("optimizer",)):
-            sharded.offload_states(states, Place.DISK, Offload(str(folder)))
-            sharded.reload_states()
-        with zeroshard.unsharded(model):
-            pass
-        step(model, sharded, dist.get_rank(), 3)
-        sharded.remove()
-    return {(before.name, after.name) for before, after in SEEN}
-
-
-def test_units_make_every_move_of_their_table_and_no_other(tmp_path: Path) -> None:
-    policies = [
-        Policy.stage(3), Policy.stage(2), Policy.stage(1).offloaded(parameters=Place.CPU, path=str(tmp_path)),
-    ]  # fmt: skip
-
-    def body(rank: int) -> list[set[tuple[str, str]]]:
-        return [changes_of(policy, tmp_path) for policy in policies]
-
-    seen = set().union(*run_ranks(body, 2)[0])
-    legal = {(state.name, there.name) for state, moves in UNIT_MOVES.items() for there in moves.values()}
-    assert seen == legal

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import tokens
-from ranks import on_ranks
 from torch import Tensor, nn
 from twin import Setting, as_set, build, everything, same, step, steps, whole
 
 import zeroshard
-from zeroshard import Place, Policy, UsageError
+from zeroshard import Place, Policy, Sharded, UsageError
 
 Values = dict[str, Tensor]
 
@@ -59,139 +59,110 @@ WAYS: dict[str, Callable[[nn.Module, Values], None]] = {
     "copy": by_copy, "copy to data": by_copy_to_data, "data": by_data, "state dict": by_state_dict, "assign": by_assignment,
     "swap_tensors": by_swap_tensors,
 }  # fmt: skip
-USES = ["evaluate", "save", "export", "states"]
+USES: dict[str, Callable[[Any, Sharded, int, Path], object]] = {
+    "evaluate": lambda model, sharded, rank, folder: evaluate(model, rank),
+    "save": lambda model, sharded, rank, folder: sharded.save(folder, "average"),
+    "export": lambda model, sharded, rank, folder: sharded.export(folder / "export"),
+    "states": lambda model, sharded, rank, folder: sharded.states.get("blocks.0.up.weight"),
+}
 
 
-def use_of(use: str, model: Any, sharded: zeroshard.Sharded, rank: int, folder: Path) -> None:
-    if use == "evaluate":
-        with torch.no_grad():
-            model(*tokens(rank, 9))
-    elif use == "save":
-        sharded.save(folder, "average")
-    elif use == "export":
-        sharded.export(folder / "export")
-    else:
-        sharded.states.get("blocks.0.up.weight")
+def evaluate(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        model(*tokens(rank, 9))
 
 
+def trained(
+    rank: int, policy: Policy | int, swap: Callable[[Any, Sharded, Values, Values], None] | None = None, precision: Any = None
+) -> Values:  # fmt: skip
+    """Train, swap weights in the middle if there is a way to do so, and return everything."""
+    model, sharded = build(policy, precision=precision)
+    steps(model, sharded, rank, range(2))
+    own = whole(model)
+    if swap:
+        swap(model, sharded, own, {fqn: value * 0.5 for fqn, value in own.items()})
+    steps(model, sharded, rank, range(2, 4))
+    return everything(sharded)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", range(4))
 def test_training_goes_on_after_a_swap_as_without_it_or_the_swap_is_refused(
-    stage: int, way: str, use: str, tmp_path: Path
+    rank: int, stage: int, way: str, use: str, tmp_path: Path
 ) -> None:
-    def body(rank: int) -> bool:
-        exchange = WAYS[way]
+    exchange = WAYS[way]
+    # A write to sharded parameters is refused outside of such a block, but for state dicts.
+    is_open = stage == 3 and way not in ("state dict", "assign", "swap_tensors")
+    # Below stage 3 an evaluation reads what `data` is; nothing is overwritten.
+    expects_refusal = way in ("assign", "swap_tensors") or (way == "data" and (stage == 3 or use != "evaluate"))
 
-        def trained(*, swaps: bool) -> tuple[dict[str, Tensor], bool]:
-            model, sharded = build(stage)
-            steps(model, sharded, rank, range(2))
-            own = {fqn: value.clone() for fqn, value in whole(model).items()}
-            average = {fqn: value * 0.5 for fqn, value in own.items()}
-            # A write to sharded parameters is refused outside of such a block, but for state dicts.
-            is_open = stage == 3 and way not in ("state dict", "assign", "swap_tensors")
-            is_refused = False
+    def swap(model: nn.Module, sharded: Sharded, own: Values, average: Values) -> None:
+        def block() -> Any:
+            return zeroshard.unsharded(model, modifier_rank=0) if is_open else nullcontext()
 
-            def block() -> Any:
-                return zeroshard.unsharded(model, modifier_rank=0) if is_open else nullcontext()
+        is_refused = False
+        try:
+            with block():
+                exchange(model, average)
+            USES[use](model, sharded, rank, tmp_path)
+            if way == "assign":  # the parameters are no longer those of the optimizer, as a step says at the latest
+                sharded.optimizer.step()
+        except (UsageError, RuntimeError) as error:
+            is_refused = True
+            assert isinstance(error, UsageError) or way == "swap_tensors", error
+            assert way != "assign" or "no longer the tensor that zeroshard took" in str(error)
+        assert is_refused == expects_refusal
+        if not is_refused or (way == "data" and stage < 3):  # else nothing was exchanged
+            with block():
+                exchange(model, average if way == "data" else own)
 
-            if swaps:
-                try:
-                    with block():
-                        exchange(model, average)
-                    use_of(use, model, sharded, rank, tmp_path)
-                except (UsageError, RuntimeError) as error:
-                    is_refused = True
-                    assert isinstance(error, UsageError) or way == "swap_tensors", error
-                if way == "assign":  # the parameters are no longer those of the optimizer, as a step says at the latest
-                    with pytest.raises(UsageError, match="no longer the tensor that zeroshard took"):
-                        sharded.optimizer.step()
-                    return {}, True
-                if not is_refused or (way == "data" and stage < 3):  # else nothing was exchanged
-                    with block():
-                        exchange(model, average if way == "data" else own)
-            steps(model, sharded, rank, range(2, 4))
-            return everything(sharded), is_refused
-
-        found, is_refused = trained(swaps=True)
-        if found:
-            assert same(found, trained(swaps=False)[0])
-        return is_refused
-
-    refused = on_ranks(body, 2)
-    assert refused[0] is refused[1]
-    if way in ("copy", "copy to data", "state dict"):
-        assert not refused[0]
-    elif way == "swap_tensors":
-        assert refused[0]
-    elif way == "data":
-        # Below stage 3 an evaluation reads what `data` is; nothing is overwritten.
-        assert refused[0] is (stage == 3 or use != "evaluate")
+    if way == "assign":
+        with pytest.raises(UsageError, match="no longer the tensor that zeroshard took"):
+            trained(rank, stage, swap)
+    else:
+        assert same(trained(rank, stage, swap), trained(rank, stage))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("use", ["evaluate", "export"])
 @pytest.mark.parametrize("way", ["copy", "copy to data", "data"])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_swap_inside_one_block_costs_no_digit_of_16_bit_masters(
-    rank: int, stage: int, way: str, use: str, tmp_path: Path
-) -> None:
+def test_a_swap_inside_one_block_costs_no_digit_of_16_bit_masters(rank: int, stage: int, way: str) -> None:
     """Over two blocks, master weights are rounded to what was given back (docs/sharded_parameters.md)."""
 
-    def trained(*, swaps: bool) -> dict[str, Tensor]:
-        model, sharded = build(stage, precision=torch.bfloat16)
-        steps(model, sharded, rank, range(2))
-        own = {fqn: value.clone() for fqn, value in whole(model).items()}
-        average = {fqn: value * 0.5 for fqn, value in own.items()}
-        if swaps:
-            with zeroshard.unsharded(model, modifier_rank=0):
-                WAYS[way](model, average)
-                with torch.no_grad():
-                    model(*tokens(rank, 9))
-                if use == "export":
-                    with pytest.raises(UsageError, match=r"inside unsharded\(modifier_rank=...\)|other `data`"):
-                        sharded.export(tmp_path / "export")
-                WAYS[way](model, average if way == "data" else own)
-        steps(model, sharded, rank, range(2, 4))
-        return everything(sharded)
+    def swap(model: nn.Module, sharded: Sharded, own: Values, average: Values) -> None:
+        with zeroshard.unsharded(model, modifier_rank=0):
+            WAYS[way](model, average)
+            evaluate(model, rank)
+            WAYS[way](model, average if way == "data" else own)
 
-    assert same(trained(swaps=True), trained(swaps=False))
+    assert same(trained(rank, stage, swap, torch.bfloat16), trained(rank, stage, precision=torch.bfloat16))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
-@pytest.mark.parametrize("stage", range(3))
-def test_weights_that_were_exchanged_are_not_trained(stage: int, place: Place) -> None:
+@pytest.mark.parametrize(("stage", "place"), [(0, "accelerator"), *product((1, 2), ("accelerator", "cpu"))])
+def test_weights_that_were_exchanged_are_not_trained(rank: int, stage: int, place: str) -> None:
     """Their updates would go to the memory of those that are kept."""
-    if place is Place.CPU and not stage:
-        pytest.skip("stage 0 has no such place")
-    policy = Policy.stage(stage).offloaded(parameters=place) if stage else Policy.stage(0)
+    policy = Policy.stage(stage).offloaded(parameters=Place(place)) if stage else Policy.stage(0)
 
-    def body(rank: int) -> None:
-        def trained(*, swaps: bool) -> dict[str, Tensor]:
-            model, sharded = build(policy)
-            steps(model, sharded, rank, range(2))
-            average = {fqn: value * 0.5 for fqn, value in whole(model).items()}
-            if swaps:
-                by_data(model, average)
-                with pytest.raises(UsageError, match=r"optimizer.step\(\) would copy it to the memory"):
-                    step(model, sharded, rank, 9)
-                sharded.optimizer.zero_grad()
-                by_data(model, average)
-                with (
-                    pytest.raises(UsageError, match=r"the end of unsharded\(\) would copy it to the memory"),
-                    zeroshard.unsharded(model, modifier_rank=0),
-                ):
-                    by_data(model, average)
-                by_data(model, average)
-            steps(model, sharded, rank, range(2, 4))
-            return everything(sharded)
+    def swap(model: nn.Module, sharded: Sharded, own: Values, average: Values) -> None:
+        by_data(model, average)
+        with pytest.raises(UsageError, match=r"optimizer.step\(\) would copy it to the memory"):
+            step(model, sharded, rank, 9)
+        sharded.optimizer.zero_grad()
+        by_data(model, average)
+        with (
+            pytest.raises(UsageError, match=r"the end of unsharded\(\) would copy it to the memory"),
+            zeroshard.unsharded(model, modifier_rank=0),
+        ):
+            by_data(model, average)
+        by_data(model, average)
 
-        with as_set(Setting(policy, apart=True)):
-            assert same(trained(swaps=True), trained(swaps=False))
-
-    on_ranks(body, 2)
+    with as_set(Setting(policy, apart=True)):
+        assert same(trained(rank, policy, swap), trained(rank, policy))
 
 
 @pytest.mark.ranks(2)
@@ -212,14 +183,10 @@ def test_new_data_of_each_parameter_is_no_swap(rank: int, place: Place) -> None:
 
 def test_what_only_a_graph_keeps_is_no_swap() -> None:
     """A graph keeps transposed weights. Nobody can see them change, and torch refuses their backward."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, 0)
+    model, _ = build(0, make_model=lambda: nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))))
     loss = model(torch.ones(2, 4, requires_grad=True)).square().sum()  # so that each matrix is needed
     for parameter in model.parameters():
         parameter.data = torch.full((4, 4), 0.5)
-    with zeroshard.unsharded(model):
-        assert all(torch.equal(one, torch.full((4, 4), 0.5)) for one in model.parameters())
+    assert all(value.eq(0.5).all() for value in whole(model).values())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -7,23 +7,31 @@ Calls whose documentation says that they return the memory of the training are l
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from fuzzing_comparison import difference
+from models import Stack, floats
 from torch import Tensor, nn
-from twin import Setting, as_set, update
+from twin import Setting, as_set, build, engine_steps, steps, update, whole
 
 import zeroshard
-from zeroshard import Offload, Policy, Precision, UsageError
+from zeroshard import Offload, Policy, UsageError
 from zeroshard.core.model_states import Range
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 PLACES = ("accelerator", "cpu", "cpu apart", "disk", "parameters on cpu")
+
+
+def make() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    model.register_buffer("scale", torch.ones(3))
+    return model
 
 
 class Run:
@@ -36,34 +44,33 @@ class Run:
             policy = policy.offloaded(parameters="cpu", offload=how)
         elif place != "accelerator":
             policy = policy.offloaded(optimizer=place.split(maxsplit=1)[0], offload=how)
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-        self.model.register_buffer("scale", torch.ones(3))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), torch.tensor(0.1), weight_decay=0.1)
-        self.sharded = zeroshard.shard(self.model, self.optimizer, policy, precision=Precision(dtype))
+        make_optimizer = partial(torch.optim.AdamW, lr=torch.tensor(0.1), weight_decay=0.1)
+        self.model, self.sharded = build(policy, make_model=make, make_optimizer=make_optimizer, precision=dtype)
+        self.optimizer: Any = self.sharded.optimizer
         self.folder, self.dtype, self.number, self.stage, self.place = folder, dtype, 0, stage, place
         self.step()
         self.step()
 
     def backward(self) -> None:
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(self.number)).to(self.dtype)
-        self.model(x).float().square().mean().backward()
+        (x,) = floats(0, self.number)
+        self.model(x.to(self.dtype)).float().square().mean().backward()
         self.number += 1
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def step(self) -> None:
         self.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.end_step()
 
     def goes_on(self) -> None:
-        """Use and move everything: steps, a norm, a save and a load."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        """Use and move everything: steps, a norm, a park and a reload."""
+        self.end_step()
         self.step()
         self.backward()
         self.sharded.clip_grad_norm_(0.01)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.end_step()
         self.sharded.offload_states()
         self.sharded.reload_states()
         self.step()
@@ -86,11 +93,6 @@ def of_parameter(run: Run) -> zeroshard.ParameterStates:
 def loaded_values(run: Run) -> Any:
     run.sharded.save(run.folder / "values", "one", {"given": torch.arange(3.0)})
     return run.sharded.load(run.folder / "values", "one").values
-
-
-def state_dict(run: Run) -> Any:
-    with zeroshard.unsharded(run.model):
-        return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
 GIVES: dict[str, Callable[[Run], Any]] = {
@@ -124,12 +126,7 @@ def copied(run: Run) -> nn.Module:
         return copy.deepcopy(run.model)
 
 
-def ranges(run: Run, state: str) -> list[Range]:
-    return [Range(one.start, one.tensor.clone()) for one in run.sharded.states.local("0.weight", state)]
-
-
 def saves(run: Run, tensors: list[Tensor], **how: Any) -> Callable[[], None]:
-    run.optimizer.zero_grad()
     tensors.append(torch.arange(4.0))
     run.sharded.save(run.folder / "taken", "one", {"mine": tensors[0]}, **how)
 
@@ -142,49 +139,46 @@ def saves(run: Run, tensors: list[Tensor], **how: Any) -> Callable[[], None]:
 
 
 def loads_optimizer(run: Run, tensors: list[Tensor], plain: bool) -> None:
-    run.optimizer.zero_grad()
-    state = copy.deepcopy(run.optimizer.state_dict())
+    optimizer = run.optimizer
     if plain:
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        torch.manual_seed(0)
+        model = make()
         optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
-        model(torch.ones(1, 5)).sum().backward()
-        optimizer.step()
-        state = copy.deepcopy(optimizer.state_dict())
-    tensors += [value for values in state["state"].values() for value in values.values() if isinstance(value, Tensor)]
-    tensors += [value for group in state["param_groups"] for value in group.values() if isinstance(value, Tensor)]
+        update(model(torch.ones(1, 5)).sum(), optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    options = [*state["state"].values(), *state["param_groups"]]
+    tensors += [value for one in options for value in one.values() if isinstance(value, Tensor)]
     run.optimizer.load_state_dict(state)
 
 
 def loads_model(run: Run, tensors: list[Tensor]) -> None:
-    run.optimizer.zero_grad()
-    state = {name: torch.full_like(value, 0.5) for name, value in state_dict(run).items()}
+    state = {name: torch.full(value.shape, 0.5, dtype=value.dtype) for name, value in run.model.state_dict().items()}
     tensors += state.values()
     run.model.load_state_dict(state)
 
 
 def loads_distributed(run: Run, tensors: list[Tensor]) -> None:
-    run.optimizer.zero_grad()
     own = zeroshard.DistributedState(run.sharded)
     state = own.state_dict()
-    counts = {name: values["step"] for name, values in state["optim"].items() if type(values.get("step")) is Tensor}
-    counts = {name: value.clone() for name, value in counts.items()}
-    tensors += counts.values()
-    state["optim"] = {
-        name: {**values, **({"step": counts[name]} if name in counts else {})}
-        for name, values in state["optim"].items()
-    }
+    for name, values in state["optim"].items():
+        if type(values.get("step")) is Tensor:
+            tensors.append(values["step"].clone())
+            state["optim"][name] = {**values, "step": tensors[-1]}
     own.load_state_dict(state)
 
 
 def writes(run: Run, tensors: list[Tensor]) -> None:
-    run.optimizer.zero_grad()
     tensors.append(torch.full((7, 5), 0.25))
     with zeroshard.unsharded(run.model, modifier_rank=0), torch.no_grad():
-        run.model[0].weight.copy_(tensors[-1])
+        run.model[0].weight.copy_(tensors[0])
+
+
+def adds(run: Run, tensors: list[Tensor]) -> None:
+    tensors.append(torch.arange(3.0))
+    run.sharded.sum_over_ranks(tensors[0])
 
 
 def restores(run: Run, tensors: list[Tensor]) -> None:
-    run.optimizer.zero_grad()
     states = run.sharded.states
     values = {name: states.whole("0.weight", name) for name in ("parameters", "exp_avg", "exp_avg_sq", "step")}
     tensors += [value for value in values.values() if isinstance(value, Tensor)]
@@ -193,29 +187,23 @@ def restores(run: Run, tensors: list[Tensor]) -> None:
 
 def sets(state: str, how: str) -> Callable[[Run, list[Tensor]], None]:
     def call(run: Run, tensors: list[Tensor]) -> None:
-        value = torch.full((7, 5), 0.25)
+        states = run.sharded.states
+        tensors.append(torch.full((7, 5), 0.25))
         if how == "whole":
-            tensors.append(value)
-            run.sharded.states.set("0.weight", state, value)
+            states.set("0.weight", state, tensors[0])
         elif how == "of the parameter":
-            tensors.append(value)
-            of_parameter(run).set(value, state)
+            of_parameter(run).set(tensors[0], state)
         elif how == "flat":
             flat = of_parameter(run).flat(state)
             assert flat is not None
             tensors.append(flat)
             of_parameter(run).set_flat(flat, state)
         else:
-            own = ranges(run, state)
+            own = [Range(one.start, one.tensor.clone()) for one in states.local("0.weight", state)]
             tensors += [one.tensor for one in own]
-            run.sharded.states.set_local("0.weight", state, own)
+            states.set_local("0.weight", state, own)
 
     return call
-
-
-def adds(run: Run, tensors: list[Tensor]) -> None:
-    tensors.append(torch.arange(3.0))
-    run.sharded.sum_over_ranks(tensors[-1])
 
 
 TAKES: dict[str, Callable[[Run, list[Tensor]], Callable[[], None] | None]] = {
@@ -236,111 +224,66 @@ TAKES: dict[str, Callable[[Run, list[Tensor]], Callable[[], None] | None]] = {
 }  # fmt: skip
 
 
-def settings(folder: Path) -> list[tuple[int, str, torch.dtype]]:
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for place in PLACES:
-            for stage in range(4):
-                if stage or place == "accelerator":
-                    found.append((stage, place, dtype))
-    return found
+def runs(folder: Path, times: int) -> Iterator[list[Run]]:
+    """Return equal runs, in each setting, inside of it."""
+    for dtype, place, stage in product((torch.float32, torch.bfloat16), PLACES, range(4)):
+        if stage or place == "accelerator":
+            with as_set(Setting(Policy.stage(0), apart=place == "cpu apart")):
+                found = [Run(stage, place, dtype, folder) for _ in range(times)]
+                yield found
+                for run in found:
+                    run.sharded.remove()
 
 
-def is_refused(call: Callable[[], Any]) -> bool:
-    """Run a call. Some are refused by name in some places: then there is nothing to keep."""
-    try:
-        call()
-    except UsageError:
-        return True
-    return False
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", GIVES)
-def test_what_a_call_returns_stays_as_it_is(name: str, tmp_path: Path) -> None:
-    def body(rank: int) -> list[str]:
-        wrong = []
-        for stage, place, dtype in settings(tmp_path):
-            with as_set(Setting(Policy.stage(0), apart=place == "cpu apart")):
-                run = Run(stage, place, dtype, tmp_path)
-                if name not in BETWEEN_STEPS:
-                    run.backward()
-                value = GIVES[name](run)
-                before = copy.deepcopy(value)
-                run.goes_on()
-                if not same(value, before):
-                    wrong.append(f"{stage}, {place}, {dtype}: {value} was {before}")
-                run.sharded.remove()
-        return wrong
-
-    assert on_ranks(body, 2) == [[], []]
+def test_what_a_call_returns_stays_as_it_is(rank: int, name: str, tmp_path: Path) -> None:
+    for (run,) in runs(tmp_path, times=1):
+        if name not in BETWEEN_STEPS:
+            run.backward()
+        value = GIVES[name](run)
+        before = copy.deepcopy(value)
+        run.goes_on()
+        assert difference(value, before) is None, f"{run.stage}, {run.place}, {run.dtype}"
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.quick(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TAKES)
-def test_what_a_call_takes_is_neither_kept_nor_changed(name: str, tmp_path: Path) -> None:
-    def body(rank: int) -> list[str]:
-        wrong = []
-        for stage, place, dtype in settings(tmp_path):
-            with as_set(Setting(Policy.stage(0), apart=place == "cpu apart")):
-                ends = []
-                for spoils in (False, True):
-                    run = Run(stage, place, dtype, tmp_path)
-                    run.backward()
-                    tensors: list[Tensor] = []
-                    checks: list[Any] = []
-
-                    def call(run: Run = run, tensors: list[Tensor] = tensors, checks: list[Any] = checks) -> None:
-                        checks.append(TAKES[name](run, tensors))
-
-                    if is_refused(call):
-                        break
-                    before = copy.deepcopy(tensors)
-                    if spoils:
-                        for one in tensors:
-                            one.fill_(float("nan"))
-                    run.goes_on()
-                    if not spoils and not same(tensors, before):
-                        wrong.append(f"{stage}, {place}, {dtype}: changed to {tensors}")
-                    for check in filter(None, checks):
-                        check()
-                    ends.append(run.everything())
-                    run.sharded.remove()
-                if len(ends) == 2 and not same(*ends):
-                    wrong.append(f"{stage}, {place}, {dtype}: kept")
-        return wrong
-
-    assert on_ranks(body, 2) == [[], []]
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Tensor):
-        return bool(torch.equal(one, other))
-    return bool(one == other)
+def test_what_a_call_takes_is_neither_kept_nor_changed(rank: int, name: str, tmp_path: Path) -> None:
+    for pair in runs(tmp_path, times=2):
+        ends = []
+        for run, spoils in zip(pair, (False, True), strict=True):
+            what = f"{run.stage}, {run.place}, {run.dtype}"
+            if name.startswith("set "):
+                run.backward()
+            tensors: list[Tensor] = []
+            try:
+                check = TAKES[name](run, tensors)
+            except UsageError:  # some are refused by name in some places: then there is nothing to keep
+                break
+            before = copy.deepcopy(tensors)
+            if spoils:
+                for one in tensors:
+                    one.fill_(float("nan"))
+            run.goes_on()
+            assert spoils or difference(tensors, before) is None, f"changed: {what}"
+            if check:
+                check()
+            ends.append(run.everything())
+        assert len(ends) < 2 or difference(*ends) is None, f"kept: {what}"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_engine(rank: int, stage: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW"},
-    }
-    engine, *_ = zeroshard.initialize(model=nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), config=config)
-
-    def step() -> None:
-        engine.backward(engine(torch.ones(2, 5)).square().mean())
-        engine.step()
-
-    step()
+    block = {"stage": stage}
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": block, "optimizer": {"type": "AdamW"}}
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    engine_steps(engine, rank, [0])
     mine = torch.arange(3.0)
     engine.save_checkpoint(tmp_path, "one", {"mine": mine})
     mine.fill_(-1)
@@ -348,27 +291,26 @@ def test_an_engine(rank: int, stage: int, tmp_path: Path) -> None:
     given = [client, engine.module_state_dict(), engine.consolidated_state_dict()]
     before = copy.deepcopy(given)
     assert torch.equal(client["mine"], torch.arange(3.0))
-    step()
+    engine_steps(engine, rank, [1])
     engine.load_checkpoint(tmp_path, "one")
-    step()
-    assert same(given, before)
+    engine_steps(engine, rank, [2])
+    assert difference(given, before) is None
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("flat", [False, True])
 def test_zero_redundancy_optimizer(rank: int, flat: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.LayerNorm(3))
+    model = Stack()
     optimizer = zeroshard.ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=flat, lr=torch.tensor(0.1)
     )
 
-    def steps() -> list[Tensor]:
-        for number in range(2):
-            update(model(torch.full((2, 5), number + 1.0)).square().mean(), optimizer)
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    def trained() -> dict[str, Tensor]:
+        steps(model, optimizer, 0, range(2))
+        return whole(model)
 
-    steps()
+    trained()
     optimizer.consolidate_state_dict(0)
     states = [optimizer.state_dict() if rank == 0 else None]
     torch.distributed.broadcast_object_list(states)
@@ -379,6 +321,6 @@ def test_zero_redundancy_optimizer(rank: int, flat: bool) -> None:
     for _ in range(2):  # a rollback
         model.load_state_dict(values)
         optimizer.load_state_dict(state)
-        ends.append(steps())
-        assert same(state, saved)
-    assert same(*ends)
+        ends.append(trained())
+        assert difference(state, saved) is None
+    assert difference(*ends) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from models import OPTIMIZERS, Stack, sgd, tokens
 from torch import Tensor, nn
-from twin import FEW_STAGES, build, same_on_all_ranks, whole
+from twin import FEW_STAGES, build, close, same, same_on_all_ranks, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
@@ -40,10 +41,15 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+def average(model: nn.Module) -> None:
+    """Make gradients of plain PyTorch their means over ranks."""
+    for gradient in gradients(model):
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
+
+
 def by_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.numel()
-    ]  # of nothing torch finds no largest
+    parameters = [p for p in model.parameters() if p.numel()]  # of nothing torch finds no largest
     return nn.utils.clip_grad_norm_(parameters, 0.1, norm_type)
 
 
@@ -55,12 +61,6 @@ def a_part(model: nn.Module) -> list[Tensor]:
     return [nn.utils.clip_grad_norm_(part.parameters(), 0.05) for part in (model.blocks[1], model.blocks[0])]
 
 
-def in_two_calls(model: nn.Module) -> Tensor:
-    norm = nn.utils.get_total_norm(gradients(model))
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    return norm
-
-
 def each_by_its_own_norm(model: nn.Module) -> list[float]:
     """As adaptive clipping does. A norm comes after a change of a parameter of which some rank has no part."""
     norms = []
@@ -69,13 +69,6 @@ def each_by_its_own_norm(model: nn.Module) -> list[float]:
             norms.append(float(parameter.grad.norm()))
             parameter.grad.mul_(min(1.0, 0.05 / (norms[-1] + 1e-9)))
     return norms
-
-
-def by_hand(model: nn.Module) -> float:
-    norm = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in gradients(model)))
-    for gradient in gradients(model):
-        gradient.mul_(min(1.0, 0.1 / norm))
-    return norm
 
 
 def by_data(model: nn.Module) -> float:
@@ -110,59 +103,40 @@ def by_statement(model: nn.Module) -> list[Tensor]:
 
 CLIPS: dict[str, Clip] = {
     "norm": by_norm, "largest": partial(by_norm, norm_type=math.inf), "norm of order 3": partial(by_norm, norm_type=3.0),
-    "value": by_value, "a part": a_part, "in two calls": in_two_calls, "by hand": by_hand, "by data": by_data,
+    "value": by_value, "a part": a_part, "by data": by_data,
     "each by itself": each_by_itself, "each by its own norm": each_by_its_own_norm,
     "many at once": many_at_once, "by statement": by_statement,
 }  # fmt: skip
-
-
-def in_each_microbatch(rank: int, policy: Policy | None, dtype: torch.dtype | None, clip: str) -> list[float]:
-    """Norms of a loop that clips what it has summed so far, after each of three backwards, and then steps."""
-    torch.manual_seed(0)
-    model = Stack().to(dtype)
-    optimizer: Any = sgd(model.parameters())
-    norms = []
-    sharded = None
-    if policy is not None:
-        sharded = zeroshard.shard(model, optimizer, policy, bucket_numel=100)
-    summed: dict[nn.Parameter, Tensor] = {}
-    for number in range(2):
-        for microbatch in range(3):
-            model(*tokens(rank, 3 * number + microbatch)).backward()
-            if sharded is None:  # the mean over ranks of this microbatch, added to what was clipped before
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        dist.all_reduce(parameter.grad)
-                        parameter.grad.div_(dist.get_world_size())
-                        if parameter in summed:
-                            parameter.grad.add_(summed[parameter])
-            if sharded is not None and clip == "ours":
-                norms.append(float(sharded.clip_grad_norm_(0.1)))
-            else:
-                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-            if sharded is None:
-                summed = {one: one.grad.clone() for one in model.parameters() if one.grad is not None}
-                optimizer.zero_grad()
-        if sharded is None:
-            for parameter, gradient in summed.items():
-                parameter.grad = gradient
-            summed = {}
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
 
 
 @pytest.mark.ranks(2)
 @FEW_STAGES
 @pytest.mark.parametrize("clip", ["torch's", "ours"])
 @pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU, Place.DISK])
-def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, place: Place, tmp_path: Any) -> None:
+def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, place: Place, tmp_path: Path) -> None:
     """The factor of one clipping does not multiply gradients that come later."""
+
+    def norms(model: nn.Module, optimizer: Any, clip: Callable[[], Any], is_plain: bool = False) -> list[float]:
+        found = []
+        for number in range(6):
+            model(*tokens(rank, number)).backward()
+            if is_plain:
+                average(model)
+            found.append(float(clip()))
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
     policy = Policy.stage(stage)
     if place is not Place.ACCELERATOR and stage > 0:
         policy = policy.offloaded(optimizer=place, path=str(tmp_path))
-    expected = in_each_microbatch(rank, None, torch.float32, clip)
-    assert in_each_microbatch(rank, policy, torch.float32, clip) == pytest.approx(expected, rel=1e-5)
+    model, sharded = build(policy, make_optimizer=sgd, bucket_numel=100)
+    torch.manual_seed(0)
+    plain = Stack()
+    expected = norms(plain, sgd(plain.parameters()), partial(by_norm, plain), is_plain=True)
+    ours = partial(sharded.clip_grad_norm_, 0.1) if clip == "ours" else partial(by_norm, model)
+    assert norms(model, sharded.optimizer, ours) == pytest.approx(expected, rel=1e-5)
 
 
 Result = tuple[dict[str, Tensor], list[Any]]
@@ -176,36 +150,26 @@ def train(
     torch.manual_seed(0)
     model = Stack()
     optimizer = make(model.parameters())
-    sharded = None
     if policy is not None:
         sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(dtype), bucket_numel=100)
-        optimizer = sharded.optimizer
     logged = []
-    for number in range(2):
-        for microbatch in range(microbatches):
-            batch = tokens(rank, microbatches * number + microbatch)
-            if sharded is None:
-                model(*batch).backward()
-                continue
-            with sharded.accumulate(microbatch < microbatches - 1):
-                model(*batch).backward()
-        if sharded is None:
-            for gradient in gradients(model):
-                dist.all_reduce(gradient)
-                gradient.div_(dist.get_world_size())
-        logged.append(clip(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    values = whole(model) if sharded is not None else {fqn: p.detach() for fqn, p in model.named_parameters()}
-    return values, logged
+    for number in range(2 * microbatches):
+        is_last = number % microbatches == microbatches - 1
+        with nullcontext() if policy is None else sharded.accumulate(not is_last):
+            model(*tokens(rank, number)).backward()
+        if is_last:
+            if policy is None:
+                average(model)
+            logged.append(clip(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model), logged
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
+def same_norms(one: Any, other: Any) -> bool:
     if isinstance(one, list):
-        return all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+        return all(map(same_norms, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 @pytest.mark.ranks("ranks")
@@ -218,30 +182,29 @@ def test_torchs_own_clipping_clips(rank: int, clip: str, ranks: int) -> None:
     expected, norms = train(rank, CLIPS[clip], None, make=sgd)
     found, found_norms = train(rank, CLIPS[clip], Policy.stage(0), make=sgd)
     torch.testing.assert_close(found_norms, norms, rtol=1e-4, atol=1e-6)
-    for fqn, value in expected.items():
-        torch.testing.assert_close(found[fqn], value, rtol=1e-5, atol=1e-6)
+    close(found, expected, rtol=1e-5)
     first, first_norms = train(rank, CLIPS[clip], Policy.stage(0))
     assert same_on_all_ranks(first)
     on_cpu = [Policy.stage(stage).offloaded(optimizer=Place.CPU) for stage in (1, 3)]
     for policy in (*map(Policy.stage, (1, 2, 3)), *on_cpu):
         found, found_norms = train(rank, CLIPS[clip], policy)
-        assert same(found_norms, first_norms), policy
-        assert all(torch.equal(found[fqn], value) for fqn, value in first.items()), policy
+        assert same_norms(found_norms, first_norms) and same(found, first), policy
 
 
 @pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_norm_after_a_gradient_was_set_is_that_of_the_new_one(rank: int, stage: int) -> None:
+def test_a_norm_after_a_gradient_was_set_or_clipped_is_that_of_the_new_one(rank: int, stage: int) -> None:
     """Also on a rank that holds no part of it."""
     model, sharded = build(stage, bucket_numel=100)
     model(*tokens(rank, 0)).backward()
-    norms = {}
     for fqn, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.numel():
-            norms[fqn] = float(parameter.grad.norm())
+            assert float(parameter.grad.norm()) > 0
             sharded.states.set(fqn, "gradients", torch.ones(parameter.shape))
             assert float(parameter.grad.norm()) == pytest.approx(math.sqrt(parameter.numel())), fqn
-    assert len(norms) > 3
+    sharded.clip_grad_norm_(0.3)
+    assert float(by_norm(model)) == pytest.approx(0.3, rel=1e-4)  # and then clips to 0.1
+    assert float(sharded.clip_grad_norm_(None)) == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.ranks(2)
@@ -267,28 +230,13 @@ def test_values_are_set_after_a_factor_of_zero(rank: int, stage: int, tmp_path: 
 @pytest.mark.parametrize("clip", CLIPS)
 def test_in_16_bits_every_policy_gives_the_same_bits(rank: int, clip: str, microbatches: int) -> None:
     """With several microbatches sharded gradients are summed in another order than unsharded ones."""
-    run = partial(train, rank, CLIPS[clip], dtype=torch.bfloat16, microbatches=microbatches)
-    groups = [(0, 1, 2, 3)] if microbatches == 1 else [(0, 1), (2, 3)]
-    for stages in groups:
-        results = [run(Policy.stage(stage)) for stage in stages]
-        for found, norms in results[1:]:
-            assert same(norms, results[0][1])
-            assert all(torch.equal(found[fqn], value) for fqn, value in results[0][0].items())
-
-
-@pytest.mark.ranks(2)
-@FEW_STAGES
-def test_clipping_by_torch_and_by_us_agree(rank: int, stage: int) -> None:
-    model, sharded = build(stage, make_optimizer=sgd)
-    model(*tokens(rank, 0)).backward()
-    ours = float(sharded.clip_grad_norm_(0.3))
-    assert ours > 0.3
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(float(norm), 0.3, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(float(sharded.clip_grad_norm_(None)), 0.1, rtol=1e-4, atol=0.0)
-    mean = sharded.states.get("head.weight", "gradients")
-    assert mean is not None
-    torch.testing.assert_close(float(mean.norm()), float(model.head.weight.grad.norm()), rtol=1e-4, atol=1e-7)
+    for stages in [(0, 1, 2, 3)] if microbatches == 1 else [(0, 1), (2, 3)]:
+        (first, first_norms), *others = [
+            train(rank, CLIPS[clip], Policy.stage(stage), dtype=torch.bfloat16, microbatches=microbatches)
+            for stage in stages
+        ]
+        for found, norms in others:
+            assert same_norms(norms, first_norms) and same(found, first)
 
 
 @pytest.mark.ranks(2)
@@ -305,36 +253,26 @@ def test_a_parameter_that_some_ranks_do_not_use_is_named(rank: int, stage: int) 
 
 @pytest.mark.ranks(2)
 @FEW_STAGES
-def test_a_change_on_one_rank_is_named_at_the_step(rank: int, stage: int) -> None:
-    model, sharded = build(stage, make_optimizer=sgd)
-    model(*tokens(rank, 0)).backward()
-    if rank == 1:
-        model.head.weight.grad.mul_(0.5)
-    with pytest.raises(UsageError, match=r"embedding\.weight was changed through its `grad` on ranks \[1\] only"):
-        sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
-    model(*tokens(rank, 1)).backward()
-    sharded.optimizer.step()
-
-
-@pytest.mark.ranks(2)
-@FEW_STAGES
 def test_other_operations_are_refused_by_name(rank: int, stage: int) -> None:
     model, sharded = build(stage, make_optimizer=sgd)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not gradients(model)
     model(*tokens(rank, 0)).backward()
     gradient = model.head.weight.grad
     assert gradient.shape == model.head.weight.shape
-    for operation in (lambda: gradient + 1, lambda: gradient.norm(dim=0), lambda: gradient.mul_(torch.ones(3))):
-        with pytest.raises(UsageError, match=r"embedding\.weight.*states\.get"):
+    for operation, message in (
+        (lambda: gradient + 1, r"embedding\.weight.*states\.get"),
+        (lambda: gradient.norm(dim=0), r"embedding\.weight.*states\.get"),
+        (lambda: gradient.mul_(torch.ones(3)), r"embedding\.weight.*states\.get"),
+        (lambda: torch._foreach_mul_([gradient, gradient], [0.5, 0.5]), "_foreach_mul_ does not"),
+        (lambda: model.zero_grad(set_to_none=False), r"zero_ does not.*optimizer\.zero_grad\(\)"),
+    ):
+        with pytest.raises(UsageError, match=message):
             operation()
-    with pytest.raises(UsageError, match=r"zero_ does not.*optimizer\.zero_grad\(\)"):
-        model.zero_grad(set_to_none=False)
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
     with pytest.raises(UsageError, match=r"embedding\.weight"):
         gradient.mul_(0.5)  # that step is over
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not gradients(model)
 
 
 @pytest.mark.ranks(2)
@@ -369,15 +307,6 @@ def test_a_local_sum_takes_no_other_tensor_for_its_own(rank: int) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_lists_of_factors_are_refused_by_name(rank: int) -> None:
-    model, _ = build(2)
-    model(*tokens(rank, 0)).backward()
-    found = [gradient for gradient in gradients(model) if gradient.numel()]
-    with pytest.raises(UsageError, match="_foreach_mul_ does not"):
-        torch._foreach_mul_(found, [0.5] * len(found))
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(3))
 def test_a_model_that_is_pickled_before_clipping_is_clipped(rank: int, stage: int) -> None:
     norms = []
@@ -394,7 +323,7 @@ def test_a_model_that_is_pickled_before_clipping_is_clipped(rank: int, stage: in
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30])
 def test_norms_of_fp64_are_of_fp64(rank: int, scale: float) -> None:
-    def norm_of(stage: int | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def trained(stage: int | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(4, 4).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -402,16 +331,13 @@ def test_norms_of_fp64_are_of_fp64(rank: int, scale: float) -> None:
             zeroshard.shard(model, optimizer, stage)
         (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        return norm, whole(model) if stage is not None else dict(model.named_parameters())
-
-    expected, parameters = norm_of(None)
-    for stage in (0, 2, 3):
-        norm, found = norm_of(stage)
         assert norm.dtype == torch.float64
-        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0.0)
-        for fqn, value in parameters.items():
-            torch.testing.assert_close(found[fqn], value.detach(), rtol=1e-14, atol=0.0)
+        optimizer.step()
+        return {"norm": norm, **whole(model)}
+
+    expected = trained(None)
+    for stage in (0, 2, 3):
+        close(trained(stage), expected, rtol=1e-14, atol=0.0)
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from twin import LARGE_BUCKETS, build, same, step, whole
 
-import zeroshard
 from zeroshard import Policy, Units, UsageError
+from zeroshard.engine.config.load import load_config
 from zeroshard.testing import run_ranks
 
 WIDTH, DEPTH = 16, 8
@@ -47,122 +49,110 @@ class Deep(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def run(
-    rank: int, policy: Policy, units: Units | None = None, make: Callable[[], nn.Module] = Deep, steps: int = 3,
-    prepare: Callable[[nn.Module, int], None] = lambda model, step: None,
-) -> dict[str, object]:  # fmt: skip
-    """Losses, parameters, and the most elements that were whole at once in the last step, by 2: forward and backward."""
-    model, sharded = build(policy, make_model=make, units=units, bucket_numel=LARGE_BUCKETS)
-    live = {"forward": 0, "backward": 0}
+class Ran(NamedTuple):
+    losses: Tensor
+    parameters: dict[str, Tensor]
+    live: tuple[int, int]
+    """The most elements that were whole at once in the last step, in the forward and in the backward."""
+    sent: int
+    """Bytes of gathers in the last step."""
+    at_rest: int
+    """Elements of parameters between steps."""
 
-    def look(phase: str) -> None:
+
+def run(
+    rank: int, policy: Policy, units: Units | None, make: Callable[[], Any], steps: int, prepare: Callable[[Any, int], None]
+) -> Ran:  # fmt: skip
+    model, sharded = build(policy, make_model=make, units=units, bucket_numel=LARGE_BUCKETS)
+    live = [0, 0]
+
+    def look(phase: int) -> None:
         live[phase] = max(live[phase], sharded.memory_report()["parameters"] // 4 - at_rest)
 
     at_rest = sharded.memory_report()["parameters"] // 4
     for module in model.modules():
         if isinstance(module, Block):
-            module.linear.register_forward_hook(lambda *_: look("forward"))
-            module.linear.register_full_backward_pre_hook(lambda *_: look("backward"))
+            module.linear.register_forward_hook(lambda *_: look(0))
+            module.linear.register_full_backward_pre_hook(lambda *_: look(1))
     losses, sent = [], 0
     for number in range(steps):
         prepare(model, number)
-        live.update(forward=0, backward=0)
+        live[:] = 0, 0
         sharded.comm_report()
         losses.append(step(model, sharded, rank, number))
         sent = sharded.comm_report().get("all_gather", 0)
-    return {
-        "losses": torch.stack(losses),
-        "parameters": whole(model),
-        "live": dict(live),
-        "sent": sent,
-        "at_rest": at_rest,
-    }
+    return Ran(torch.stack(losses), whole(model), (live[0], live[1]), sent, at_rest)
 
 
-def on_two_ranks(**options: object) -> dict[str, object]:
-    """Rank 0's `run`, after both agreed."""
-    policy = options.pop("policy", Policy.stage(3))
-    one, other = on_ranks(lambda rank: run(rank, policy, **options), 2)
-    assert same_parameters(one, other)
-    return one
-
-
-def same_parameters(one: dict[str, object], other: dict[str, object]) -> bool:
-    return same(one["parameters"], other["parameters"])
-
-
-@pytest.fixture(scope="module")
-def reference() -> dict[str, object]:
-    return on_two_ranks(policy=Policy.stage(0))
-
-
-ROOT = 32 * WIDTH
 STAGE3 = Policy.stage(3)
 
 
+def on_two_ranks(
+    policy: Policy = STAGE3, units: Units | None = None, make: Callable[[], Any] = Deep, steps: int = 3,
+    prepare: Callable[[Any, int], None] = lambda model, step: None,
+) -> Ran:  # fmt: skip
+    """Return rank 0's `run`, after both ranks agreed."""
+    one, other = on_ranks(run, 2, policy, units, make, steps, prepare)
+    assert same(one.parameters, other.parameters)
+    return one
+
+
+def expect_equal(one: Ran, other: Ran) -> None:
+    assert torch.equal(one.losses, other.losses)
+    assert same(one.parameters, other.parameters)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Ran:
+    return on_two_ranks(Policy.stage(0))
+
+
+ROOT = 32 * WIDTH
+
+
 @pytest.mark.parametrize(
-    ("policy", "blocks"),
+    ("transport", "policy", "blocks"),
     [
-        # The block that runs, and the next one on its way.
-        (STAGE3, {"forward": 2, "backward": 2}),
-        (Policy.stage(3, reshard_after_forward=False), {"forward": 8, "backward": 8}),
+        # The block that runs, and the next one on its way. Over gloo, this one has its memory.
+        ("gloo", {}, 2),
+        ("gloo", {"reshard_after_forward": False}, 8),
         # Nothing ahead: only the block that runs.
-        ({"prefetch_numel": 0}, {"forward": 1, "backward": 1}),
+        ("gloo", {"prefetch_numel": 0}, 1),
         # Three ahead.
-        ({"prefetch_numel": 3 * BLOCK}, {"forward": 4, "backward": 4}),
-        ({"prefetch_numel": 10**9}, {"forward": 8, "backward": 8}),
+        ("gloo", {"prefetch_numel": 3 * BLOCK}, 4),
+        ("gloo", {"prefetch_numel": 10**9}, 8),
         # As much ahead as fits into what may be alive: the root and four blocks.
-        ({"prefetch_numel": 10**9, "max_live_numel": ROOT + 4 * BLOCK}, {"forward": 4, "backward": 4}),
+        ("gloo", {"prefetch_numel": 10**9, "max_live_numel": ROOT + 4 * BLOCK}, 4),
         # The last three are kept: from the third last's forward to its backward, two blocks are used twice.
-        ({"prefetch_numel": 0, "max_reuse_numel": 4 * BLOCK}, {"forward": 3, "backward": 3}),
+        ("gloo", {"prefetch_numel": 0, "max_reuse_numel": 4 * BLOCK}, 3),
         # What is kept makes room for what is needed.
-        ({"prefetch_numel": 0, "max_reuse_numel": 10**9, "max_live_numel": ROOT + 2 * BLOCK}, {"forward": 2, "backward": 2}),
+        ("gloo", {"prefetch_numel": 0, "max_reuse_numel": 10**9, "max_live_numel": ROOT + 2 * BLOCK}, 2),
+        ("shared memory", {"prefetch_numel": 1}, 2),
+        ("shared memory", {"prefetch_numel": 10**9}, 8),
     ],
-)  # fmt: skip
-def test_what_is_whole_at_once_is_bounded(
-    policy: Policy | dict[str, int],
-    blocks: dict[str, int],
-    reference: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    indirect=["transport"],
+)
+def test_what_is_whole_at_once_is_bounded(transport: str, policy: dict[str, Any], blocks: int, reference: Ran) -> None:
     """The most unsharded elements alive are those of the root and of so many blocks, whatever the depth."""
-    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", "0")  # where parameters travel, what is on its way has its memory
-    policy = (
-        policy
-        if isinstance(policy, Policy)
-        else Policy(STAGE3.parameters, STAGE3.gradients, STAGE3.optimizer, **policy)
-    )
-    result = on_two_ranks(policy=policy)
-    assert result["live"] == {phase: ROOT + count * BLOCK for phase, count in blocks.items()}
-    assert torch.equal(result["losses"], reference["losses"])
-    assert same_parameters(result, reference)
-
-
-@pytest.mark.parametrize(("ahead", "blocks"), [(1, 2), (10**9, DEPTH)])
-def test_what_is_gathered_ahead_takes_memory(ahead: int, blocks: int, reference: dict[str, object]) -> None:
-    policy = Policy(STAGE3.parameters, STAGE3.gradients, STAGE3.optimizer, prefetch_numel=ahead)
-    result = on_two_ranks(policy=policy)
-    assert result["live"] == dict.fromkeys(("forward", "backward"), ROOT + blocks * BLOCK)
-    assert torch.equal(result["losses"], reference["losses"])
-    assert same_parameters(result, reference)
+    result = on_two_ranks(replace(STAGE3, **policy))
+    assert result.live == (ROOT + blocks * BLOCK,) * 2
+    expect_equal(result, reference)
 
 
 def test_what_is_kept_is_not_gathered_again() -> None:
-    fewer = on_two_ranks(policy=Policy(STAGE3.parameters, STAGE3.gradients, STAGE3.optimizer, max_reuse_numel=10**9))
+    fewer = on_two_ranks(replace(STAGE3, max_reuse_numel=10**9))
     more = on_two_ranks()
     # Half of each block is sent; all but the last block travel twice, or once.
-    assert more["sent"] - fewer["sent"] == (DEPTH - 1) * BLOCK // 2 * 4
+    assert more.sent - fewer.sent == (DEPTH - 1) * BLOCK // 2 * 4
 
 
 def test_an_order_that_changes_from_step_to_step_is_right() -> None:
-    def shuffle(model: nn.Module, step: int) -> None:
+    def shuffle(model: Deep, step: int) -> None:
         model.order = torch.randperm(DEPTH, generator=torch.Generator().manual_seed(step)).tolist()[: DEPTH - step]
 
-    expected = on_two_ranks(policy=Policy.stage(0), prepare=shuffle, steps=5)
-    for policy in (STAGE3, Policy(STAGE3.parameters, STAGE3.gradients, STAGE3.optimizer, prefetch_numel=10**9)):
-        result = on_two_ranks(policy=policy, prepare=shuffle, steps=5)
-        assert torch.equal(result["losses"], expected["losses"])
-        assert same_parameters(result, expected)
+    expected = on_two_ranks(Policy.stage(0), prepare=shuffle, steps=5)
+    for policy in (STAGE3, replace(STAGE3, prefetch_numel=10**9)):
+        expect_equal(on_two_ranks(policy, prepare=shuffle, steps=5), expected)
 
 
 def test_small_parameters_stay_whole() -> None:
@@ -173,19 +163,19 @@ def test_small_parameters_stay_whole() -> None:
                 block.linear.bias = nn.Parameter(torch.zeros(WIDTH))
 
     units = Units(persistent_numel=WIDTH + 1)
-    results = {stage: on_two_ranks(policy=Policy.stage(stage), units=units, make=Biased) for stage in range(4)}
-    assert all(same_parameters(results[stage], results[0]) for stage in (1, 2, 3))
+    results = [on_two_ranks(Policy.stage(stage), units, Biased) for stage in range(4)]
+    assert all(same(result.parameters, results[0].parameters) for result in results[1:])
     half = (ROOT + DEPTH * BLOCK) // 2
-    assert results[3]["at_rest"] == half + DEPTH * WIDTH
+    assert results[3].at_rest == half + DEPTH * WIDTH
     limited = on_two_ranks(units=Units(persistent_numel=WIDTH + 1, max_persistent_numel=3 * WIDTH), make=Biased)
     # Five biases are in their blocks' buckets, padded there.
-    assert half + 3 * WIDTH < limited["at_rest"] <= half + 3 * WIDTH + 5 * 16 + 16
+    assert half + 3 * WIDTH < limited.at_rest <= half + 3 * WIDTH + 5 * 16 + 16
 
 
-def test_small_blocks_come_with_what_contains_them(reference: dict[str, object]) -> None:
+def test_small_blocks_come_with_what_contains_them(reference: Ran) -> None:
     result = on_two_ranks(units=Units(min_numel=BLOCK + 1))
-    assert result["live"] == {"forward": ROOT + DEPTH * BLOCK, "backward": ROOT + DEPTH * BLOCK}
-    torch.testing.assert_close(result["losses"], reference["losses"])
+    assert result.live == (ROOT + DEPTH * BLOCK,) * 2
+    torch.testing.assert_close(result.losses, reference.losses)
 
 
 class Mixture(nn.Module):
@@ -210,23 +200,23 @@ class Sparse(Deep):
 @pytest.mark.parametrize(
     "units",
     [
+        Units(leaf_classes=("Sparse",)),  # the model itself
         Units(leaf_classes=("Mixture",)),
         Units(leaf_classes=(Mixture,)),
         Units(leaf_names=("blocks.0", "blocks.1")),
         Units(leaf_suffixes=("ocks.0", "ocks.1")),
     ],
-    ids=["class name", "class", "name", "suffix"],
+    ids=["model", "class name", "class", "name", "suffix"],
 )
 def test_a_leaf_is_whole_on_ranks_that_run_different_parts_of_it(units: Units) -> None:
-    expected = on_two_ranks(policy=Policy.stage(0), units=units, make=Sparse)
-    result = on_two_ranks(units=units, make=Sparse)
-    assert same_parameters(result, expected)
-    assert torch.equal(result["losses"], expected["losses"])
+    expected = on_two_ranks(Policy.stage(0), units if units.leaf_classes != ("Sparse",) else None, Sparse)
+    expect_equal(on_two_ranks(units=units, make=Sparse), expected)
 
 
 def test_ranks_that_run_different_units_are_told_to_declare_a_leaf() -> None:
     def body(rank: int) -> None:
-        run(rank, STAGE3, make=Sparse)
+        model, sharded = build(3, make_model=Sparse)
+        step(model, sharded, rank, 0)
 
     with pytest.raises(RankError, match="leaf") as caught:
         run_ranks(body, 2, collective_timeout=3)
@@ -234,25 +224,18 @@ def test_ranks_that_run_different_units_are_told_to_declare_a_leaf() -> None:
     assert "blocks.0.experts.1" in str(caught.value)
 
 
-def test_a_leaf_that_does_not_exist_is_an_error() -> None:
-    model = Deep()
-    for units, message in [
-        (Units(leaf_classes=("Mixtral",)), "class Mixtral"),
-        (Units(leaf_names=("blocks",)), r"blocks is a container.*leaf_names=\(\"blocks\.\*\",\)"),
-        (Units(leaf_suffixes=("mlp",)), "suffix mlp"),
-    ]:
-        with pytest.raises(UsageError, match=message):
-            zeroshard.shard(model, torch.optim.AdamW(model.parameters()), units=units)
-
-
-def test_one_leaf_is_named_in_a_tuple() -> None:
-    with pytest.raises(UsageError, match=r"leaf_classes=\('Mixture',\)"):
-        Units(leaf_classes="Mixture")  # type: ignore[arg-type]
-
-
-def test_the_model_itself_may_be_the_leaf() -> None:
-    expected = on_two_ranks(policy=Policy.stage(0), make=Sparse)
-    assert same_parameters(on_two_ranks(units=Units(leaf_classes=("Sparse",)), make=Sparse), expected)
+@pytest.mark.parametrize(
+    ("leaves", "message"),
+    [
+        ({"leaf_classes": ("Mixtral",)}, "class Mixtral"),
+        ({"leaf_names": ("blocks",)}, r"blocks is a container.*leaf_names=\(\"blocks\.\*\",\)"),
+        ({"leaf_suffixes": ("mlp",)}, "suffix mlp"),
+        ({"leaf_classes": "Mixture"}, r"leaf_classes=\('Mixture',\)"),
+    ],
+)
+def test_a_leaf_that_does_not_exist_is_an_error(leaves: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(2, make_model=Deep, units=Units(**leaves))
 
 
 def test_the_keys_of_a_config_say_so() -> None:
@@ -266,8 +249,6 @@ def test_the_keys_of_a_config_say_so() -> None:
         "stage3_module_granularity_threshold": 20,
         "leaf_module": {"classes": ["Mixture"], "names": ["a.*"], "name_suffixes": ["mlp"]},
     }
-    from zeroshard.engine.config.load import load_config
-
     config = load_config({"zero_optimization": zero}, 1)
     policy = config.policy
     assert (policy.prefetch_numel, policy.max_live_numel, policy.max_reuse_numel) == (500, 10_000, 300)

@@ -112,18 +112,32 @@ def test_what_makes_no_sense_is_refused(environment: dict[str, str], expected: s
         read_launch(environment)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu1", "gpu1"),
-        ("gpu1,gpu2", "gpu1"),
-        ("gpu[003-005,9]-ib,x", "gpu003-ib"),
-        ("r[1-2]n[07,9]", "r1n07"),
-        ("[4-5]", "4"),
-    ],
-)
-def test_the_first_machine_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+FIRST_HOSTS = {
+    "gpu1": "gpu1", "gpu1,gpu2": "gpu1", "gpu[003-005,9]-ib,x": "gpu003-ib", "r[1-2]n[07,9]": "r1n07", "[4-5]": "4",
+    **dict.fromkeys(["", ",a", "[", "[,", "a[", "²/"]),
+}  # fmt: skip
+"""The first machine of a list of Slurm's; None: it is refused."""
+MEETING_POINTS = {
+    "node1": "tcp://node1:7", "::1": "tcp://[::1]:7", "[fe80::1]": "tcp://[fe80::1]:7", "10.0.0.1": "tcp://10.0.0.1:7",
+    **dict.fromkeys(["/", "a b", "http://a", "host:29500", "[", "a?rank=3"]),
+}  # fmt: skip
+"""Where ranks meet if an address is rank 0's; None: it is refused."""
+
+
+def test_the_machine_of_rank_0_is_read_or_refused() -> None:
+    for nodes, first in FIRST_HOSTS.items():
+        if first is None:
+            with pytest.raises(UsageError, match="names none: set MASTER_ADDR"):
+                first_host(nodes)
+        else:
+            assert first_host(nodes) == first
+    for address, point in MEETING_POINTS.items():
+        launch = Launch("Slurm", 0, 2, None, address, 7)
+        if point is None:
+            with pytest.raises(UsageError, match="is invalid: set it to the machine of rank 0"):
+                meeting_point(launch)
+        else:
+            assert meeting_point(launch) == point
 
 
 def test_a_store_that_outlives_its_ranks_is_told_of() -> None:
@@ -132,31 +146,6 @@ def test_a_store_that_outlives_its_ranks_is_told_of() -> None:
     assert trap_of_restarts({**shared, "TORCHELASTIC_MAX_RESTARTS": "0"}) is None
     assert trap_of_restarts({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
     assert trap_of_restarts({}) is None
-
-
-@pytest.mark.parametrize(
-    ("address", "point"),
-    [
-        ("node1", "tcp://node1:7"),
-        ("::1", "tcp://[::1]:7"),
-        ("[fe80::1]", "tcp://[fe80::1]:7"),
-        ("10.0.0.1", "tcp://10.0.0.1:7"),
-    ],
-)
-def test_an_address_becomes_ameeting_point(address: str, point: str) -> None:
-    assert meeting_point(Launch("Slurm", 0, 2, None, address, 7)) == point
-
-
-@pytest.mark.parametrize("address", ["/", "a b", "http://a", "host:29500", "[", "a?rank=3"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="is invalid: set it to the machine of rank 0"):
-        meeting_point(Launch("Slurm", 0, 2, None, address, 7))
-
-
-@pytest.mark.parametrize("address", ["", ",a", "[", "[,", "a[", "²/"])
-def test_a_list_that_names_no_machine_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="names none: set MASTER_ADDR"):
-        first_host(address)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI", "Slurm, IPv6", "Open MPI, IPv6"])
@@ -204,19 +193,30 @@ NOWHERE = "no-such-machine.invalid"
 """No name below `invalid` ever has an address (RFC 2606)."""
 
 
+NO_ADDRESS = f"(?s)timed out. '{NOWHERE}', the machine of rank 0, has no address.*set MASTER_ADDR"
+
+
 @pytest.mark.parametrize(
-    "environment",
+    ("environment", "told"),
     [
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": NOWHERE, "MASTER_PORT": "29500"},
-        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": f"{NOWHERE},other"},
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": NOWHERE, "MASTER_PORT": "29500"}, NO_ADDRESS),
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": f"{NOWHERE},other"},
+            NO_ADDRESS,
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            r"timed out\. Check that rank 0 runs there",
+        ),
     ],
-    ids=["MASTER_ADDR", "a list of machines"],
+    ids=["MASTER_ADDR", "a list of machines", "an address"],
 )
+@pytest.mark.quick(3)
 def test_a_machine_without_an_address_is_named_before_the_wait_and_in_the_error(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wait(*_: object, **__: object) -> None:
-        assert "has no address on" in caplog.text
+        assert ("has no address on" in caplog.text) == (told is NO_ADDRESS)
         raise dist.DistStoreError("The client socket has timed out.")
 
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -224,24 +224,9 @@ def test_a_machine_without_an_address_is_named_before_the_wait_and_in_the_error(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", wait)
-    with pytest.raises(
-        UsageError, match=f"(?s)timed out. '{NOWHERE}', the machine of rank 0, has no address.*set MASTER_ADDR"
-    ):
+    with pytest.raises(UsageError, match=told):
         join_ranks(CPU)
-
-
-def test_a_rank_that_is_not_reached_has_advice(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def wait(*_: object, **__: object) -> None:
-        raise dist.DistStoreError("The client socket has timed out.")
-
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(dist, "init_process_group", wait)
-    with pytest.raises(UsageError, match=r"timed out\. Check that rank 0 runs there"):
-        join_ranks(CPU)
-    assert not caplog.records
+    assert len(caplog.records) == (told is NO_ADDRESS)
 
 
 @pytest.mark.full

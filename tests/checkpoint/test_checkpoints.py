@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
 from memory import resident
-from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
+from models import MODELS, Stack, muon_with_adamw, tokens, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from twin import build, engine_steps, everything, same, steps, update
 
 import zeroshard
-from zeroshard import CheckpointError, Place, Policy, Precision, UsageError
+from zeroshard import CheckpointError, Place, Policy, Precision
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -485,32 +485,6 @@ def test_what_one_rank_cannot_save_none_does(rank: int, tmp_path: Path) -> None:
     sharded.save(tmp_path, "a", {"bad": 1})
 
 
-def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
-    model, sharded = build(0)
-    steps(model, sharded, 0, range(1))
-    sharded.save(tmp_path, "a")
-    _, again = build(0, make_model=MODELS["skipping"])
-    with pytest.raises(
-        CheckpointError, match=r"blocks\.0\.up\.weight was saved with shape \(7, 12\), but has \(9, 12\)"
-    ):
-        again.load(tmp_path)
-    lacking = nn.Sequential(nn.Linear(3, 3))
-    small = zeroshard.shard(lacking, torch.optim.AdamW(lacking.parameters()))
-    with pytest.raises(CheckpointError, match=r"it lacks 0\.weight, 0\.bias, and the model lacks embedding\.weight"):
-        small.load(tmp_path)
-    small.load(tmp_path, strict=False)
-    third, by_sgd = build(2, make_optimizer=sgd)
-    with pytest.raises(CheckpointError, match="was saved with AdamW, and this run has SGD"):
-        by_sgd.load(tmp_path)
-    by_sgd.load(tmp_path, optimizer_states=False)
-    assert torch.equal(third.head.weight, model.head.weight)
-    third(*tokens(0, 0)).backward()
-    with pytest.raises(UsageError, match="between backward and step"):
-        by_sgd.save(tmp_path, "b")
-    with pytest.raises(UsageError, match="between backward and step"):
-        by_sgd.load(tmp_path)
-
-
 def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         model, sharded = build(3, make_model=MODELS["frozen base"])
@@ -555,20 +529,6 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path
             assert torch.equal(third.head.weight, other.head.weight)
 
     on_ranks(body, 2)
-
-
-def test_buffers_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(3)
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(0))
-    sharded.save(tmp_path, "a")
-    model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(CheckpointError, match="it lacks the buffer more"):
-        sharded.load(tmp_path)
-    sharded.load(tmp_path, strict=False)
-    sharded.save(tmp_path, "b")
-    model.more = torch.zeros(1)
-    with pytest.raises(CheckpointError, match=r"the buffer more was saved with shape \(2,\)"):
-        sharded.load(tmp_path)
 
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
@@ -659,26 +619,6 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
     resumed.load_checkpoint(tmp_path, "within")
     assert train(resumed, loader, None, 4) == straight[2:]
     assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), resumed.module.parameters(), strict=True))
-
-
-def test_a_buffer_is_not_a_parameter_of_the_same_name(tmp_path: Path) -> None:
-    class Net(nn.Module):
-        def __init__(self, is_buffer: bool) -> None:
-            super().__init__()
-            self.used = nn.Parameter(torch.ones(3))
-            if is_buffer:
-                self.register_buffer("value", torch.zeros(3))
-            else:
-                self.value = nn.Parameter(torch.full((3,), 7.0))
-
-    def shard(is_buffer: bool) -> zeroshard.Sharded:
-        model = Net(is_buffer)
-        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-
-    for is_buffer in (True, False):
-        shard(is_buffer).save(tmp_path, f"{is_buffer}")
-        with pytest.raises(CheckpointError, match="is of a different model"):
-            shard(not is_buffer).load(tmp_path, f"{is_buffer}", optimizer_states=False)
 
 
 def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -911,16 +851,3 @@ def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> Non
     sharded.load(tmp_path, "b")
     assert model.seen["calls"] == 2
     assert sum(path.stat().st_size for path in tmp_path.glob("b/*")) < 100_000  # without the part that could be packed
-
-
-def test_keys_of_values_need_not_be_strings(tmp_path: Path) -> None:
-    _, sharded = build(2)
-    for number, values in enumerate(({1: 2, "1": 3, None: torch.ones(2)}, {(1, 2): 3}, {"$tuple": [1]}, {"a": {1: 2}})):
-        sharded.save(tmp_path, str(number), values)
-        loaded = sharded.load(tmp_path).values
-        assert loaded.keys() == values.keys()
-        assert str(loaded) == str(values)
-    with pytest.raises(UsageError, match="takes a dict, not a list"):
-        sharded.save(tmp_path, "list", [1])  # type: ignore[arg-type]
-    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
-        sharded.load(tmp_path)

@@ -6,17 +6,16 @@ import errno
 import os
 import random
 import re
-import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disks import file_size_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from insides import list_of_host
@@ -96,17 +95,6 @@ def test_a_kill_at_any_moment_loses_nothing(moments: int, tmp_path: Path, monkey
 
 
 # ---------------------------------------------------------------------- disks that fail
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """The kernel lets no file grow beyond it: a real write that fails, after a short one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.ranks(2, fresh=True)

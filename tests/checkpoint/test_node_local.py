@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from full_disks import file_size_limit
 from models import Stack
 from ranks import on_ranks
-from test_checkpoint_faults import file_size_limit
 from torch import Tensor
 from twin import build, engine_steps, step, whole
 
@@ -56,8 +56,8 @@ def saved(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how:
 
     def body(rank: int) -> Tensor:
         run = Run(rank, root, ranks_of_a_host)
-        for step, tag in enumerate(("one", "two")):
-            run.train(step)
+        for number, tag in enumerate(("one", "two")):
+            run.train(number)
             run.save(tag, **how)
         run.sharded.checkpoints.wait()
         return run.values

@@ -126,10 +126,9 @@ def test_peft_loads_the_adapter(kind: str, stage: int, tmp_path: Path) -> None:
     expected = trained(make, tmp_path, stage, save=save)
     done = CliRunner().invoke(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    for folder in (tmp_path / "live", tmp_path / "out"):
-        if kind == "a name":
-            assert {path.name for path in folder.iterdir()} == {"french"}
-            folder = folder / "french"
+    for written in (tmp_path / "live", tmp_path / "out"):
+        folder = written / "french" if kind == "a name" else written
+        assert kind != "a name" or [*written.iterdir()] == [folder]
         assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
         torch.manual_seed(0)
         model = PeftModel.from_pretrained(llama(), folder)

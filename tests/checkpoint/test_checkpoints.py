@@ -10,7 +10,7 @@ import random
 import struct
 import time
 import zlib
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
 from memory import resident
-from models import MODELS, Stack, muon_with_adamw, tokens, workload
+from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, everything, same, steps, update
+from twin import build, engine_steps, everything, same, steps, update, whole
 
 import zeroshard
-from zeroshard import CheckpointError, Place, Policy, Precision
+from zeroshard import CheckpointError, Place, Policy, UsageError, ZeroshardError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -41,26 +41,19 @@ def test_a_load_under_other_names(rank: int, stage: int, tmp_path: Path) -> None
     """What keeps its tensor keeps its optimizer states; None leaves one out."""
 
     def make(name: str, seed: int) -> zeroshard.Sharded:
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)})
-        return zeroshard.shard(model, torch.optim.AdamW(model.parameters(), 0.1), Policy.stage(stage))
-
-    def step(sharded: zeroshard.Sharded) -> None:
-        x = torch.arange(12.0).view(3, 4)
-        for layer in sharded.model.values():
-            x = layer(x)
-        update(x.square().mean(), sharded.optimizer)
+        layers = {"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)}
+        return build(stage, make_model=lambda: nn.Sequential(OrderedDict(layers)), seed=seed)[1]
 
     old, new = make("old", 0), make("new", 1)
-    step(old)
+    update(old.model(torch.arange(12.0).view(3, 4)).square().mean(), old.optimizer)
     old.save(tmp_path, "a")
     own = new.states.get("last.weight")
-    rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model["old"].state_dict()}
+    rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model.old.state_dict()}
     with pytest.raises(CheckpointError, match="of a different model"):
         new.load(tmp_path, "a", rename={"last.weight": None, **rename})
     new.load(tmp_path, "a", rename={"last.weight": None, **rename}, strict=False)
     assert torch.equal(new.states.get("last.weight"), own) and new.states.get("last.weight", "exp_avg") is None
-    assert torch.equal(new.model["new"].running_mean, old.model["old"].running_mean)
+    assert torch.equal(new.model.new.running_mean, old.model.old.running_mean)
     for name in ("one.weight", "old.weight", "last.bias"):
         for state in ("parameters", "exp_avg"):
             value = old.states.get(name, state)
@@ -128,23 +121,19 @@ def test_any_world_size_and_stage_to_any_other(
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("source", DTYPES)
 def test_dtypes_and_group_order_may_differ(rank: int, source: str, tmp_path: Path) -> None:
-    def two_groups(model: nn.Module, reverse: bool, **options: Any) -> torch.optim.Optimizer:
-        matrices = {"params": [p for p in model.parameters() if p.ndim >= 2][:: -1 if reverse else 1]}
-        rest = {"params": [p for p in model.parameters() if p.ndim < 2], **options}
+    def two_groups(parameters: list[Tensor], reverse: bool, **options: Any) -> torch.optim.Optimizer:
+        matrices = {"params": [p for p in parameters if p.ndim >= 2][:: -1 if reverse else 1]}
+        rest = {"params": [p for p in parameters if p.ndim < 2], **options}
         return torch.optim.AdamW([rest, matrices] if reverse else [matrices, rest], lr=9.0 if reverse else 1e-2)
 
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
+    make_optimizer: Any = partial(two_groups, reverse=False, lr=2e-2, weight_decay=0.0)
+    model, sharded = build(2, precision=DTYPES[source], make_optimizer=make_optimizer)
     steps(model, sharded, rank, range(2))
     sharded.save(tmp_path, "a")
     before = everything(sharded)
     for target, dtype in DTYPES.items():
-        torch.manual_seed(8)
-        other = Stack()
-        optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
-        again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
+        make_optimizer = partial(two_groups, reverse=True, lr=7.0, weight_decay=3.0)
+        _, again = build(3, precision=dtype, make_optimizer=make_optimizer, seed=8)
         again.load(tmp_path)
         after = everything(again)
         for key, value in before.items():
@@ -359,24 +348,22 @@ def test_a_load_of_what_may_be_missing(rank: int, stage: int, tmp_path: Path) ->
     """As in a job's first run: None on every rank, and nothing changes."""
     folder = tmp_path / "checkpoints"
     model, sharded = build(stage)
-    before = [one.clone() for one in model.state_dict().values()]
+    before = everything(sharded)
     assert sharded.load(folder, missing_ok=True) is None
     assert sharded.load(folder, "a", missing_ok=True) is None
     with pytest.raises(CheckpointError):
         sharded.load(folder)
-    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert same(everything(sharded), before)
     steps(model, sharded, rank, range(2))
     sharded.save(folder, "a", {"step": 2})
-    saved = [one.clone() for one in model.state_dict().values()]
+    saved = everything(sharded)
     steps(model, sharded, rank, range(2, 3))
     assert sharded.load(folder, "b", missing_ok=True) is None
     loaded = sharded.load(folder, missing_ok=True)
     assert loaded is not None and loaded.values == {"step": 2} and loaded.tag == "a"
-    assert all(map(torch.equal, saved, model.state_dict().values()))
-    manifest = folder / "a" / "manifest.json"
-    sharded.optimizer.zero_grad()
+    assert same(everything(sharded), saved)
     if rank == 0:
-        manifest.write_text("{")
+        (folder / "a" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError):  # damaged, not missing
         sharded.load(folder, missing_ok=True)
 
@@ -399,19 +386,11 @@ def test_tags_latest_and_retention(tmp_path: Path) -> None:
     assert before & after == {"manifest.json"}
     assert len(after) == 2
     assert sharded.load(tmp_path).values == {"step": "again"}
-    for tag in ("", "a/b", "..", ".hidden", "latest"):
-        with pytest.raises(CheckpointError, match="cannot be a tag"):
-            sharded.save(tmp_path, tag)
     with pytest.raises(CheckpointError, match="step9 is not a checkpoint"):
         sharded.load(tmp_path, "step9")
-
-
-def test_retention_never_removes_what_latest_names(tmp_path: Path) -> None:
-    _, sharded = build(0)
-    sharded.save(tmp_path, "good")
-    for step in range(3):
-        sharded.save(tmp_path, f"aside{step}", save_latest=False, keep_last=1)
-    assert files.tags(tmp_path) == ["aside2", "good"]
+    for number in range(3):  # what `latest` names stays
+        sharded.save(tmp_path, f"aside{number}", save_latest=False, keep_last=1)
+    assert files.tags(tmp_path) == ["aside2", "step4"]
 
 
 def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
@@ -436,6 +415,17 @@ def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what is in, and what is refused
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether both have the same type, dtype, shape and values."""
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, Tensor | np.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and bool((one == other).all())
+    return type(one) is type(other) and one == other
+
+
 def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
     _, sharded = build(0)
     state = {
@@ -446,28 +436,20 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
         "buffers": {"old": torch.ones(5)}, "deque": deque([1, 2], maxlen=2), "array0": np.array(3),
         "transposed": torch.randn(4, 3).T, "empty": torch.zeros(0, 2), "bool": torch.tensor([True, False]),
     }  # fmt: skip
-    sharded.save(tmp_path, "a", state)
-    got = sharded.load(tmp_path).values
-    assert got.keys() == state.keys()
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            assert torch.equal(got[key], value)
-            assert got[key].dtype == value.dtype
-        elif isinstance(value, np.ndarray):
-            assert np.array_equal(got[key], value)
-            assert got[key].shape == value.shape
-        elif isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
-            assert all(torch.equal(got[key][name], item) for name, item in value.items())
-        else:
-            assert got[key] == value
-            assert type(got[key]) is type(value)
+    values: Any
+    for values in (state, {1: 2, "1": 3, None: torch.ones(2)}, {(1, 2): 3}, {"$tuple": [1]}, {"a": {1: 2}}):
+        sharded.save(tmp_path, "a", values)
+        assert alike(sharded.load(tmp_path).values, values)
     for strange, where in [
         ({"a": [object()]}, r"a\[0\] is a builtins\.object"),
         ({"f": len}, "f is a"),
         ({"m": nn.Linear(1, 1)}, "m is a"),
+        ([1], "takes a dict, not a list"),
     ]:
-        with pytest.raises(CheckpointError, match=where):
+        with pytest.raises(ZeroshardError, match=where):
             sharded.save(tmp_path, "b", strange)
+    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
+        sharded.load(tmp_path)
     assert files.tags(tmp_path) == ["a"]
 
 
@@ -501,34 +483,30 @@ def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
     assert sizes["adapters"] < sizes["whole"] - 4 * 1000
 
 
-def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_optimizer=muon_with_adamw)
-        steps(model, sharded, rank, range(2))
-        sharded.save(tmp_path, "muon")
-        expected = steps(model, sharded, rank, range(2, 4))
-        other, again = build(3, make_optimizer=muon_with_adamw, seed=4)
-        again.load(tmp_path)
-        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-        if rank == 0:  # as earlier releases wrote it, which had one class for both
-            path = tmp_path / "muon" / "manifest.json"
-            body = json.loads(path.read_text())
-            del body["checksum"]
-            body["optimizer"] = "MuonWithAdamW"
-            for group in body["param_groups"]:
-                group["optimizer"] = "MuonWithAdamW"
-            write_manifest(path, body)
-        dist.barrier()
-        again.load(tmp_path)
-        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-        third = Stack()
-        evaluated = zeroshard.shard(third, None, Policy.stage(3))
-        evaluated.load(tmp_path)
-        again.load(tmp_path)
-        with zeroshard.unsharded(third), zeroshard.unsharded(other):
-            assert torch.equal(third.head.weight, other.head.weight)
-
-    on_ranks(body, 2)
+@pytest.mark.ranks(2)
+def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(2, make_optimizer=muon_with_adamw)
+    steps(model, sharded, rank, range(2))
+    sharded.save(tmp_path, "muon")
+    saved = whole(model)
+    expected = steps(model, sharded, rank, range(2, 4))
+    other, again = build(3, make_optimizer=muon_with_adamw, seed=4)
+    again.load(tmp_path)
+    assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
+    if rank == 0:  # as earlier releases wrote it, which had one class for both
+        path = tmp_path / "muon" / "manifest.json"
+        body = json.loads(path.read_text())
+        del body["checksum"]
+        body["optimizer"] = "MuonWithAdamW"
+        for group in body["param_groups"]:
+            group["optimizer"] = "MuonWithAdamW"
+        write_manifest(path, body)
+    dist.barrier()
+    again.load(tmp_path)
+    assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
+    evaluated = zeroshard.shard(Stack(), None, Policy.stage(3))
+    evaluated.load(tmp_path)
+    assert same(whole(evaluated.model), saved)
 
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
@@ -590,25 +568,18 @@ def test_a_position_of_another_world_size_leaves_each_rank_as_many_samples(posit
 
 def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> None:
     """A load restarts the step, with the samples of its first microbatch."""
-    data = [(torch.full((4,), float(number)), torch.tensor([float(number)])) for number in range(16)]
 
     def make() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        settings = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        }
-        engine, _, loader, _ = zeroshard.initialize(model=model, config=settings, training_data=data)
+        engine, _, loader, _ = zeroshard.initialize(model=Stack(), config=config(0, {}), training_data=Text())
         return engine, loader
 
-    def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[float]]:
+    def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[Any]]:
         seen = []
-        for number, (x, y) in zip(range(count), loader, strict=False):
-            engine.backward(engine(x).sub(y).square().mean())
+        for number, batch in zip(range(count), loader, strict=False):
+            engine.backward(engine(batch))
             engine.step()
-            seen.append(y.flatten().tolist())
+            seen.append(batch.tolist())
             if number == save_after:
                 engine.save_checkpoint(tmp_path, "within")
         return seen
@@ -618,13 +589,12 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
     resumed, loader = make()
     resumed.load_checkpoint(tmp_path, "within")
     assert train(resumed, loader, None, 4) == straight[2:]
-    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), resumed.module.parameters(), strict=True))
+    assert same(whole(engine.module), whole(resumed.module))
 
 
 def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def shard(width: int) -> zeroshard.Sharded:
-        model = nn.Linear(width, 1)
-        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        return build(2, make_model=lambda: nn.Linear(width, 1), make_optimizer=sgd)[1]
 
     shard(3).save(tmp_path, "old", {"tag": "old"})
     shard(4).save(tmp_path, "new", {"tag": "new"})
@@ -637,22 +607,17 @@ def test_states_keep_their_shape_where_they_have_as_many_elements_as_the_paramet
     """Those of a head with one output under transformers' Adafactor: a column of as many elements as the weight."""
     from transformers.optimization import Adafactor
 
-    def make() -> tuple[nn.Module, zeroshard.Sharded]:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1)
-        optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False)
-        return model, zeroshard.shard(model, optimizer, 2, elementwise=False)
+    def train(sharded: zeroshard.Sharded, number: int) -> None:
+        update(sharded.model(torch.full((2, 8), 1.0 + number)).sum(), sharded.optimizer)
 
-    def train(model: nn.Module, sharded: zeroshard.Sharded, number: int) -> None:
-        update(model(torch.full((2, 8), 1.0 + number)).sum(), sharded.optimizer)
-
-    model, sharded = make()
-    train(model, sharded, 0)
+    adafactor = partial(Adafactor, lr=1e-2, relative_step=False, scale_parameter=False)
+    made = partial(build, 2, make_model=partial(nn.Linear, 8, 1), make_optimizer=adafactor, elementwise=False)
+    (model, sharded), (other, again) = made(), made()
+    train(sharded, 0)
     sharded.save(tmp_path, "one")
-    other, again = make()
     again.load(tmp_path, "one")
-    for one in ((model, sharded), (other, again)):
-        train(*one, 1)
+    train(sharded, 1)
+    train(again, 1)
     assert torch.equal(model.weight, other.weight)
 
 

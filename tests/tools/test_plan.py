@@ -162,21 +162,6 @@ def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
 
 
 @pytest.mark.full
-def test_stage_3_within_hosts_sends_little_across() -> None:
-    """In fp32 gradients cross as sums, and updated parameters once: a host's ranks share 2 of the parameters' bytes."""
-
-    def across(within: int | None) -> int:
-        zero = {} if within is None else {"zero_hpz_partition_size": within}
-        made = row_of(gpt, config_of(3, micro=1, **zero), world_size=16, hosts=2, batch=tokens, machine="h100")
-        crossing = [nbytes for kind, nbytes in made.figures.sent.items() if kind.endswith("across")]
-        return sum(crossing)
-
-    nbytes = sum(parameter.nbytes for parameter in gpt().parameters())
-    assert across(8) == pytest.approx(2 * nbytes / 8 / 2, rel=0.01)
-    assert across(None) == across(16) == 0
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(config_of(stage, "bf16", accumulation=7, micro=1), 2)

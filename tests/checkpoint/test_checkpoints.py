@@ -467,22 +467,6 @@ def test_what_one_rank_cannot_save_none_does(rank: int, tmp_path: Path) -> None:
     sharded.save(tmp_path, "a", {"bad": 1})
 
 
-def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_model=MODELS["frozen base"])
-        steps(model, sharded, rank, range(2))
-        sharded.save(tmp_path, "whole")
-        sharded.save(tmp_path, "adapters", exclude_frozen=True)
-        after = everything(sharded)
-        _, loaded = build(3, make_model=MODELS["frozen base"])  # the same base, by the same seed
-        loaded.load(tmp_path)
-        assert same(everything(loaded), after)
-
-    on_ranks(body, 2)
-    sizes = {tag: sum(path.stat().st_size for path in (tmp_path / tag).iterdir()) for tag in ("whole", "adapters")}
-    assert sizes["adapters"] < sizes["whole"] - 4 * 1000
-
-
 @pytest.mark.ranks(2)
 def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp_path: Path) -> None:
     model, sharded = build(2, make_optimizer=muon_with_adamw)

@@ -160,15 +160,6 @@ def damage(root: Path, host: int, rank: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_host_that_is_behind_follows(tmp_path: Path) -> None:
-    """It had not come to write its manifest, or to call the newest the latest, when all were killed."""
-    values = saved(tmp_path, 2, 1)
-    (tmp_path / "host0" / "two" / files.MANIFEST).unlink()
-    (tmp_path / "host0" / files.LATEST).write_text("one")
-    found, tag = loaded(tmp_path, 2, 1)
-    assert torch.equal(found, values) and tag == "two"
-
-
 def test_hosts_that_were_killed_before_their_manifests_have_their_parts(tmp_path: Path) -> None:
     """Of four, two had come to the manifest, and to remove what is old: neither they nor the others have one of both whole."""
     values = saved(tmp_path, 4, 1)

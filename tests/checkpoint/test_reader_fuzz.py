@@ -74,43 +74,23 @@ def _opened(node: Any) -> Any:
     return vars(node) if is_object and not isinstance(node, type) else None
 
 
-def _below(node: Any) -> list[Any]:
-    """List the dicts, lists and objects in a dict or list."""
-    opened = [_opened(one) for one in (node.values() if isinstance(node, dict) else node)]
-    return [one for one in opened if one]
-
-
-def _containers(tree: Any) -> list[Any]:
-    """List the dicts, lists and objects of a tree that hold something."""
-    found = []
-    waiting = [one for one in [_opened(tree)] if one]
-    while waiting:
-        node = waiting.pop()
-        found.append(node)
-        waiting += _below(node)
-    return found
-
-
-def _place(tree: Any, pick: random.Random) -> Any:
-    """Pick a dict or list of a tree: one of all, or by a random way down, so that small branches have their turn."""
-    containers = _containers(tree)
-    if not containers or pick.random() < 0.4:
-        return pick.choice(containers) if containers else None
-    node = _opened(tree)
-    while pick.random() < 0.85:
-        below = _below(node)
-        if not below:
-            break
-        node = pick.choice(below)
-    return node
+def _levels(tree: Any) -> list[list[Any]]:
+    """List the dicts, lists and objects of a tree that hold something, by their depth."""
+    levels = []
+    level = [_opened(tree)]
+    while level := [node for node in level if node]:
+        levels.append(level)
+        level = [_opened(one) for node in level for one in (node.values() if isinstance(node, dict) else node)]
+    return levels
 
 
 def _mutate_tree(tree: Any, tmp_path: Path, pick: random.Random, strange: Callable[..., Any] = _strange) -> None:
     """Change one to three places of a tree."""
     for _ in range(pick.choice([1, 1, 1, 2, 3])):
-        node = _place(tree, pick)
-        if not node:
+        levels = _levels(tree)
+        if not levels:
             return
+        node = pick.choice(pick.choice(levels))  # by depth first, so that small branches have their turn
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         key = pick.choice(keys)
         how = pick.randrange(6)

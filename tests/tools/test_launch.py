@@ -34,51 +34,36 @@ CPU = torch.device("cpu")
 # ---------------------------------------------------------------------- joining
 
 
+SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12"}
+STEP = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[03-04]"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+TASK = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n04"}
+
+
+@pytest.mark.quick(13)
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({}, None),
-        ({"WORLD_SIZE": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, None),  # the nearest launcher counts
-        (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
-            Launch("torchrun", 3, 4, 1, "a", 7),
-        ),
-        (
-            {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "n[03-04]",
-             "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0"},
-            Launch("Slurm", 2, 4, 0, "n03", 15012),
-        ),
-        (  # as one task of two in a job of four
-            {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "3", "SLURM_LOCALID": "1",
-             "SLURM_JOB_NODELIST": "n[03-04]", "SLURM_STEP_NODELIST": "n04", "SLURM_JOB_ID": "12"},
-            Launch("Slurm", 1, 2, 1, "n04", 15012),
-        ),
-        (  # mpirun inside of a batch script
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12", "OMPI_COMM_WORLD_RANK": "1",
-             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            Launch("Open MPI", 1, 2, 1, "127.0.0.1", 15012),
-        ),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12", "PMI_RANK": "1", "PMI_SIZE": "2",
-             "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "a"},
-            Launch("PMI", 1, 2, 0, "a", 15012),
-        ),
-        (  # srun --mpi=pmi2
-            {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "12", "SLURM_LOCALID": "0",
-             "SLURM_JOB_NODELIST": "a,b", "PMI_RANK": "1", "PMI_SIZE": "2"},
-            Launch("Slurm", 1, 2, 0, "a", 15012),
-        ),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
         ({"RANK": "0"}, None),
+        ({"WORLD_SIZE": "1", **SLURM}, None),  # the nearest launcher counts
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "²", "SLURM_NODELIST": "[,"}, None),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            Launch("Open MPI", 1, 2, 1, "127.0.0.1", 29500),
-        ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, Launch("PMI", 1, 2, 0, None, 29500)),
+        (TORCHRUN, Launch("torchrun", 3, 4, 1, "a", 7)),
+        (STEP, Launch("Slurm", 1, 2, 0, "n03", 15012)),
+        ({**STEP, **TASK}, Launch("Slurm", 1, 2, 1, "n04", 15012)),  # as one task of two in a job of four
+        ({**SLURM, **MPI}, Launch("Open MPI", 1, 2, 1, "127.0.0.1", 15012)),  # mpirun inside of a batch script
+        ({**SLURM, **PMI, "MASTER_ADDR": "a"}, Launch("PMI", 1, 2, 0, "a", 15012)),
+        ({**STEP, "PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("Slurm", 1, 2, 0, "n03", 15012)),  # srun --mpi=pmi2
+        (MPI, Launch("Open MPI", 1, 2, 1, "127.0.0.1", 29500)),
+        (PMI, Launch("PMI", 1, 2, 0, None, 29500)),
     ],
-)  # fmt: skip
+)
 def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launch | None) -> None:
     assert read_launch(environment) == expected
 
@@ -89,10 +74,7 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is not below"),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"},
-            "start it with srun",
-        ),
+        ({**SLURM, "SLURM_JOB_NODELIST": "n"}, "start it with srun"),
         ({"RANK": "1"}, "RANK=1 implies several ranks, but WORLD_SIZE is not set"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is not below WORLD_SIZE=1"),
         ({"SLURM_PROCID": "1"}, "SLURM_PROCID=1 implies .* SLURM_NTASKS is not set"),
@@ -101,12 +83,10 @@ def test_what_launchers_say_is_read(environment: dict[str, str], expected: Launc
         ({"WORLD_SIZE": "²"}, "WORLD_SIZE='²' is not an integer"),
         ({"WORLD_SIZE": "9" * 5000}, "is not an integer"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is invalid"),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "[,"},
-            r"'\[,' names none",
-        ),
+        ({**STEP, "SLURM_STEP_NODELIST": "[,"}, r"'\[,' names none"),
     ],
 )
+@pytest.mark.quick(13)
 def test_what_makes_no_sense_is_refused(environment: dict[str, str], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         read_launch(environment)

@@ -234,6 +234,14 @@ class Text(torch.utils.data.Dataset[Tensor]):
         return torch.randint(0, 31, (6,), generator=torch.Generator().manual_seed(index))
 
 
+def engine_and_loader(
+    settings: dict[str, Any], make_model: Callable[[], nn.Module] = Stack, seed: int = 1
+) -> tuple[zeroshard.Engine, Any]:
+    torch.manual_seed(seed)
+    engine, _, loader, _ = zeroshard.initialize(model=make_model(), config=settings, training_data=Text())
+    return engine, loader
+
+
 def epochs(loader: Any) -> Iterator[Tensor]:
     """Batches, epoch after epoch."""
     while True:
@@ -269,10 +277,7 @@ def test_an_engine_resumes_bit_for_bit(rank: int, stage: int, precision: str, tm
     """Dropout, numpy's and Python's random numbers, schedule, loss scale with overflows, epochs of a shuffled dataset."""
 
     def make(seed: int, rank: int) -> tuple[zeroshard.Engine, Any]:
-        torch.manual_seed(seed)
-        engine, _, loader, _ = zeroshard.initialize(
-            model=Dropping(), config=config(stage, PRECISIONS[precision]), training_data=Text()
-        )
+        engine, loader = engine_and_loader(config(stage, PRECISIONS[precision]), Dropping, seed)
         torch.manual_seed(seed + rank)
         np.random.seed(seed + rank)
         random.seed(seed + rank)
@@ -303,22 +308,15 @@ def test_an_engine_resumes_bit_for_bit(rank: int, stage: int, precision: str, tm
 def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -> None:
     """12 samples a step: 2 ranks with 2 microbatches of 3, resumed on 4 ranks with 1, and on 1 rank with 4."""
 
-    def make(rank: int, accumulation: int) -> tuple[zeroshard.Engine, Any]:
-        torch.manual_seed(1)
-        engine, _, loader, _ = zeroshard.initialize(
-            model=Stack(), config=config(2, {}, accumulation=accumulation), training_data=Text()
-        )
-        return engine, loader
-
     def first(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        engine, loader = make(rank, 2)
+        engine, loader = engine_and_loader(config(2, {}))
         batch_of = epochs(loader)
         run(engine, batch_of, 2)
         engine.save_checkpoint(tmp_path)
         return run(engine, batch_of, 4)
 
     def later(rank: int, accumulation: int) -> tuple[list[Tensor], list[Tensor]]:
-        engine, loader = make(rank, accumulation)
+        engine, loader = engine_and_loader(config(2, {}, accumulation=accumulation))
         engine.load_checkpoint(tmp_path)
         return run(engine, epochs(loader), 4)
 
@@ -553,11 +551,6 @@ def test_a_position_of_another_world_size_leaves_each_rank_as_many_samples(posit
 def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> None:
     """A load restarts the step, with the samples of its first microbatch."""
 
-    def make() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        engine, _, loader, _ = zeroshard.initialize(model=Stack(), config=config(0, {}), training_data=Text())
-        return engine, loader
-
     def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[Any]]:
         seen = []
         for number, batch in zip(range(count), loader, strict=False):
@@ -568,9 +561,9 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
                 engine.save_checkpoint(tmp_path, "within")
         return seen
 
-    engine, loader = make()
+    engine, loader = engine_and_loader(config(0, {}))
     straight = train(engine, loader, 2, 6)
-    resumed, loader = make()
+    resumed, loader = engine_and_loader(config(0, {}))
     resumed.load_checkpoint(tmp_path, "within")
     assert train(resumed, loader, None, 4) == straight[2:]
     assert same(whole(engine.module), whole(resumed.module))
@@ -624,31 +617,27 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(rank: int, stage
     sharded.remove()
 
 
-def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
+    engine_steps(engine, rank, [0, 0])
+    checkpoints = sharded_of(engine).checkpoints
+    write_behind = getattr(checkpoints, WRITE_BEHIND)
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
-        engine_steps(engine, rank, [0, 0])
-        checkpoints = sharded_of(engine).checkpoints
-        write_behind = getattr(checkpoints, WRITE_BEHIND)
+    def late(*args: Any) -> None:
+        try:
+            write_behind(*args)
+        finally:
+            time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
 
-        def late(*args: Any) -> None:
-            try:
-                write_behind(*args)
-            finally:
-                time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
-
-        setattr(checkpoints, WRITE_BEHIND, late)
-        engine.save_checkpoint(blocked, asynchronous=True)
-        with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-            engine_steps(engine, rank, [0] * 2000)
-        engine.save_checkpoint(tmp_path / "good")
-        engine.load_checkpoint(tmp_path / "good")
-
-    on_ranks(body, 2)
+    setattr(checkpoints, WRITE_BEHIND, late)
+    engine.save_checkpoint(blocked, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+        engine_steps(engine, rank, [0] * 2000)
+    engine.save_checkpoint(tmp_path / "good")
+    engine.load_checkpoint(tmp_path / "good")
 
 
 # ---------------------------------------------------------------------- memory

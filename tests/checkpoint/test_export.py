@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ import pytest
 import torch
 from folders import RECORDED
 from full_disks import file_size_limit
-from insides import sharded_of
-from models import MODELS
+from models import MODELS, sgd
 from ranks import on_ranks
 from safetensors.torch import load_file
-from twin import step
+from twin import build
 from typer.testing import CliRunner
 
 import zeroshard
-from zeroshard import CheckpointError, Policy
+from zeroshard import CheckpointError
 from zeroshard.checkpoint.consolidated import write_files
 from zeroshard.checkpoint.hugging_face import claimed, export
 from zeroshard.checkpoint.loading import open_checkpoint
@@ -37,16 +37,12 @@ def saved(tmp_path: Path, name: str = "tied", stage: int = 3, bf16: bool = False
     """A checkpoint in `ckpt`, and live exports in `live` and `live bf16`; the parameters and buffers that they hold."""
 
     def body(rank: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = MODELS[name]()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        config = {**CONFIG, "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}
-        engine, *_ = zeroshard.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)
-        engine.save_checkpoint(tmp_path / "ckpt")
+        precision = "bf16" if bf16 else None
+        model, sharded = build(stage, make_model=MODELS[name], make_optimizer=sgd, precision=precision)
+        sharded.save(tmp_path / "ckpt", "one")
         for folder in ("live", "live bf16"):
-            engine.export(tmp_path / folder, DTYPES[folder])
-        states = sharded_of(engine).states
-        whole = {fqn: states.get(fqn).clone() for fqn, _ in model.named_parameters()}
+            sharded.export(tmp_path / folder, DTYPES[folder])
+        whole = {fqn: sharded.states.get(fqn).clone() for fqn, _ in model.named_parameters()}
         return whole | {fqn: one.clone() for fqn, one in model.named_buffers() if fqn in model.state_dict()}
 
     return on_ranks(body, 2)[0]
@@ -111,9 +107,8 @@ def flat(output: str) -> str:
 def test_the_commands(tmp_path: Path) -> None:
     expected = saved(tmp_path)
     run = CliRunner().invoke
-    model = torch.nn.Sequential()
-    model.add_module("a_module_with_a_very_long_name" * 3, torch.nn.Linear(3, 4))
-    zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 1).save(tmp_path / "small", "one")
+    layers = OrderedDict({"a_module_with_a_very_long_name" * 3: torch.nn.Linear(3, 4)})
+    build(1, make_model=lambda: torch.nn.Sequential(layers))[1].save(tmp_path / "small", "one")
     shown = run(app, ["inspect", str(tmp_path / "small")]).output
     assert "\u2026" not in shown and "also called" not in shown
     assert "parameters 0.1 KiB" in shown
@@ -129,7 +124,7 @@ def test_the_commands(tmp_path: Path) -> None:
     done = run(app, ["consolidate", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"])
     assert done.exit_code == 0, done.output
     assert torch.equal(read(tmp_path / "out")["embedding.weight"], expected["embedding.weight"].bfloat16())
-    victim = next((tmp_path / "ckpt" / "global_step0").glob("rank_00001*"))
+    victim = next((tmp_path / "ckpt" / "one").glob("rank_00001*"))
     victim.write_bytes(victim.read_bytes()[:-8] + b"12345678")
     broken = run(app, ["inspect", str(tmp_path / "ckpt")])
     assert broken.exit_code == 1
@@ -146,10 +141,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_base_has_no_model(tmp_path: Path) -> None:
-    model = MODELS["frozen"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sharded = zeroshard.shard(model, torch.optim.SGD(trained), Policy.stage(0))
-    step(model, sharded, 0, 0)
+    sharded = build(0, make_model=MODELS["frozen"])[1]
     sharded.save(tmp_path, "a", exclude_frozen=True)
     with pytest.raises(CheckpointError, match="so it has no whole model"):
         export(open_checkpoint(tmp_path / "a"), tmp_path / "out")

@@ -83,30 +83,24 @@ def names(root: Path, host: int, tag: str) -> set[str]:
     return {path.name.partition(".")[0] for path in (root / f"host{host}" / tag).glob("rank_*")}
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_loss_of_one_of_two_hosts(tmp_path: Path, asynchronous: bool) -> None:
-    """The other goes on alone; and when an empty one comes in its place, both do."""
-    values = saved(tmp_path, 4, asynchronous=asynchronous)
-    for host in (0, 1):
-        assert names(tmp_path, host, "two") == {f"rank_0000{rank}" for rank in range(4)}
-    shutil.rmtree(tmp_path / "host0")
-    shutil.copytree(tmp_path / "host1", tmp_path / "alone" / "host0")
-    assert torch.equal(loaded(tmp_path / "alone", 2)[0], values)
-    assert torch.equal(loaded(tmp_path, 4)[0], values)
-    assert names(tmp_path, 0, "two") == {f"rank_0000{rank}" for rank in range(4)}
-
-
-@pytest.mark.parametrize("ranks_of_a_host", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_three_hosts_keep_two_copies_of_each_part(tmp_path: Path, ranks_of_a_host: int) -> None:
-    ranks = 3 * ranks_of_a_host
-    values = saved(tmp_path, ranks, ranks_of_a_host, keep_last=1)
-    for host in range(3):
+@pytest.mark.parametrize(
+    ("hosts", "ranks_of_a_host", "asynchronous"), [(3, 2, False), (2, 2, False), (3, 1, False), (2, 2, True)]
+)
+@pytest.mark.quick(2)
+def test_the_loss_of_a_host(hosts: int, ranks_of_a_host: int, asynchronous: bool, tmp_path: Path) -> None:
+    """Hosts keep two copies of each part, so the others go on alone; and when an empty one comes in its place, all do."""
+    ranks = hosts * ranks_of_a_host
+    values = saved(tmp_path, ranks, ranks_of_a_host, asynchronous=asynchronous, keep_last=1)
+    for host in range(hosts):
         assert {path.name for path in (tmp_path / f"host{host}").iterdir()} == {"two", files.LATEST}
         assert len(names(tmp_path, host, "two")) == 2 * ranks_of_a_host
     shutil.rmtree(tmp_path / "host1")
+    if hosts == 2:
+        shutil.copytree(tmp_path / "host0", tmp_path / "alone" / "host0")
+        assert torch.equal(loaded(tmp_path / "alone", ranks_of_a_host)[0], values)
     found, tag = loaded(tmp_path, ranks, ranks_of_a_host)
     assert torch.equal(found, values) and tag == "two"
-    there = Counter(name for host in range(3) for name in names(tmp_path, host, "two"))
+    there = Counter(name for host in range(hosts) for name in names(tmp_path, host, "two"))
     assert there == {f"rank_{rank:05d}": 2 for rank in range(ranks)}, "as before, and no more"
     assert all(f"rank_{rank:05d}" in names(tmp_path, rank // ranks_of_a_host, "two") for rank in range(ranks))
     found, tag = loaded(tmp_path, 2, 1)  # ranks that need the files of other hosts, too

@@ -86,7 +86,6 @@ def names(root: Path, host: int, tag: str) -> set[str]:
 @pytest.mark.parametrize(
     ("hosts", "ranks_of_a_host", "asynchronous"), [(3, 2, False), (2, 2, False), (3, 1, False), (2, 2, True)]
 )
-@pytest.mark.quick(2)
 def test_the_loss_of_a_host(hosts: int, ranks_of_a_host: int, asynchronous: bool, tmp_path: Path) -> None:
     """Hosts keep two copies of each part, so the others go on alone; and when an empty one comes in its place, all do."""
     ranks = hosts * ranks_of_a_host

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from folders import ROOT
 from insides import meeting_point
 from models import Stack
 from ports import free_port
@@ -27,7 +28,6 @@ from zeroshard.errors.uncaught import ExceptHook, report_uncaught, restore
 from zeroshard.launch import NOTICE_VARIABLE, Launch, first_host, join_ranks, read_launch, trap_of_restarts
 from zeroshard.testing import run_ranks
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -258,9 +258,9 @@ def test_the_device_is_one_that_this_process_sees(monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------------- leaving
 
 SCRIPT = """
-import atexit, os, sys
+import atexit, os, signal, sys
 import torch, torch.distributed as dist
-import zeroshard
+import zeroshard, zeroshard.launch
 
 torch.set_num_threads(1)
 os.environ.update(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1")
@@ -271,7 +271,10 @@ for rank in range(3):
         break
     children.append(pid)
 else:
-    print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    codes = [os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1]) for rank in (0, 2)]
+    if sys.argv[1:]:
+        os.kill(children[1], signal.SIGKILL)  # it stands still
+    print([*codes, os.waitstatus_to_exitcode(os.waitpid(children[1], 0)[1])])
     os._exit(0)
 os.environ.update(RANK=str(rank))
 atexit.register(lambda: print("alive" if dist.is_initialized() else "down", flush=True))  # runs after what is registered later
@@ -281,50 +284,29 @@ for step in range(2):
     model(torch.randn(2, 4)).sum().backward()
     sharded.optimizer.step()
     sharded.optimizer.zero_grad()
-"""
-
-
-def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    path = tmp_path / "script.py"
-    path.write_text(script)
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()))
-    return subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-
-
-@pytest.mark.full
-def test_a_script_that_just_ends_leaves_its_ranks(tmp_path: Path) -> None:
-    done = run(SCRIPT, tmp_path)
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0]", done.stderr
-    assert done.stdout.count("down") == 3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.full)])
-def test_leaving_does_not_wait_for_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
-    """Rank 1 dies, or stands still with its connections open, while the others end."""
-    gone = f"""
-zeroshard.launch._LEAVE_SECONDS = 3.0
-if sharded.rank == 1:
-    os.kill(os.getpid(), signal.{how})
-else:
+if sys.argv[1:]:
+    zeroshard.launch._LEAVE_SECONDS = 3.0
+    if rank == 1:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     dist.all_reduce(torch.ones(1), async_op=True)  # never ends
 """
-    script = "import signal\nimport zeroshard.launch\n" + SCRIPT + gone
-    # Whoever stands still is waited for last, and released.
-    script = script.replace(
-        "    print([os.wait",
-        "    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in (children[0], children[2])]\n"
-        "    os.kill(children[1], signal.SIGKILL)\n"
-        "    print([*codes, os.waitstatus_to_exitcode(os.waitpid(children[1], 0)[1])])\n"
-        "    os._exit(0)\n"
-        "    print([os.wait",
-    )
-    done = run(script, tmp_path)
-    # The collective that cannot end is given up: they may fail, and they do not stay.
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gone", [None, "SIGKILL", "SIGSTOP"])
+def test_a_script_that_just_ends_leaves_its_ranks(gone: str | None, tmp_path: Path) -> None:
+    """It does not wait for rank 1, which dies, or stands still with its connections open, while the others end."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", MASTER_PORT=str(free_port()))
+    command = [sys.executable, str(path), *([gone] if gone else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     codes = json.loads(done.stdout.splitlines()[-1])
-    assert codes[2] == -signal.SIGKILL and set(codes[:2]) <= {0, 1}, done.stdout + done.stderr
+    if gone is None:
+        assert codes == [0, 0, 0], done.stderr
+        assert done.stdout.count("down") == 3
+    else:  # the collective that cannot end is given up: they may fail, and they do not stay
+        assert codes[2] == -signal.SIGKILL and set(codes[:2]) <= {0, 1}, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------------- errors
@@ -374,12 +356,9 @@ def test_a_mistake_is_told_once_and_in_torchruns_report(
     root = report[report.index("Root Cause") :]
     assert "rank      : 1" in root and "UsageError: the model has no parameters." in root
     assert "as rank 1: UsageError" in report[: report.index("Root Cause")]
-
-
-def test_another_sentence_of_another_rank_is_one_line(
-    rank_files: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
     for rank in (0, 1):
+        rank_files(rank).unlink()
+    for rank in (0, 1):  # another sentence of another rank is one line
         rank_files(rank)
         end_by(UsageError(f"ranks differ\n  here is rank {rank}"))
     lines = capsys.readouterr().err.splitlines()

@@ -42,7 +42,7 @@ def scheduler(name: str, **params: Any) -> dict[str, Any]:
     return {"scheduler": {"type": name, "params": params}}
 
 
-@pytest.mark.quick(15)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
@@ -158,7 +158,7 @@ def empty():
 }
 
 
-@pytest.mark.quick(40)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

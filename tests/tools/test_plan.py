@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,10 @@ from zeroshard import UsageError
 from zeroshard.core.storage.base import MemoryStorage
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.tools.planning import dry_run
+from zeroshard.tools.planning.fakes import Repeats
+from zeroshard.tools.planning.ledger import Ledger
 from zeroshard.tools.planning.table import Row
-from zeroshard.torch_private import FakeTensorMode
+from zeroshard.torch_private import FakeTensorMode, storage_id
 
 TRIES = 5
 """A thread of gloo's keeps the last gradient that it sent for as long as it likes: on some rank of some run none does."""
@@ -358,6 +361,42 @@ def test_a_repeated_operation_does_what_it_did_at_first(factory: Any, batch: Any
     for one, other in zip(quick.rows, slow.rows, strict=True):
         assert replace(one.figures, config=None) == replace(other.figures, config=None), one.name
     assert not quick.refused
+
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[2:4],
+    "dtype": lambda x: x.view(torch.float32),
+    "detach": lambda x: x.detach(),
+    "t": lambda x: x.t(),
+    "nan": lambda x: x.new_full((3,), float("nan")),
+    "split": lambda x: x.split(2)[-1],
+    "add": lambda x: x + 1,
+    "as_strided": lambda x: x.as_strided((2, 2), (4, 1), 8),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_repeated_on_other_memory(name: str) -> None:
+    """It was known only where the argument began as far into its memory: frames of offloaded states begin anywhere."""
+
+    def looks(part: Tensor) -> tuple[Any, ...]:
+        found = OPERATIONS[name](part)
+        shares = storage_id(found) == storage_id(part)
+        return type(found), found.shape, found.stride(), found.storage_offset(), found.dtype, found.device, shares
+
+    repeats = Repeats()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        repeats.begin(mode)
+        whole = torch.empty(400, dtype=torch.bfloat16)
+        parts = [whole[start : start + 48].view(6, 8) for start in (0, 16, 160)]
+        expected = [looks(part) for part in parts]
+        with Ledger(repeats, in_segments=False):
+            found = [looks(parts[0])]
+            before = FakeTensorMode.cache_info()
+            found += [looks(part) for part in parts[1:]]
+            is_known = FakeTensorMode.cache_info() == before
+    assert found == expected
+    assert is_known == (name != "as_strided"), "only as_strided is told where it begins"
 
 
 class Frees(nn.Module):

@@ -10,7 +10,7 @@ import random
 import struct
 import time
 import zlib
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,10 @@ from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, everything, same, steps, update
+from twin import build, engine_steps, everything, same, steps, update, whole
 
 import zeroshard
-from zeroshard import CheckpointError, Place, Policy, Precision, UsageError
+from zeroshard import CheckpointError, Place, Policy, UsageError, ZeroshardError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.testing.gpt import GPT, GPTConfig
@@ -41,26 +41,19 @@ def test_a_load_under_other_names(rank: int, stage: int, tmp_path: Path) -> None
     """What keeps its tensor keeps its optimizer states; None leaves one out."""
 
     def make(name: str, seed: int) -> zeroshard.Sharded:
-        torch.manual_seed(seed)
-        model = nn.ModuleDict({"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)})
-        return zeroshard.shard(model, torch.optim.AdamW(model.parameters(), 0.1), Policy.stage(stage))
-
-    def step(sharded: zeroshard.Sharded) -> None:
-        x = torch.arange(12.0).view(3, 4)
-        for layer in sharded.model.values():
-            x = layer(x)
-        update(x.square().mean(), sharded.optimizer)
+        layers = {"one": nn.Linear(4, 4), name: nn.BatchNorm1d(4), "last": nn.Linear(4, 2)}
+        return build(stage, make_model=lambda: nn.Sequential(OrderedDict(layers)), seed=seed)[1]
 
     old, new = make("old", 0), make("new", 1)
-    step(old)
+    update(old.model(torch.arange(12.0).view(3, 4)).square().mean(), old.optimizer)
     old.save(tmp_path, "a")
     own = new.states.get("last.weight")
-    rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model["old"].state_dict()}
+    rename: dict[str, str | None] = {f"old.{name}": f"new.{name}" for name in old.model.old.state_dict()}
     with pytest.raises(CheckpointError, match="of a different model"):
         new.load(tmp_path, "a", rename={"last.weight": None, **rename})
     new.load(tmp_path, "a", rename={"last.weight": None, **rename}, strict=False)
     assert torch.equal(new.states.get("last.weight"), own) and new.states.get("last.weight", "exp_avg") is None
-    assert torch.equal(new.model["new"].running_mean, old.model["old"].running_mean)
+    assert torch.equal(new.model.new.running_mean, old.model.old.running_mean)
     for name in ("one.weight", "old.weight", "last.bias"):
         for state in ("parameters", "exp_avg"):
             value = old.states.get(name, state)
@@ -128,23 +121,19 @@ def test_any_world_size_and_stage_to_any_other(
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("source", DTYPES)
 def test_dtypes_and_group_order_may_differ(rank: int, source: str, tmp_path: Path) -> None:
-    def two_groups(model: nn.Module, reverse: bool, **options: Any) -> torch.optim.Optimizer:
-        matrices = {"params": [p for p in model.parameters() if p.ndim >= 2][:: -1 if reverse else 1]}
-        rest = {"params": [p for p in model.parameters() if p.ndim < 2], **options}
+    def two_groups(parameters: list[Tensor], reverse: bool, **options: Any) -> torch.optim.Optimizer:
+        matrices = {"params": [p for p in parameters if p.ndim >= 2][:: -1 if reverse else 1]}
+        rest = {"params": [p for p in parameters if p.ndim < 2], **options}
         return torch.optim.AdamW([rest, matrices] if reverse else [matrices, rest], lr=9.0 if reverse else 1e-2)
 
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = two_groups(model, False, lr=2e-2, weight_decay=0.0)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(2), precision=Precision(param_dtype=DTYPES[source]))
+    make_optimizer: Any = partial(two_groups, reverse=False, lr=2e-2, weight_decay=0.0)
+    model, sharded = build(2, precision=DTYPES[source], make_optimizer=make_optimizer)
     steps(model, sharded, rank, range(2))
     sharded.save(tmp_path, "a")
     before = everything(sharded)
     for target, dtype in DTYPES.items():
-        torch.manual_seed(8)
-        other = Stack()
-        optimizer = two_groups(other, True, lr=7.0, weight_decay=3.0)
-        again = zeroshard.shard(other, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
+        make_optimizer = partial(two_groups, reverse=True, lr=7.0, weight_decay=3.0)
+        _, again = build(3, precision=dtype, make_optimizer=make_optimizer, seed=8)
         again.load(tmp_path)
         after = everything(again)
         for key, value in before.items():
@@ -245,6 +234,14 @@ class Text(torch.utils.data.Dataset[Tensor]):
         return torch.randint(0, 31, (6,), generator=torch.Generator().manual_seed(index))
 
 
+def engine_and_loader(
+    settings: dict[str, Any], make_model: Callable[[], nn.Module] = Stack, seed: int = 1
+) -> tuple[zeroshard.Engine, Any]:
+    torch.manual_seed(seed)
+    engine, _, loader, _ = zeroshard.initialize(model=make_model(), config=settings, training_data=Text())
+    return engine, loader
+
+
 def epochs(loader: Any) -> Iterator[Tensor]:
     """Batches, epoch after epoch."""
     while True:
@@ -280,10 +277,7 @@ def test_an_engine_resumes_bit_for_bit(rank: int, stage: int, precision: str, tm
     """Dropout, numpy's and Python's random numbers, schedule, loss scale with overflows, epochs of a shuffled dataset."""
 
     def make(seed: int, rank: int) -> tuple[zeroshard.Engine, Any]:
-        torch.manual_seed(seed)
-        engine, _, loader, _ = zeroshard.initialize(
-            model=Dropping(), config=config(stage, PRECISIONS[precision]), training_data=Text()
-        )
+        engine, loader = engine_and_loader(config(stage, PRECISIONS[precision]), Dropping, seed)
         torch.manual_seed(seed + rank)
         np.random.seed(seed + rank)
         random.seed(seed + rank)
@@ -314,22 +308,15 @@ def test_an_engine_resumes_bit_for_bit(rank: int, stage: int, precision: str, tm
 def test_at_another_world_size_the_global_batches_are_the_same(tmp_path: Path) -> None:
     """12 samples a step: 2 ranks with 2 microbatches of 3, resumed on 4 ranks with 1, and on 1 rank with 4."""
 
-    def make(rank: int, accumulation: int) -> tuple[zeroshard.Engine, Any]:
-        torch.manual_seed(1)
-        engine, _, loader, _ = zeroshard.initialize(
-            model=Stack(), config=config(2, {}, accumulation=accumulation), training_data=Text()
-        )
-        return engine, loader
-
     def first(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        engine, loader = make(rank, 2)
+        engine, loader = engine_and_loader(config(2, {}))
         batch_of = epochs(loader)
         run(engine, batch_of, 2)
         engine.save_checkpoint(tmp_path)
         return run(engine, batch_of, 4)
 
     def later(rank: int, accumulation: int) -> tuple[list[Tensor], list[Tensor]]:
-        engine, loader = make(rank, accumulation)
+        engine, loader = engine_and_loader(config(2, {}, accumulation=accumulation))
         engine.load_checkpoint(tmp_path)
         return run(engine, epochs(loader), 4)
 
@@ -359,24 +346,22 @@ def test_a_load_of_what_may_be_missing(rank: int, stage: int, tmp_path: Path) ->
     """As in a job's first run: None on every rank, and nothing changes."""
     folder = tmp_path / "checkpoints"
     model, sharded = build(stage)
-    before = [one.clone() for one in model.state_dict().values()]
+    before = everything(sharded)
     assert sharded.load(folder, missing_ok=True) is None
     assert sharded.load(folder, "a", missing_ok=True) is None
     with pytest.raises(CheckpointError):
         sharded.load(folder)
-    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert same(everything(sharded), before)
     steps(model, sharded, rank, range(2))
     sharded.save(folder, "a", {"step": 2})
-    saved = [one.clone() for one in model.state_dict().values()]
+    saved = everything(sharded)
     steps(model, sharded, rank, range(2, 3))
     assert sharded.load(folder, "b", missing_ok=True) is None
     loaded = sharded.load(folder, missing_ok=True)
     assert loaded is not None and loaded.values == {"step": 2} and loaded.tag == "a"
-    assert all(map(torch.equal, saved, model.state_dict().values()))
-    manifest = folder / "a" / "manifest.json"
-    sharded.optimizer.zero_grad()
+    assert same(everything(sharded), saved)
     if rank == 0:
-        manifest.write_text("{")
+        (folder / "a" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError):  # damaged, not missing
         sharded.load(folder, missing_ok=True)
 
@@ -399,19 +384,11 @@ def test_tags_latest_and_retention(tmp_path: Path) -> None:
     assert before & after == {"manifest.json"}
     assert len(after) == 2
     assert sharded.load(tmp_path).values == {"step": "again"}
-    for tag in ("", "a/b", "..", ".hidden", "latest"):
-        with pytest.raises(CheckpointError, match="cannot be a tag"):
-            sharded.save(tmp_path, tag)
     with pytest.raises(CheckpointError, match="step9 is not a checkpoint"):
         sharded.load(tmp_path, "step9")
-
-
-def test_retention_never_removes_what_latest_names(tmp_path: Path) -> None:
-    _, sharded = build(0)
-    sharded.save(tmp_path, "good")
-    for step in range(3):
-        sharded.save(tmp_path, f"aside{step}", save_latest=False, keep_last=1)
-    assert files.tags(tmp_path) == ["aside2", "good"]
+    for number in range(3):  # what `latest` names stays
+        sharded.save(tmp_path, f"aside{number}", save_latest=False, keep_last=1)
+    assert files.tags(tmp_path) == ["aside2", "step4"]
 
 
 def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
@@ -436,6 +413,17 @@ def test_leftovers_are_recognised_and_removed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what is in, and what is refused
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Whether both have the same type, dtype, shape and values."""
+    if isinstance(one, dict):
+        return (
+            type(one) is type(other) and one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, Tensor | np.ndarray):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and bool((one == other).all())
+    return type(one) is type(other) and one == other
+
+
 def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
     _, sharded = build(0)
     state = {
@@ -446,28 +434,20 @@ def test_client_state_is_json_and_tensors(tmp_path: Path) -> None:
         "buffers": {"old": torch.ones(5)}, "deque": deque([1, 2], maxlen=2), "array0": np.array(3),
         "transposed": torch.randn(4, 3).T, "empty": torch.zeros(0, 2), "bool": torch.tensor([True, False]),
     }  # fmt: skip
-    sharded.save(tmp_path, "a", state)
-    got = sharded.load(tmp_path).values
-    assert got.keys() == state.keys()
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            assert torch.equal(got[key], value)
-            assert got[key].dtype == value.dtype
-        elif isinstance(value, np.ndarray):
-            assert np.array_equal(got[key], value)
-            assert got[key].shape == value.shape
-        elif isinstance(value, dict) and any(isinstance(item, Tensor) for item in value.values()):
-            assert all(torch.equal(got[key][name], item) for name, item in value.items())
-        else:
-            assert got[key] == value
-            assert type(got[key]) is type(value)
+    values: Any
+    for values in (state, {1: 2, "1": 3, None: torch.ones(2)}, {(1, 2): 3}, {"$tuple": [1]}, {"a": {1: 2}}):
+        sharded.save(tmp_path, "a", values)
+        assert alike(sharded.load(tmp_path).values, values)
     for strange, where in [
         ({"a": [object()]}, r"a\[0\] is a builtins\.object"),
         ({"f": len}, "f is a"),
         ({"m": nn.Linear(1, 1)}, "m is a"),
+        ([1], "takes a dict, not a list"),
     ]:
-        with pytest.raises(CheckpointError, match=where):
+        with pytest.raises(ZeroshardError, match=where):
             sharded.save(tmp_path, "b", strange)
+    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
+        sharded.load(tmp_path)
     assert files.tags(tmp_path) == ["a"]
 
 
@@ -485,90 +465,30 @@ def test_what_one_rank_cannot_save_none_does(rank: int, tmp_path: Path) -> None:
     sharded.save(tmp_path, "a", {"bad": 1})
 
 
-def test_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
-    model, sharded = build(0)
-    steps(model, sharded, 0, range(1))
-    sharded.save(tmp_path, "a")
-    _, again = build(0, make_model=MODELS["skipping"])
-    with pytest.raises(
-        CheckpointError, match=r"blocks\.0\.up\.weight was saved with shape \(7, 12\), but has \(9, 12\)"
-    ):
-        again.load(tmp_path)
-    lacking = nn.Sequential(nn.Linear(3, 3))
-    small = zeroshard.shard(lacking, torch.optim.AdamW(lacking.parameters()))
-    with pytest.raises(CheckpointError, match=r"it lacks 0\.weight, 0\.bias, and the model lacks embedding\.weight"):
-        small.load(tmp_path)
-    small.load(tmp_path, strict=False)
-    third, by_sgd = build(2, make_optimizer=sgd)
-    with pytest.raises(CheckpointError, match="was saved with AdamW, and this run has SGD"):
-        by_sgd.load(tmp_path)
-    by_sgd.load(tmp_path, optimizer_states=False)
-    assert torch.equal(third.head.weight, model.head.weight)
-    third(*tokens(0, 0)).backward()
-    with pytest.raises(UsageError, match="between backward and step"):
-        by_sgd.save(tmp_path, "b")
-    with pytest.raises(UsageError, match="between backward and step"):
-        by_sgd.load(tmp_path)
-
-
-def test_frozen_parameters_may_stay_out(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(3, make_model=MODELS["frozen base"])
-        steps(model, sharded, rank, range(2))
-        sharded.save(tmp_path, "whole")
-        sharded.save(tmp_path, "adapters", exclude_frozen=True)
-        after = everything(sharded)
-        _, loaded = build(3, make_model=MODELS["frozen base"])  # the same base, by the same seed
-        loaded.load(tmp_path)
-        assert same(everything(loaded), after)
-
-    on_ranks(body, 2)
-    sizes = {tag: sum(path.stat().st_size for path in (tmp_path / tag).iterdir()) for tag in ("whole", "adapters")}
-    assert sizes["adapters"] < sizes["whole"] - 4 * 1000
-
-
-def test_models_for_evaluation_and_optimizers_of_whole_parameters(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        model, sharded = build(2, make_optimizer=muon_with_adamw)
-        steps(model, sharded, rank, range(2))
-        sharded.save(tmp_path, "muon")
-        expected = steps(model, sharded, rank, range(2, 4))
-        other, again = build(3, make_optimizer=muon_with_adamw, seed=4)
-        again.load(tmp_path)
-        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-        if rank == 0:  # as earlier releases wrote it, which had one class for both
-            path = tmp_path / "muon" / "manifest.json"
-            body = json.loads(path.read_text())
-            del body["checksum"]
-            body["optimizer"] = "MuonWithAdamW"
-            for group in body["param_groups"]:
-                group["optimizer"] = "MuonWithAdamW"
-            write_manifest(path, body)
-        dist.barrier()
-        again.load(tmp_path)
-        assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-        third = Stack()
-        evaluated = zeroshard.shard(third, None, Policy.stage(3))
-        evaluated.load(tmp_path)
-        again.load(tmp_path)
-        with zeroshard.unsharded(third), zeroshard.unsharded(other):
-            assert torch.equal(third.head.weight, other.head.weight)
-
-    on_ranks(body, 2)
-
-
-def test_buffers_of_another_shape_or_name_are_refused(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(3)
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters()), Policy.stage(0))
-    sharded.save(tmp_path, "a")
-    model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(CheckpointError, match="it lacks the buffer more"):
-        sharded.load(tmp_path)
-    sharded.load(tmp_path, strict=False)
-    sharded.save(tmp_path, "b")
-    model.more = torch.zeros(1)
-    with pytest.raises(CheckpointError, match=r"the buffer more was saved with shape \(2,\)"):
-        sharded.load(tmp_path)
+@pytest.mark.ranks(2)
+def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp_path: Path) -> None:
+    model, sharded = build(2, make_optimizer=muon_with_adamw)
+    steps(model, sharded, rank, range(2))
+    sharded.save(tmp_path, "muon")
+    saved = whole(model)
+    expected = steps(model, sharded, rank, range(2, 4))
+    other, again = build(3, make_optimizer=muon_with_adamw, seed=4)
+    again.load(tmp_path)
+    assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
+    if rank == 0:  # as earlier releases wrote it, which had one class for both
+        path = tmp_path / "muon" / "manifest.json"
+        body = json.loads(path.read_text())
+        del body["checksum"]
+        body["optimizer"] = "MuonWithAdamW"
+        for group in body["param_groups"]:
+            group["optimizer"] = "MuonWithAdamW"
+        write_manifest(path, body)
+    dist.barrier()
+    again.load(tmp_path)
+    assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
+    evaluated = zeroshard.shard(Stack(), None, Policy.stage(3))
+    evaluated.load(tmp_path)
+    assert same(whole(evaluated.model), saved)
 
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
@@ -630,61 +550,28 @@ def test_a_position_of_another_world_size_leaves_each_rank_as_many_samples(posit
 
 def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> None:
     """A load restarts the step, with the samples of its first microbatch."""
-    data = [(torch.full((4,), float(number)), torch.tensor([float(number)])) for number in range(16)]
 
-    def make() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        settings = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-        }
-        engine, _, loader, _ = zeroshard.initialize(model=model, config=settings, training_data=data)
-        return engine, loader
-
-    def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[float]]:
+    def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[Any]]:
         seen = []
-        for number, (x, y) in zip(range(count), loader, strict=False):
-            engine.backward(engine(x).sub(y).square().mean())
+        for number, batch in zip(range(count), loader, strict=False):
+            engine.backward(engine(batch))
             engine.step()
-            seen.append(y.flatten().tolist())
+            seen.append(batch.tolist())
             if number == save_after:
                 engine.save_checkpoint(tmp_path, "within")
         return seen
 
-    engine, loader = make()
+    engine, loader = engine_and_loader(config(0, {}))
     straight = train(engine, loader, 2, 6)
-    resumed, loader = make()
+    resumed, loader = engine_and_loader(config(0, {}))
     resumed.load_checkpoint(tmp_path, "within")
     assert train(resumed, loader, None, 4) == straight[2:]
-    assert all(torch.equal(a, b) for a, b in zip(engine.module.parameters(), resumed.module.parameters(), strict=True))
-
-
-def test_a_buffer_is_not_a_parameter_of_the_same_name(tmp_path: Path) -> None:
-    class Net(nn.Module):
-        def __init__(self, is_buffer: bool) -> None:
-            super().__init__()
-            self.used = nn.Parameter(torch.ones(3))
-            if is_buffer:
-                self.register_buffer("value", torch.zeros(3))
-            else:
-                self.value = nn.Parameter(torch.full((3,), 7.0))
-
-    def shard(is_buffer: bool) -> zeroshard.Sharded:
-        model = Net(is_buffer)
-        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-
-    for is_buffer in (True, False):
-        shard(is_buffer).save(tmp_path, f"{is_buffer}")
-        with pytest.raises(CheckpointError, match="is of a different model"):
-            shard(not is_buffer).load(tmp_path, f"{is_buffer}", optimizer_states=False)
+    assert same(whole(engine.module), whole(resumed.module))
 
 
 def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def shard(width: int) -> zeroshard.Sharded:
-        model = nn.Linear(width, 1)
-        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        return build(2, make_model=lambda: nn.Linear(width, 1), make_optimizer=sgd)[1]
 
     shard(3).save(tmp_path, "old", {"tag": "old"})
     shard(4).save(tmp_path, "new", {"tag": "new"})
@@ -697,22 +584,17 @@ def test_states_keep_their_shape_where_they_have_as_many_elements_as_the_paramet
     """Those of a head with one output under transformers' Adafactor: a column of as many elements as the weight."""
     from transformers.optimization import Adafactor
 
-    def make() -> tuple[nn.Module, zeroshard.Sharded]:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1)
-        optimizer = Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=False)
-        return model, zeroshard.shard(model, optimizer, 2, elementwise=False)
+    def train(sharded: zeroshard.Sharded, number: int) -> None:
+        update(sharded.model(torch.full((2, 8), 1.0 + number)).sum(), sharded.optimizer)
 
-    def train(model: nn.Module, sharded: zeroshard.Sharded, number: int) -> None:
-        update(model(torch.full((2, 8), 1.0 + number)).sum(), sharded.optimizer)
-
-    model, sharded = make()
-    train(model, sharded, 0)
+    adafactor = partial(Adafactor, lr=1e-2, relative_step=False, scale_parameter=False)
+    made = partial(build, 2, make_model=partial(nn.Linear, 8, 1), make_optimizer=adafactor, elementwise=False)
+    (model, sharded), (other, again) = made(), made()
+    train(sharded, 0)
     sharded.save(tmp_path, "one")
-    other, again = make()
     again.load(tmp_path, "one")
-    for one in ((model, sharded), (other, again)):
-        train(*one, 1)
+    train(sharded, 1)
+    train(again, 1)
     assert torch.equal(model.weight, other.weight)
 
 
@@ -735,31 +617,27 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(rank: int, stage
     sharded.remove()
 
 
-def test_what_goes_wrong_behind_the_training_surfaces(tmp_path: Path) -> None:
+@pytest.mark.ranks(2)
+def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
+    engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
+    engine_steps(engine, rank, [0, 0])
+    checkpoints = sharded_of(engine).checkpoints
+    write_behind = getattr(checkpoints, WRITE_BEHIND)
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
-        engine_steps(engine, rank, [0, 0])
-        checkpoints = sharded_of(engine).checkpoints
-        write_behind = getattr(checkpoints, WRITE_BEHIND)
+    def late(*args: Any) -> None:
+        try:
+            write_behind(*args)
+        finally:
+            time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
 
-        def late(*args: Any) -> None:
-            try:
-                write_behind(*args)
-            finally:
-                time.sleep(0.5 * rank)  # rank 1's save ends some steps later than rank 0's
-
-        setattr(checkpoints, WRITE_BEHIND, late)
-        engine.save_checkpoint(blocked, asynchronous=True)
-        with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
-            engine_steps(engine, rank, [0] * 2000)
-        engine.save_checkpoint(tmp_path / "good")
-        engine.load_checkpoint(tmp_path / "good")
-
-    on_ranks(body, 2)
+    setattr(checkpoints, WRITE_BEHIND, late)
+    engine.save_checkpoint(blocked, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+        engine_steps(engine, rank, [0] * 2000)
+    engine.save_checkpoint(tmp_path / "good")
+    engine.load_checkpoint(tmp_path / "good")
 
 
 # ---------------------------------------------------------------------- memory
@@ -911,16 +789,3 @@ def test_extra_states_of_modules_are_restored(stage: int, tmp_path: Path) -> Non
     sharded.load(tmp_path, "b")
     assert model.seen["calls"] == 2
     assert sum(path.stat().st_size for path in tmp_path.glob("b/*")) < 100_000  # without the part that could be packed
-
-
-def test_keys_of_values_need_not_be_strings(tmp_path: Path) -> None:
-    _, sharded = build(2)
-    for number, values in enumerate(({1: 2, "1": 3, None: torch.ones(2)}, {(1, 2): 3}, {"$tuple": [1]}, {"a": {1: 2}})):
-        sharded.save(tmp_path, str(number), values)
-        loaded = sharded.load(tmp_path).values
-        assert loaded.keys() == values.keys()
-        assert str(loaded) == str(values)
-    with pytest.raises(UsageError, match="takes a dict, not a list"):
-        sharded.save(tmp_path, "list", [1])  # type: ignore[arg-type]
-    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
-        sharded.load(tmp_path)

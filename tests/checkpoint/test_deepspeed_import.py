@@ -18,6 +18,7 @@ import torch
 from deepspeed_checkpoints import FOLDER, RUNS, batch, config, make_model, make_optimizer
 from insides import Fragment, LossScaler, load_of_deepspeed, sharded_of
 from ranks import on_ranks
+from twin import every_state, same
 from typer.testing import CliRunner
 
 import zeroshard
@@ -74,30 +75,22 @@ def test_a_llamas_first_losses_are_deepspeeds_own(stage: int) -> None:
         assert got == pytest.approx(own, abs=1e-3)  # 2e-4 here; processors round products in bf16 differently
 
 
+def states_of(folder: Path, stage: int = 2) -> dict[str, torch.Tensor]:
+    """Load an imported checkpoint, and return all its states."""
+    model = make_model()
+    sharded = zeroshard.shard(model, make_optimizer(model), stage)
+    sharded.load(folder)
+    assert [group["weight_decay"] for group in sharded.optimizer.param_groups] == [0.01, 0.0]
+    return every_state(sharded)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_at_another_world_size_the_states_are_the_same(ranks: int, tmp_path: Path) -> None:
-    wholes = []
-    for name in ("stage1", "stage2", "stage3"):
+    stages = ("stage1", "stage2", "stage3")
+    for name in stages:
         import_deepspeed(FOLDER / name, tmp_path / name)
-
-        def body(rank: int, name: str = name) -> dict[str, torch.Tensor]:
-            model = make_model()
-            sharded = zeroshard.shard(model, make_optimizer(model), zeroshard.Policy.stage(2))
-            sharded.load(tmp_path / name)
-            assert [group["weight_decay"] for group in sharded.optimizer.param_groups] == [0.01, 0.0]
-            states = sharded.states
-            names = ("parameters", "exp_avg", "exp_avg_sq", "step")
-            return {
-                f"{fqn} {state}": value
-                for fqn, _ in model.named_parameters()
-                for state in names
-                if (value := states.get(fqn, state)) is not None
-            }
-
-        wholes.append(on_ranks(body, ranks)[0])
-    for other in wholes[1:]:
-        assert other.keys() == wholes[0].keys()
-        assert all(torch.equal(value, other[key]) for key, value in wholes[0].items())
+    first, *others = on_ranks(lambda _: [states_of(tmp_path / name) for name in stages], ranks)[0]
+    assert all(same(first, other) for other in others)
 
 
 def test_param_groups_of_several_sub_groups(tmp_path: Path) -> None:
@@ -134,49 +127,12 @@ def test_param_groups_of_several_sub_groups(tmp_path: Path) -> None:
     for source, out in ((FOLDER / "stage3", "whole"), (folder.parent, "split")):
         import_deepspeed(source, tmp_path / out)
 
-    def states(out: str) -> dict[str, torch.Tensor]:
-        model = make_model()
-        sharded = zeroshard.shard(model, make_optimizer(model), zeroshard.Policy.stage(1))
-        sharded.load(tmp_path / out)
-        assert [group["weight_decay"] for group in sharded.optimizer.param_groups] == [0.01, 0.0]
-        names = ((fqn, state) for fqn, _ in model.named_parameters() for state in ("parameters", "exp_avg", "step"))
-        return {" ".join(key): value for key in names if (value := sharded.states.get(*key)) is not None}
-
-    found, wanted = states("split"), states("whole")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[key]) for key, value in found.items())
+    assert same(states_of(tmp_path / "split", 1), states_of(tmp_path / "whole", 1))
 
 
 class Evil:
     def __reduce__(self) -> object:
         return Path.touch, (Path("/tmp/zeroshard-was-here"),)
-
-
-def test_nothing_is_executed(tmp_path: Path) -> None:
-    source = tmp_path / "deepspeed"
-    shutil.copytree(FOLDER / "stage1", source)
-    victim = source / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    torch.save({"optimizer_state_dict": Evil()}, victim, pickle_module=pickle)
-    with pytest.raises(CheckpointError, match=f"{victim.name} cannot be read without running its code"):
-        import_deepspeed(source, tmp_path / "out")
-    assert not Path("/tmp/zeroshard-was-here").exists()
-
-
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no file 'latest'"):
-        import_deepspeed(tmp_path, tmp_path / "out")
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file/global_step4 cannot be written"):
-        import_deepspeed(FOLDER / "stage3", tmp_path / "file")
-    source = tmp_path / "deepspeed"
-    shutil.copytree(FOLDER / "stage3", source)
-    (source / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="lacks the file of rank 0"):
-        import_deepspeed(source, tmp_path / "out")
-    (source / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"no torch file")
-    (source / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"no torch file")
-    with pytest.raises(CheckpointError, match=r"rank_0.*damaged"):
-        import_deepspeed(source, tmp_path / "out")
 
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -244,67 +200,113 @@ def test_a_load_of_deepspeeds_own_folder_names_the_import(name: str, tag: str | 
     on_ranks(body, 2)
     shown = CliRunner().invoke(app, ["inspect", str(folder)])
     assert "import-deepspeed" in str(shown.exception) + shown.output
-    lost = tmp_path / "lost"
-    lost.mkdir()
-    (lost / "mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match=r"has no \*_optim_states.pt"):
-        import_deepspeed(lost, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage3"])
-def test_files_of_another_number_of_ranks_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    folder = _copy(name, tmp_path)
-    out = tmp_path / "out"
-    for kind in ("optim", "model"):
-        for path in sorted(folder.glob(f"zero_pp_rank_1_*_{kind}_states.pt")):
-            shutil.copy(path, folder / path.name.replace("rank_1", "rank_2"))
-    _refuse(folder, out, "holds zero_pp_rank_2_.*was written by 2 ranks")
-    (folder / OPTIMIZER.format(2)).unlink()
-    (folder / OPTIMIZER.format(1)).rename(tmp_path / "kept")
-    _refuse(folder, out, r"lacks the file of rank 1 \(files missing: 1\).*was written by 2 ranks")
-    shutil.copy(tmp_path / "kept", folder / OPTIMIZER.format(1))
-    shutil.copy(tmp_path / "kept", folder / f"bf16_{OPTIMIZER.format(1)}")
-    _refuse(folder, out, "holds two files of rank 1")
+def _optimizer(folder: Path, rank: int) -> Path:
+    return folder / OPTIMIZER.format(rank)
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage3"])
-def test_files_of_two_runs_are_refused(name: str, tmp_path: Path) -> None:
-    folder = _copy(name, tmp_path)
-    _change(folder / MODEL[name], lambda content: content.update(dp_world_size=3))
-    _refuse(folder, tmp_path / "out", f"{MODEL[name]} was written by 3 data-parallel ranks")
-    shutil.copy(FOLDER / name / "global_step4" / MODEL[name], folder)
-    _change(folder / OPTIMIZER.format(1), lambda c: c["optimizer_state_dict"].update(partition_count=4))
-    _refuse(folder, tmp_path / "out", "rank_1_.* was written by 4 ranks")
+def _model(folder: Path) -> Path:
+    return next(path for name in MODEL.values() if (path := folder / name).exists())
 
 
-def test_files_of_two_stages_are_refused(tmp_path: Path) -> None:
-    folder = _copy("stage1", tmp_path)
-    shutil.copy(FOLDER / "stage2" / "global_step4" / OPTIMIZER.format(1), folder)
-    _refuse(folder, tmp_path / "out", "mixes two runs: .*rank_0.* is of stage 1 and .*rank_1.* is of stage 2")
+def _copy_rank(folder: Path, source: int, target: int) -> None:
+    for path in sorted(folder.glob(f"zero_pp_rank_{source}_*")):
+        shutil.copy(path, folder / path.name.replace(f"rank_{source}_", f"rank_{target}_"))
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage3"])
-def test_pieces_that_do_not_cover_the_model_are_refused(name: str, tmp_path: Path) -> None:
+def _fewer_ranks(folder: Path) -> None:
     """The files agree on a number of ranks that is not theirs."""
-    folder = _copy(name, tmp_path)
     _say(folder, 1)
     for path in folder.glob("zero_pp_rank_1_*"):
         path.unlink()
-    _refuse(folder, tmp_path / "out", "of the .* elements of|too few elements for")
-    shutil.rmtree(folder.parent)
-    folder = _copy(name, tmp_path)
+
+
+def _more_ranks(folder: Path) -> None:
     _say(folder, 3)
-    for path in sorted(folder.glob("zero_pp_rank_1_*")):
-        shutil.copy(path, folder / path.name.replace("rank_1", "rank_2"))
-    _refuse(folder, tmp_path / "out", "which has|more elements|too few elements|, not 6")
+    _copy_rank(folder, 1, 2)
 
 
-def test_a_parameter_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+def _without(key: str) -> Callable[[Path], None]:
+    """Remove a key that the import needs from the model's file, or from a rank's."""
+
+    def remove(content: dict[str, Any]) -> None:
+        del content.get("optimizer_state_dict", content)[key]
+
+    of_model = ("param_shapes", "dp_world_size")
+    return lambda folder: _change(_model(folder) if key in of_model else _optimizer(folder, 1), remove)
+
+
+def _put_in_model(tensor: torch.Tensor) -> Callable[[Path], None]:
+    return lambda folder: _change(_model(folder), lambda content: content.update(mine=[{"x": tensor}]))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "files of more ranks": (lambda folder: _copy_rank(folder, 1, 2), "holds zero_pp_rank_2_.*was written by 2 ranks"),
+    "a rank's file missing": (
+        lambda folder: _optimizer(folder, 1).unlink(),
+        r"lacks the file of rank 1 \(files missing: 1\).*was written by 2 ranks",
+    ),
+    "two files of a rank": (
+        lambda folder: shutil.copy(_optimizer(folder, 1), folder / f"bf16_{OPTIMIZER.format(1)}"),
+        "holds two files of rank 1",
+    ),
+    "no states": (
+        lambda folder: [path.unlink() for path in folder.glob("*_optim_states.pt")],
+        r"has no \*_optim_states.pt",
+    ),
+    "no tag": (lambda folder: (folder.parent / "latest").unlink(), "no file 'latest'"),
+    "no file of torch's": (lambda folder: _optimizer(folder, 0).write_bytes(b"no torch file"), r"rank_0.*damaged"),
+    "a model of another run": (
+        lambda folder: _change(_model(folder), lambda content: content.update(dp_world_size=3)),
+        "model_states.pt was written by 3 data-parallel ranks",
+    ),
+    "states of another run": (
+        lambda folder: _change(_optimizer(folder, 1), lambda c: c["optimizer_state_dict"].update(partition_count=4)),
+        "rank_1_.* was written by 4 ranks",
+    ),
+    "states of another stage": (
+        lambda folder: shutil.copy(FOLDER / "stage2" / "global_step4" / OPTIMIZER.format(1), folder),
+        "mixes two runs: .*rank_0.* is of stage 1 and .*rank_1.* is of stage 2|it holds elements",
+    ),
+    "too few pieces": (_fewer_ranks, "of the .* elements of|too few elements for"),
+    "too many pieces": (_more_ranks, "which has|more elements|too few elements|, not 6"),
+    "a parameter in no file": (
+        lambda folder: _change(_model(folder), lambda c: c["param_shapes"][0].update(more=torch.Size([2, 3]))),
+        "its module lacks more|it has too few elements for",
+    ),
+    "parameters that are not listed": (
+        lambda folder: _change(_model(folder), lambda c: c["param_shapes"][0].clear()),
+        "does not list as trained|it has more elements than the parameters",
+    ),
+    **{
+        f"no {key}": (_without(key), "_states.pt")
+        for key in ("param_shapes", "dp_world_size", "partition_count", "zero_stage")
+    },
+    "a list in the place of states": (lambda folder: torch.save([], _optimizer(folder, 1)), OPTIMIZER.format(1)),
+    "an expanded tensor": (_put_in_model(torch.ones(1).expand(1 << 40)), "describes a tensor of"),
+    "a tensor on meta": (_put_in_model(torch.zeros(1 << 40, device="meta")), "describes a tensor of"),
+    "a sparse tensor": (_put_in_model(torch.ones(1).to_sparse()), "describes a tensor of"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("name", ["stage1", "stage3"])
+def test_files_that_are_not_one_whole_checkpoint_are_refused_by_name(name: str, what: str, tmp_path: Path) -> None:
+    folder = _copy(name, tmp_path)
+    change, says = REFUSED[what]
+    change(folder)
+    _refuse(folder, tmp_path / "out", says)
+
+
+def test_nothing_is_executed_or_written_elsewhere(tmp_path: Path) -> None:
     folder = _copy("stage1", tmp_path)
-    _change(folder / MODEL["stage1"], lambda c: c["param_shapes"][0].update(more=torch.Size([2, 3])))
-    _refuse(folder, tmp_path / "out", "its module lacks more")
-    _change(folder / MODEL["stage1"], lambda c: c["param_shapes"][0].clear())
-    _refuse(folder, tmp_path / "out", "does not list as trained")
+    torch.save({"optimizer_state_dict": Evil()}, _optimizer(folder, 1), pickle_module=pickle)
+    _refuse(folder, tmp_path / "out", f"{OPTIMIZER.format(1)} cannot be read without running its code")
+    assert not Path("/tmp/zeroshard-was-here").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/global_step4 cannot be written"):
+        import_deepspeed(FOLDER / "stage3", tmp_path / "file")
 
 
 @pytest.mark.parametrize("state", [None, torch.zeros(3)], ids=["no tensor", "tensor"])
@@ -317,58 +319,3 @@ def test_extra_states_of_modules_are_left_out_with_a_warning(name: str, state: A
     with pytest.warns(UserWarning, match=r"leaves out what get_extra_state returned \(layer\._extra_state\)"):
         path = import_deepspeed(folder, tmp_path / "out")
     assert files.read_manifest(path).parameters == whole
-
-
-def _without_memory() -> list[torch.Tensor]:
-    one = torch.ones(1)
-    return [one.expand(1 << 40), torch.zeros(1 << 40, device="meta"), one.to_sparse()]
-
-
-@pytest.mark.parametrize("tensor", _without_memory(), ids=["expanded", "meta", "sparse"])
-def test_a_tensor_that_the_file_does_not_hold_is_refused_before_it_takes_memory(
-    tensor: torch.Tensor, tmp_path: Path
-) -> None:
-    folder = _copy("stage1", tmp_path)
-    _change(folder / MODEL["stage1"], lambda content: content.update(mine=[{"x": tensor}]))
-    _refuse(folder, tmp_path / "out", f"{MODEL['stage1']} .* describes a tensor of")
-
-
-WRONG: list[Any] = ["nothing", None, -1, "x", [], {"x": 3}, torch.zeros(2)]
-"""In the place of what DeepSpeed writes; the first: the key is not there."""
-
-
-def _put(content: dict[str, Any], key: str, value: Any) -> None:
-    content[key] = value
-    if isinstance(value, str) and value == "nothing":
-        del content[key]
-
-
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
-@pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("name", ["stage1", "stage3"])
-@pytest.mark.quick(3)
-def test_wrong_contents_are_a_sentence_that_names_the_file(
-    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever key of a file is missing or of a wrong type: refused by name, or imported to the same model states."""
-    folder = _copy(name, tmp_path)
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # hundreds of imports
-    whole = files.read_manifest(import_deepspeed(folder, tmp_path / "whole")).parameters
-    refused = set()
-    for file in (MODEL[name], OPTIMIZER.format(1)):
-        original = (folder / file).read_bytes()
-        content = load_of_deepspeed(folder / file)
-        keys = list(content.get("optimizer_state_dict", content))
-        for key in keys:
-            _change(folder / file, lambda c, k=key: _put(c.get("optimizer_state_dict", c), k, value))
-            try:
-                done = files.read_manifest(import_deepspeed(folder, tmp_path / "out")).parameters
-                assert {name: done[name].shape for name in whole} == {name: one.shape for name, one in whole.items()}
-            except CheckpointError as error:
-                assert str(folder) in str(error), (key, error)
-                assert len(str(error).splitlines()) <= 3
-                refused.add(key)
-            (folder / file).write_bytes(original)
-    assert refused >= {"param_shapes", "dp_world_size", "partition_count", "zero_stage"}
-    torch.save(value, folder / OPTIMIZER.format(1))
-    _refuse(folder, tmp_path / "none", OPTIMIZER.format(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from insides import list_of_host
-from models import Stack, tokens
+from full_disks import file_size_limit
+from models import Stack
 from ranks import on_ranks
 from torch import Tensor
+from twin import build, engine_steps, step, whole
 
 import zeroshard
-from zeroshard import CheckpointError, Policy, UsageError
+from zeroshard import CheckpointError, UsageError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.node_local import FileMove, carry
@@ -30,32 +30,25 @@ RANKS_OF_A_HOST = 2
 class Run:
     """A small model on ranks that take themselves for ranks of several hosts, each with a folder."""
 
-    def __init__(self, rank: int, root: Path, ranks_of_a_host: int = RANKS_OF_A_HOST, stage: int = 3) -> None:
+    def __init__(self, rank: int, root: Path, ranks_of_a_host: int = RANKS_OF_A_HOST) -> None:
         host = rank // ranks_of_a_host
         members.host_id = lambda: str(host)  # type: ignore[assignment]
         self.rank, self.folder = rank, root / f"host{host}"
-        torch.manual_seed(0)
-        self.model = Stack()
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.sharded = zeroshard.shard(self.model, optimizer, Policy.stage(stage), bucket_numel=256)
+        self.model, self.sharded = build(3)
 
-    def train(self, step: int) -> None:
-        self.model(
-            *tokens(0, step)
-        ).backward()  # the same everywhere, so that the number of ranks makes no difference but a rounding
-        self.sharded.optimizer.step()
-        self.sharded.optimizer.zero_grad()
+    def train(self, number: int) -> None:
+        step(self.model, self.sharded, 0, number)  # the same everywhere: only roundings depend on the number of ranks
 
     def save(self, tag: str, **how: Any) -> None:
-        self.sharded.save(self.folder, tag, {"tag": tag}, node_local=True, **how)
+        values = {"tag": tag, "best": float("inf")}  # no number of JSON's
+        self.sharded.save(self.folder, tag, values, node_local=True, **how)
 
     def load(self, tag: str | None = None, **how: Any) -> dict[str, Any]:
         return self.sharded.load(self.folder, tag, node_local=True, **how).values
 
     @property
     def values(self) -> Tensor:
-        with zeroshard.unsharded(self.model):
-            return torch.cat([value.detach().reshape(-1).clone() for value in self.model.parameters()])
+        return torch.cat([value.reshape(-1) for value in whole(self.model).values()])
 
 
 def saved(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how: Any) -> Tensor:
@@ -63,8 +56,8 @@ def saved(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how:
 
     def body(rank: int) -> Tensor:
         run = Run(rank, root, ranks_of_a_host)
-        for step, tag in enumerate(("one", "two")):
-            run.train(step)
+        for number, tag in enumerate(("one", "two")):
+            run.train(number)
             run.save(tag, **how)
         run.sharded.checkpoints.wait()
         return run.values
@@ -77,6 +70,7 @@ def loaded(root: Path, ranks: int, ranks_of_a_host: int = RANKS_OF_A_HOST, **how
     def body(rank: int) -> tuple[Tensor, str]:
         run = Run(rank, root, ranks_of_a_host)
         told = run.load(**how)
+        assert told["best"] == float("inf")
         return run.values, told["tag"]
 
     everyone = on_ranks(body, ranks)
@@ -89,28 +83,23 @@ def names(root: Path, host: int, tag: str) -> set[str]:
     return {path.name.partition(".")[0] for path in (root / f"host{host}" / tag).glob("rank_*")}
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_loss_of_one_of_two_hosts(tmp_path: Path, asynchronous: bool) -> None:
-    """The other goes on alone; and when an empty one comes in its place, both do."""
-    values = saved(tmp_path, 4, asynchronous=asynchronous)
-    for host in (0, 1):
-        assert names(tmp_path, host, "two") == {f"rank_0000{rank}" for rank in range(4)}
-    shutil.rmtree(tmp_path / "host0")
-    shutil.copytree(tmp_path / "host1", tmp_path / "alone" / "host0")
-    assert torch.equal(loaded(tmp_path / "alone", 2)[0], values)
-    assert torch.equal(loaded(tmp_path, 4)[0], values)
-    assert names(tmp_path, 0, "two") == {f"rank_0000{rank}" for rank in range(4)}
-
-
-@pytest.mark.parametrize("ranks_of_a_host", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_three_hosts_keep_two_copies_of_each_part(tmp_path: Path, ranks_of_a_host: int) -> None:
-    ranks = 3 * ranks_of_a_host
-    values = saved(tmp_path, ranks, ranks_of_a_host)
-    assert all(len(names(tmp_path, host, "two")) == 2 * ranks_of_a_host for host in range(3))
+@pytest.mark.parametrize(
+    ("hosts", "ranks_of_a_host", "asynchronous"), [(3, 2, False), (2, 2, False), (3, 1, False), (2, 2, True)]
+)
+def test_the_loss_of_a_host(hosts: int, ranks_of_a_host: int, asynchronous: bool, tmp_path: Path) -> None:
+    """Hosts keep two copies of each part, so the others go on alone; and when an empty one comes in its place, all do."""
+    ranks = hosts * ranks_of_a_host
+    values = saved(tmp_path, ranks, ranks_of_a_host, asynchronous=asynchronous, keep_last=1)
+    for host in range(hosts):
+        assert {path.name for path in (tmp_path / f"host{host}").iterdir()} == {"two", files.LATEST}
+        assert len(names(tmp_path, host, "two")) == 2 * ranks_of_a_host
     shutil.rmtree(tmp_path / "host1")
+    if hosts == 2:
+        shutil.copytree(tmp_path / "host0", tmp_path / "alone" / "host0")
+        assert torch.equal(loaded(tmp_path / "alone", ranks_of_a_host)[0], values)
     found, tag = loaded(tmp_path, ranks, ranks_of_a_host)
     assert torch.equal(found, values) and tag == "two"
-    there = Counter(name for host in range(3) for name in names(tmp_path, host, "two"))
+    there = Counter(name for host in range(hosts) for name in names(tmp_path, host, "two"))
     assert there == {f"rank_{rank:05d}": 2 for rank in range(ranks)}, "as before, and no more"
     assert all(f"rank_{rank:05d}" in names(tmp_path, rank // ranks_of_a_host, "two") for rank in range(ranks))
     found, tag = loaded(tmp_path, 2, 1)  # ranks that need the files of other hosts, too
@@ -164,15 +153,6 @@ def damage(root: Path, host: int, rank: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_host_that_is_behind_follows(tmp_path: Path) -> None:
-    """It had not come to write its manifest, or to call the newest the latest, when all were killed."""
-    values = saved(tmp_path, 2, 1)
-    (tmp_path / "host0" / "two" / files.MANIFEST).unlink()
-    (tmp_path / "host0" / files.LATEST).write_text("one")
-    found, tag = loaded(tmp_path, 2, 1)
-    assert torch.equal(found, values) and tag == "two"
-
-
 def test_hosts_that_were_killed_before_their_manifests_have_their_parts(tmp_path: Path) -> None:
     """Of four, two had come to the manifest, and to remove what is old: neither they nor the others have one of both whole."""
     values = saved(tmp_path, 4, 1)
@@ -185,43 +165,19 @@ def test_hosts_that_were_killed_before_their_manifests_have_their_parts(tmp_path
     assert torch.equal(found, values) and tag == "two"
 
 
-@pytest.mark.ranks(2)
-def test_a_folder_that_other_hosts_do_not_see(rank: int, tmp_path: Path) -> None:
-    """Without node_local: the error says how it is meant."""
-    run = Run(rank, tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"rank 1: this rank does not see .* save with node_local=True"):
-        run.sharded.save(run.folder, "one")
-
-
-@pytest.mark.parametrize("what", ["cut", "unreadable"])
+@pytest.mark.parametrize("what", ["cut", "unreadable", "manifest"])
 def test_a_file_that_cannot_be_read_keeps_nobody_waiting(what: str, tmp_path: Path) -> None:
+    saved(tmp_path, 2, 1)
+    if what == "manifest":
+        shutil.rmtree(tmp_path / "host0")
+
     def body(rank: int) -> str | None:
         run = Run(rank, tmp_path, 1)
-        run.folder.mkdir()
+        file, calls, read = run.folder / "file", [], Path.read_bytes
         if rank == 0 and what == "cut":
-            (run.folder / "file").write_bytes(b"12345")
-        elif rank == 0:
-            (run.folder / "file").symlink_to("/proc/self/mem")  # an I/O error at its begin
-        try:
-            carry(run.sharded.checkpoints.control, run.folder, [FileMove(0, 1, "file", 10)])
-        except OSError as error:
-            return str(error)
-        return None
-
-    told = on_ranks(body, 2)
-    assert told[1] is None
-    assert told[0] is not None and ("ends too soon" if what == "cut" else "error") in told[0]
-
-
-def test_a_manifest_that_cannot_be_read_any_more_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, 2, 1)
-    shutil.rmtree(tmp_path / "host0")
-    calls: list[Path] = []
-
-    def body(rank: int) -> None:
-        read = Path.read_bytes
+            file.write_bytes(b"12345")
+        elif rank == 0 and what == "unreadable":
+            file.symlink_to("/proc/self/mem")  # an I/O error at its begin
 
         def read_once(path: Path) -> bytes:
             calls.append(path)
@@ -229,24 +185,35 @@ def test_a_manifest_that_cannot_be_read_any_more_keeps_nobody_waiting(
                 raise OSError(5, "Input/output error")
             return read(path)
 
-        run = Run(rank, tmp_path, 1)
-        if rank == 1:
-            monkeypatch.setattr(Path, "read_bytes", read_once)
-        with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
-            run.load()
+        with pytest.MonkeyPatch.context() as patched:
+            try:
+                if what != "manifest":
+                    carry(run.sharded.checkpoints.control, run.folder, [FileMove(0, 1, "file", 10)])
+                    return None
+                if rank == 1:
+                    patched.setattr(Path, "read_bytes", read_once)
+                run.load()
+            except (OSError, CheckpointError) as error:
+                return str(error)
+        return None
 
-    on_ranks(body, 2)
-
-
-def test_old_ones_go_on_every_host(tmp_path: Path) -> None:
-    saved(tmp_path, 3, 1, keep_last=1)
-    for host in range(3):
-        assert {path.name for path in (tmp_path / f"host{host}").iterdir()} == {"two", files.LATEST}
+    told = on_ranks(body, 2)
+    if what == "manifest":
+        assert all("rank 1: " in one and "Input/output error" in one for one in told)
+    else:
+        assert told[1] is None
+        assert told[0] is not None and ("ends too soon" if what == "cut" else "error") in told[0]
 
 
 @pytest.mark.ranks(2)
-def test_a_folder_that_hosts_share_is_refused(rank: int, tmp_path: Path) -> None:
+def test_a_wrong_use_of_folders_is_told_on_every_rank(rank: int, tmp_path: Path) -> None:
+    """Hosts see folders of their own without node_local, or share one with it, or ranks do not agree."""
     run = Run(rank, tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"rank 1: this rank does not see .* save with node_local=True"):
+        run.sharded.save(run.folder, "one")
+    for work in (run.sharded.save, run.sharded.load):
+        with pytest.raises(UsageError, match="node_local is True on rank 0 and False on rank 1"):
+            work(run.folder, "one", node_local=rank == 0)
     run.folder = tmp_path / "shared"
     with pytest.raises(CheckpointError, match=r"several hosts share the folder .*Save without node_local"):
         run.save("one")
@@ -273,20 +240,8 @@ def test_a_disk_that_is_full_on_the_next_host(tmp_path: Path, monkeypatch: pytes
 
 
 def _carry_where_files_stay_small(*arguments: Any) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
-    try:
+    with file_size_limit(1024):
         carry(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.ranks(2)
-def test_ranks_that_do_not_agree_are_told(rank: int, tmp_path: Path) -> None:
-    run = Run(rank, tmp_path, 1)
-    for work in (run.sharded.save, run.sharded.load):
-        with pytest.raises(UsageError, match="node_local is True on rank 0 and False on rank 1"):
-            work(run.folder, "one", node_local=rank == 0)
 
 
 @pytest.mark.ranks(2)
@@ -297,38 +252,10 @@ def test_an_engine_does_it_by_its_config(rank: int, tmp_path: Path) -> None:
         "checkpoint": {"use_node_local_storage": True},
     }  # fmt: skip
     folder = tmp_path / f"host{rank}"
-    torch.manual_seed(0)
     engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-    engine.backward(engine(*tokens(0, 0)))
-    engine.step()
+    engine_steps(engine, 0, [0])
     engine.save_checkpoint(folder, client_state={"best": 1})
     if rank == 0:
         shutil.rmtree(folder)
     path, state = engine.load_checkpoint(folder)
     assert path == str(folder / "global_step1") and state == {"best": 1}
-
-
-def test_numbers_that_are_not_finite_are_on_every_host(tmp_path: Path) -> None:
-    def body(rank: int) -> dict[str, Any]:
-        run = Run(rank, tmp_path, 1)
-        run.sharded.save(run.folder, "one", {"best": float("inf")}, node_local=True)
-        return run.load("one")
-
-    assert on_ranks(body, 2) == [{"best": float("inf")}] * 2
-
-
-def test_a_folder_that_cannot_be_read_hides_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `lost+found` on a disk of its own, which only root may read."""
-    saved(tmp_path, 2, 1)
-    folder = tmp_path / "host0"
-    (folder / "lost+found").mkdir()
-    iterate = Path.iterdir
-
-    def refused(path: Path) -> Any:
-        if path.name == "lost+found":
-            raise PermissionError(path)
-        # First among its neighbours, whatever the file system's order.
-        return iter(sorted(iterate(path), key=lambda one: one.name != "lost+found"))
-
-    monkeypatch.setattr(Path, "iterdir", refused)
-    assert set(list_of_host(folder)["tags"]) == {"one", "two"}

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed_checkpoints import FOLDER as OF_DEEPSPEED
-from insides import STAND_INS, Fragment, LossScaler, checksum, print_checkpoint
+from insides import STAND_INS, Fragment, LossScaler, checksum, print_checkpoint, write_manifest
 from models import Stack
 from torch.distributed.checkpoint.api import CheckpointException
 from twin import build, step
@@ -74,43 +74,23 @@ def _opened(node: Any) -> Any:
     return vars(node) if is_object and not isinstance(node, type) else None
 
 
-def _below(node: Any) -> list[Any]:
-    """List the dicts, lists and objects in a dict or list."""
-    opened = [_opened(one) for one in (node.values() if isinstance(node, dict) else node)]
-    return [one for one in opened if one]
-
-
-def _containers(tree: Any) -> list[Any]:
-    """List the dicts, lists and objects of a tree that hold something."""
-    found = []
-    waiting = [one for one in [_opened(tree)] if one]
-    while waiting:
-        node = waiting.pop()
-        found.append(node)
-        waiting += _below(node)
-    return found
-
-
-def _place(tree: Any, pick: random.Random) -> Any:
-    """Pick a dict or list of a tree: one of all, or by a random way down, so that small branches have their turn."""
-    containers = _containers(tree)
-    if not containers or pick.random() < 0.4:
-        return pick.choice(containers) if containers else None
-    node = _opened(tree)
-    while pick.random() < 0.85:
-        below = _below(node)
-        if not below:
-            break
-        node = pick.choice(below)
-    return node
+def _levels(tree: Any) -> list[list[Any]]:
+    """List the dicts, lists and objects of a tree that hold something, by their depth."""
+    levels = []
+    level = [_opened(tree)]
+    while level := [node for node in level if node]:
+        levels.append(level)
+        level = [_opened(one) for node in level for one in (node.values() if isinstance(node, dict) else node)]
+    return levels
 
 
 def _mutate_tree(tree: Any, tmp_path: Path, pick: random.Random, strange: Callable[..., Any] = _strange) -> None:
     """Change one to three places of a tree."""
     for _ in range(pick.choice([1, 1, 1, 2, 3])):
-        node = _place(tree, pick)
-        if not node:
+        levels = _levels(tree)
+        if not levels:
             return
+        node = pick.choice(pick.choice(levels))  # by depth first, so that small branches have their turn
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         key = pick.choice(keys)
         how = pick.randrange(6)
@@ -219,27 +199,15 @@ def _mutate_pickled(path: Path, tmp_path: Path, pick: random.Random) -> None:
 
 def _mutate_metadata(path: Path, tmp_path: Path, pick: random.Random) -> None:
     """Change what the `.metadata` of a DCP folder holds. Its bytes stay a pickle of torch's classes: any other runs as code."""
+
+    def strange(tmp_path: Path, pick: random.Random) -> Any:
+        value = _strange_tensor(tmp_path, pick)
+        return None if callable(value) else value
+
     content = pickle.loads(path.read_bytes())
     tree = {field.name: getattr(content, field.name) for field in fields(content)}
-    nodes = [node for node in _containers(tree) if node]
-    node = pick.choice(nodes)
-    keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-    key = pick.choice(keys)
-    how = pick.randrange(4)
-    if how == 0:
-        del node[key]
-    elif how == 1:
-        node[key] = node[pick.choice(keys)]
-    elif how == 2 and isinstance(node[key], torch.Size):
-        node[key] = torch.Size(
-            [pick.choice([0, 1, 5, 1 << 20, 1 << 40]) for _ in range(pick.choice([0, 1, len(node[key])]))]
-        )
-    elif how == 2 and type(node[key]) is int:
-        node[key] += pick.choice([-1, 1, 8, 1 << 20, 1 << 40])
-    else:
-        strange = _strange_tensor(tmp_path, pick)
-        node[key] = None if callable(strange) else strange
-    with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # what cannot be pickled
+    _mutate_tree(tree, tmp_path, pick, strange)
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError):  # what cannot be pickled, or misses an attribute
         path.write_bytes(pickle.dumps(type(content)(**tree)))
 
 
@@ -263,18 +231,16 @@ def _read_checkpoint(folder: Path, out: Path, sharded: Any, pick: random.Random)
         sharded.load(folder)
 
 
-def _read_model(folder: Path, model: torch.nn.Module) -> None:
-    for strict in (True, False):
-        zeroshard.load_pretrained(model, folder, strict=strict)
+Read = Callable[[str, Path, random.Random], None]
+Mutate = Callable[[Path, Path, random.Random], None]
 
 
-def _good_files(folder: Path) -> tuple[Any, torch.nn.Module]:
-    """Write a checkpoint, one with an adapter's description, and a model in several files; return what may load them."""
+def _ours(folder: Path) -> Read:
+    """Write a checkpoint, one with an adapter's description, and a model in several files; return what reads them."""
     model, sharded = build(2)
     step(model, sharded, 0, 0)
-    sharded.save(
-        folder / "ckpt", "one", {"scheduler": {"step": 3}, "odd": [(1, 2), {1: b"x"}, torch.ones(2), torch.float32]}
-    )
+    values = {"scheduler": {"step": 3}, "odd": [(1, 2), {1: b"x"}, torch.ones(2), torch.float32]}
+    sharded.save(folder / "ckpt", "one", values)
     shutil.copytree(folder / "ckpt", folder / "adapter")
     path = folder / "adapter" / "one" / files.MANIFEST
     body = json.loads(path.read_text())
@@ -285,64 +251,75 @@ def _good_files(folder: Path) -> tuple[Any, torch.nn.Module]:
         adapters={"": {f"base.{name}": name}},
         files={"adapter_config.json": config, "config.json": {"dtype": "float32"}},
     )
-    path.write_text(json.dumps({**body, "checksum": checksum(body)}))
+    write_manifest(path, body)
     export(open_checkpoint(folder / "ckpt"), folder / "model", max_shard_nbytes=2000)
-    return sharded, Stack()
+    plain = Stack()
+
+    def read(name: str, work: Path, pick: random.Random) -> None:
+        if name == "model":
+            for strict in (True, False):
+                zeroshard.load_pretrained(plain, work / name, strict=strict)
+        else:
+            _read_checkpoint(work / name, work / "out", sharded, pick)
+
+    return read
 
 
-def _good_files_of_deepspeed(folder: Path) -> None:
+def _deepspeeds(folder: Path) -> Read:
     for name in ("stage1", "stage3"):
         shutil.copytree(OF_DEEPSPEED / name, folder / name)
 
+    def read(name: str, work: Path, pick: random.Random) -> None:
+        imported = deepspeed.import_deepspeed(work / name, work / "out")
+        checkpoints.describe(
+            open_checkpoint(imported.parent), verify=True
+        )  # a checkpoint that is written is a right one
 
-def _import(folder: Path, out: Path) -> None:
-    imported = deepspeed.import_deepspeed(folder, out)
-    checkpoints.describe(open_checkpoint(imported.parent), verify=True)  # a checkpoint that is written is a right one
+    return read
 
 
-def _good_files_of_dcp(folder: Path) -> zeroshard.Sharded:
+def _dcps(folder: Path) -> Read:
     model, sharded = build(2)
     step(model, sharded, 0, 0)
     dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=folder / "dcp")
-    return sharded
+
+    def read(name: str, work: Path, pick: random.Random) -> None:
+        """Take a step with what was read. Errors of torch's own readers are torch's."""
+        try:
+            dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=work / name)
+        except BaseException as error:
+            causes = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+            for cause in causes:
+                where = traceback.extract_tb(cause.__traceback__)
+                if where and "zeroshard/checkpoint" in where[-1].filename and not isinstance(cause, ZeroshardError):
+                    raise cause from None
+        step(model, sharded, 0, 1)
+
+    return read
 
 
-def _read_dcp(folder: Path, sharded: zeroshard.Sharded) -> None:
-    """Read, and take a step with what was read. Errors of torch's own readers are torch's."""
-    try:
-        dcp.load({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=folder)
-    except BaseException as error:
-        causes = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        for cause in causes:
-            where = traceback.extract_tb(cause.__traceback__)
-            if where and "zeroshard/checkpoint" in where[-1].filename and not isinstance(cause, ZeroshardError):
-                raise cause from None
-    step(sharded.model, sharded, 0, 1)
-
-
-Mutate = Callable[[Path, Path, random.Random], None]
-OURS: dict[str, tuple[str, Mutate]] = {
-    "ckpt/one/manifest.json": ("ckpt", _mutate_json),
-    "adapter/one/manifest.json": ("adapter", _mutate_json),
-    "ckpt/one/*.safetensors": ("ckpt", _mutate_safetensors),
-    "ckpt/latest": ("ckpt", _mutate_latest),
-    f"model/{INDEX}": ("model", _mutate_json),
-    "model/*.safetensors": ("model", _mutate_safetensors),
+KINDS: dict[str, tuple[Callable[[Path], Read], dict[str, tuple[str, Mutate]]]] = {
+    "ours": (
+        _ours,
+        {
+            "ckpt/one/manifest.json": ("ckpt", _mutate_json),
+            "adapter/one/manifest.json": ("adapter", _mutate_json),
+            "ckpt/one/*.safetensors": ("ckpt", _mutate_safetensors),
+            "ckpt/latest": ("ckpt", _mutate_latest),
+            f"model/{INDEX}": ("model", _mutate_json),
+            "model/*.safetensors": ("model", _mutate_safetensors),
+        },
+    ),
+    "DeepSpeed's": (
+        _deepspeeds,
+        {"stage1/*/*.pt": ("stage1", _mutate_pickled), "stage3/*/*.pt": ("stage3", _mutate_pickled)},
+    ),
+    "DCP's": (_dcps, {"dcp/.metadata": ("dcp", _mutate_metadata), "dcp/*.distcp": ("dcp", _mutate_file_of_dcp)}),
 }
-DEEPSPEEDS: dict[str, tuple[str, Mutate]] = {
-    "stage1/*/*.pt": ("stage1", _mutate_pickled),
-    "stage3/*/*.pt": ("stage3", _mutate_pickled),
-}
-DCPS: dict[str, tuple[str, Mutate]] = {
-    "dcp/.metadata": ("dcp", _mutate_metadata),
-    "dcp/*.distcp": ("dcp", _mutate_file_of_dcp),
-}
+"""What writes the files of a kind, and returns their reader; and by their names, the folder to read and the change."""
 
 
-def _run(
-    seeds: range, tmp_path: Path, kinds: dict[str, tuple[str, Mutate]],
-    read: Callable[[str, Path, random.Random], None],
-) -> dict[str, list[int]]:  # fmt: skip
+def _run(seeds: range, tmp_path: Path, kinds: dict[str, tuple[str, Mutate]], read: Read) -> dict[str, list[int]]:
     """Mutate copies of the files in `good`, and read each; return what was found, and the seeds that found it."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MORE_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -373,47 +350,24 @@ def _run(
     return found
 
 
-def _refuse(found: dict[str, list[int]]) -> None:
-    assert not found, "\n".join(f"{what} (seeds {seeds[:5]})" for what, seeds in found.items())
-
-
-def _seeds(few: int) -> Any:
-    seeds = [range(few), pytest.param(range(few, 1000), marks=pytest.mark.full)]
-    return pytest.mark.parametrize("seeds", seeds, ids=lambda seeds: f"{len(seeds)} mutations")
-
-
-@_seeds(240)
-def test_a_mutated_file_is_refused_or_read(seeds: range, tmp_path: Path) -> None:
-    def body(rank: int) -> dict[str, list[int]]:
-        sharded, plain = _good_files(tmp_path / "good")
-
-        def read(folder: str, work: Path, pick: random.Random) -> None:
-            if folder == "model":
-                _read_model(work / folder, plain)
-            else:
-                _read_checkpoint(work / folder, work / "out", sharded, pick)
-
-        return _run(seeds, tmp_path, OURS, read)
-
-    _refuse(run_ranks(body, 1, timeout=600)[0])
+FEW = {"ours": 240, "DeepSpeed's": 60, "DCP's": 40}
+SEEDS = [
+    *((kind, range(few)) for kind, few in FEW.items()),
+    *(pytest.param(kind, range(few, 1000), marks=pytest.mark.full) for kind, few in FEW.items()),
+]
 
 
 @pytest.mark.filterwarnings("ignore")
-@_seeds(60)
-def test_a_mutated_file_of_deepspeed_is_refused_or_imported(seeds: range, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "seeds"), SEEDS, ids=str)
+def test_a_mutated_file_is_refused_or_read(kind: str, seeds: range, tmp_path: Path) -> None:
+    """A model that read one, or was refused, trains on."""
+
     def body(rank: int) -> dict[str, list[int]]:
-        _good_files_of_deepspeed(tmp_path / "good")
-        with torch.serialization.safe_globals([LossScaler, Fragment]):
-            return _run(seeds, tmp_path, DEEPSPEEDS, lambda folder, work, pick: _import(work / folder, work / "out"))
-
-    _refuse(run_ranks(body, 1, timeout=600)[0])
-
-
-@_seeds(40)
-def test_a_mutated_folder_of_dcp_leaves_a_model_that_trains(seeds: range, tmp_path: Path) -> None:
-    def body(rank: int) -> dict[str, list[int]]:
-        sharded = _good_files_of_dcp(tmp_path / "good")
         warnings.simplefilter("ignore")
-        return _run(seeds, tmp_path, DCPS, lambda folder, work, pick: _read_dcp(work / folder, sharded))
+        make, kinds = KINDS[kind]
+        read = make(tmp_path / "good")
+        with torch.serialization.safe_globals([LossScaler, Fragment]):
+            return _run(seeds, tmp_path, kinds, read)
 
-    _refuse(run_ranks(body, 1, timeout=600)[0])
+    found = run_ranks(body, 1, timeout=600)[0]
+    assert not found, "\n".join(f"{what} (seeds {seeds[:5]})" for what, seeds in found.items())

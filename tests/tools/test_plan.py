@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from insides import EVERY_OPERATION, every_row_summed
+from plan import SIZES, lora, mixtral, text
 from plan_cases import Case, config_of, gpt, measured, planned, row_of, tokens
 
 import zeroshard
@@ -29,20 +30,8 @@ from zeroshard.tools.planning.ledger import Ledger
 from zeroshard.tools.planning.table import Row
 from zeroshard.torch_private import FakeTensorMode, storage_id
 
-FULL = pytest.mark.full
-CHOSEN = [
-    *[(1, stage, "fp32", False, 1) for stage in (0, 3)],
-    *[(2, stage, dtype, checkpointing, 1) for stage, dtype, checkpointing in (
-        (0, "fp32", False), (1, "bf16", True), (2, "fp16", False), (3, "fp32", False))],
-    *[(3, 2, "fp32", True, 2), (3, 3, "fp32", False, 1)],
-]  # fmt: skip
-
 TRIES = 5
 """A thread of gloo's keeps the last gradient that it sent for as long as it likes: on some rank of some run none does."""
-
-
-def _id(value: Any) -> str:
-    return str(value)
 
 
 def real_runs(case: Case, predicted: int) -> list[dict[str, Any]]:
@@ -56,36 +45,75 @@ def real_runs(case: Case, predicted: int) -> list[dict[str, Any]]:
     pytest.fail(f"{predicted} bytes were predicted, and every rank took {least} at least, in {TRIES} runs")
 
 
-QUICK = (CHOSEN[5],)
+def of(
+    stage: int, dtype: str = "fp32", *, ranks: int = 2, factory: Any = gpt, batch: Any = tokens, **options: Any
+) -> Case:
+    return Case(config_of(stage, dtype, **options), ranks, factory, batch)
 
 
-@pytest.mark.parametrize(
-    "chosen", [one if one in QUICK else pytest.param(one, marks=pytest.mark.full) for one in CHOSEN], ids=_id
-)
-def test_a_plan_is_what_the_allocator_gives(chosen: tuple[int, int, str, bool, int]) -> None:
-    ranks, stage, dtype, checkpointing, accumulation = chosen
-    micro = 1 if dtype == "fp16" else 4  # a CPU multiplies these at a crawl
-    case = Case(config_of(stage, dtype, checkpointing=checkpointing, accumulation=accumulation, micro=micro), ranks)
+TWO_HOSTS: dict[str, Any] = {"ranks": 4, "micro": 2, "zero_hpz_partition_size": 2}
+SMALL: dict[str, Any] = {"ranks": 1, "micro": 1, "checkpointing": True}
+
+
+def small() -> GPT:
+    """A model beside which the random states of checkpointed layers are not little."""
+    return GPT(GPTConfig(layers=4, width=32, heads=2, context=64))
+
+
+def qwen3_moe() -> nn.Module:
+    """Its experts are one 3-D parameter, multiplied in groups. torch does so without values in bf16 only."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, use_cache=False))
+
+
+MIXTURE: dict[str, Any] = {"ranks": 1, "micro": 2, "batch": text}
+CASES = {
+    "1 rank, stage 0": of(0, ranks=1),
+    "1 rank, stage 3": of(3, ranks=1),
+    "stage 0": of(0),
+    "stage 1, bf16, checkpointed": of(1, "bf16", checkpointing=True),
+    "stage 2, fp16": of(2, "fp16", micro=1),  # a CPU multiplies these at a crawl
+    "3 ranks, stage 2, checkpointed, 2 microbatches": of(2, ranks=3, checkpointing=True, accumulation=2),
+    "3 ranks, stage 3": of(3, ranks=3),
+    "two hosts, stage 0": of(0, **TWO_HOSTS),
+    "two hosts, stage 1": of(1, **TWO_HOSTS),
+    "two hosts, stage 2, bf16": of(2, "bf16", **TWO_HOSTS),
+    "two hosts, stage 2, 2 microbatches": of(2, **TWO_HOSTS, accumulation=2),
+    "two hosts, stage 3": of(3, **TWO_HOSTS),
+    "two hosts, stage 3, bf16, checkpointed": of(3, "bf16", **TWO_HOSTS, checkpointing=True),
+    "two hosts, stage 3, 2 microbatches": of(3, **TWO_HOSTS, accumulation=2),
+    "random states, stage 0": of(0, factory=small, **SMALL),
+    "random states, stage 3": of(3, factory=small, **SMALL),
+    "adapters, stage 2": of(2, "bf16", ranks=1, factory=lora, batch=text),  # which move modules while they are built
+    "adapters, stage 3": of(3, "bf16", ranks=1, factory=lora, batch=text),
+    "Mixtral, stage 0": of(0, factory=mixtral, **MIXTURE),
+    "Mixtral, stage 2, bf16": of(2, "bf16", factory=mixtral, **MIXTURE),
+    "Mixtral, stage 3": of(3, factory=mixtral, **MIXTURE),
+    "Qwen3-MoE, stage 0": of(0, factory=qwen3_moe, **MIXTURE),
+    "Qwen3-MoE, stage 2, bf16": of(2, "bf16", factory=qwen3_moe, **MIXTURE),
+    "Qwen3-MoE, stage 3": of(3, factory=qwen3_moe, **MIXTURE),
+    "stage 3": of(3),
+}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_what_the_allocator_gives(name: str) -> None:
+    case = CASES[name]
     plan = planned(case)
     real = real_runs(case, plan.figures.peak.nbytes)
     assert sum(plan.figures.peak.parts.values()) == plan.figures.peak.nbytes
     assert plan.figures.sent == real[0]["sent"]
+    assert any(kind.endswith(" across") for kind in plan.figures.sent) == name.startswith("two hosts")
+    assert (plan.figures.trained < plan.figures.numel / 10) == name.startswith("adapters")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=FULL), 3])
-def test_random_states_of_checkpoints_are_counted(stage: int) -> None:
-    """They are small, and so is this model."""
-
-    def small() -> GPT:
-        return GPT(GPTConfig(layers=4, width=32, heads=2, context=64))
-
-    case = Case(config_of(stage, checkpointing=True, micro=1), 1, factory=small)
-    plan = planned(case)
-    assert (
-        planned(replace(case, apart=True)).figures.peak.nbytes < plan.figures.peak.nbytes * 0.99
-    )  # beside an accelerator they are not there
-    real_runs(case, plan.figures.peak.nbytes)
+def test_random_states_of_checkpoints_are_not_beside_an_accelerator() -> None:
+    case = of(3, factory=small, **SMALL)
+    assert planned(replace(case, apart=True)).figures.peak.nbytes < planned(case).figures.peak.nbytes * 0.99
 
 
 class Encoder(nn.Module):
@@ -124,33 +152,6 @@ def test_a_model_that_copies_its_layers_is_planned_as_one_that_does_not(stage: i
     assert copied.figures.sent == made.figures.sent
 
 
-TWO_LEVELS = [
-    (0, "fp32", False, 1), (1, "fp32", False, 1), (2, "fp32", False, 2), (3, "bf16", True, 1), (3, "fp32", False, 2),
-]  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        (3, "fp32", False, 1),
-        pytest.param((2, "bf16", False, 1), marks=FULL),
-        *(pytest.param(one, marks=pytest.mark.full) for one in TWO_LEVELS),
-    ],
-    ids=_id,
-)
-def test_two_hosts_of_two(chosen: tuple[int, str, bool, int]) -> None:
-    stage, dtype, checkpointing, accumulation = chosen
-    made = config_of(
-        stage, dtype, checkpointing=checkpointing, accumulation=accumulation, micro=2, zero_hpz_partition_size=2
-    )
-    case = Case(made, 4)
-    plan = planned(case)
-    real = real_runs(case, plan.figures.peak.nbytes)
-    assert plan.figures.sent == real[0]["sent"]
-    assert any(kind.endswith(" across") for kind in plan.figures.sent)
-
-
 @pytest.mark.full
 def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
     """As the engine does: with the optimizer in CPU memory they stay on the device until the last one."""
@@ -164,22 +165,7 @@ def test_sums_of_microbatches_take_memory_where_there_is_room() -> None:
 
 
 @pytest.mark.full
-def test_stage_3_within_hosts_sends_little_across() -> None:
-    """In fp32 gradients cross as sums, and updated parameters once: a host's ranks share 2 of the parameters' bytes."""
-
-    def across(within: int | None) -> int:
-        zero = {} if within is None else {"zero_hpz_partition_size": within}
-        made = row_of(gpt, config_of(3, micro=1, **zero), world_size=16, hosts=2, batch=tokens, machine="h100")
-        crossing = [nbytes for kind, nbytes in made.figures.sent.items() if kind.endswith("across")]
-        return sum(crossing)
-
-    nbytes = sum(parameter.nbytes for parameter in gpt().parameters())
-    assert across(8) == pytest.approx(2 * nbytes / 8 / 2, rel=0.01)
-    assert across(None) == across(16) == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_microbatches_that_are_left_out_are_counted(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(config_of(stage, "bf16", accumulation=7, micro=1), 2)
     short = planned(case).figures
@@ -198,9 +184,9 @@ def seven_and_a_half_billion() -> GPT:
 @pytest.mark.parametrize(
     ("stage", "gigabytes"),
     [
-        pytest.param(0, 120.0, marks=FULL),
-        pytest.param(1, 31.4, marks=FULL),
-        pytest.param(2, 16.6, marks=FULL),
+        pytest.param(0, 120.0, marks=pytest.mark.full),
+        pytest.param(1, 31.4, marks=pytest.mark.full),
+        pytest.param(2, 16.6, marks=pytest.mark.full),
         (3, 1.6),  # 1.9 in the paper, which counts a 16-bit copy beside the master weights
     ],
 )
@@ -246,22 +232,12 @@ def test_what_rests_elsewhere_is_counted_with_the_rest(ranks: int, stage: int, p
     assert (plan.disk_nbytes > 0) == (place == "nvme")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_which_move_modules_while_they_are_built(stage: int) -> None:
-    from plan import lora, text
-
-    case = Case(config_of(stage, "bf16"), 1, lora, text)
-    plan = planned(case)
-    assert plan.figures.trained < plan.figures.numel / 10
-    real_runs(case, plan.figures.peak.nbytes)
-
-
 FIRST = """
 import subprocess
 import sys
 sys.path.append(sys.argv[1])
 from plan import llama, text
+from plan import SIZES, lora, mixtral, text
 from plan_cases import Case, config_of, planned
 print(*[planned(Case(config_of(2), 2, llama, text)).figures.peak.nbytes for _ in range(2)])
 """
@@ -278,40 +254,36 @@ def test_the_first_plan_of_a_process_is_as_the_next() -> None:
     assert first == second
 
 
-OTHERS = ["Adam", "Adafactor", "Adadelta", "Adamax", "ASGD", "RAdam", "RMSprop", "Rprop"]
+OTHERS = ["Adafactor", "Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["AdamW", "SGD", *(pytest.param(name, marks=FULL) for name in OTHERS)])
-def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerator(name: str) -> None:
-    """It updates all tensors at once there, which takes no less memory than one after another."""
+@pytest.mark.parametrize(
+    ("name", "machine"), [("NAdam", "cpu"), ("Adagrad", "cpu"), *((name, "h100") for name in [*OTHERS, "AdamW"])]
+)
+def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerator(name: str, machine: str) -> None:
+    """It updates all tensors at once there, which takes no less memory than one after another, except with NAdam.
+
+    NAdam divides by 1 - a product that it reads. Adagrad has states, with a step of 0, before it steps.
+    """
     cls = getattr(torch.optim, name)
 
     def peak() -> int:
         made = row_of(
-            partial(Encoder, copies=False), {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine="h100",
+            partial(Encoder, copies=False), {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine=machine,
             batch=lambda n: (torch.zeros(n, 1, 16),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
         )  # fmt: skip
+        assert name == "SGD" or made.figures.states["optimizer"] > 0
         return made.figures.peaks["step"]
 
     at_once = peak()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dry_run, "take_foreach", lambda _: None)
         one_by_one = peak()
-    assert at_once > one_by_one if name == "AdamW" else at_once >= one_by_one
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("machine", ["h100", "cpu"])
-@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
-def test_an_optimizer_that_reads_its_states_is_planned(name: str, machine: str) -> None:
-    """NAdam divides by 1 - a product that it reads. Adagrad has states, with a step of 0, before it steps."""
-    cls = getattr(torch.optim, name)
-    made = row_of(
-        partial(nn.Linear, 8, 8), {"train_micro_batch_size_per_gpu": 1}, world_size=2, machine=machine, loss=torch.sum,
-        batch=lambda n: (torch.zeros(n, 8),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
-    )  # fmt: skip
-    assert made.figures.states["optimizer"] > 0
+    if name == "AdamW":
+        assert at_once > one_by_one
+    elif name != "NAdam":
+        assert at_once >= one_by_one
 
 
 class Dropping(nn.Module):
@@ -364,7 +336,7 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("machine", ["h100", pytest.param("cpu", marks=FULL)])
+@pytest.mark.parametrize("machine", ["h100", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("factory", "batch"),
     [(gpt, tokens), (partial(Encoder, copies=False), lambda n: (torch.zeros(n, 4, 16),)),
@@ -394,45 +366,40 @@ def test_a_repeated_operation_does_what_it_did_at_first(factory: Any, batch: Any
     assert not quick.refused
 
 
-def from_eight(x: Tensor) -> Tensor:
-    return x.as_strided((2, 2), (4, 1), 8)
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda x: x[2:4],
+    "dtype": lambda x: x.view(torch.float32),
+    "detach": lambda x: x.detach(),
+    "t": lambda x: x.t(),
+    "nan": lambda x: x.new_full((3,), float("nan")),
+    "split": lambda x: x.split(2)[-1],
+    "add": lambda x: x + 1,
+    "as_strided": lambda x: x.as_strided((2, 2), (4, 1), 8),
+}
 
 
-@pytest.mark.parametrize(
-    "operate",
-    [
-        lambda x: x[2:4],
-        lambda x: x.view(torch.float32),
-        lambda x: x.detach(),
-        lambda x: x.t(),
-        from_eight,
-        lambda x: x.new_full((3,), float("nan")),
-        lambda x: x.split(2)[-1],
-        lambda x: x + 1,
-    ],
-    ids=["slice", "dtype", "detach", "t", "as_strided", "nan", "split", "add"],
-)
-def test_an_operation_is_repeated_on_other_memory(operate: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_repeated_on_other_memory(name: str) -> None:
     """It was known only where the argument began as far into its memory: frames of offloaded states begin anywhere."""
 
-    def looks(tensor: Tensor, whole: Tensor) -> tuple[Any, ...]:
-        shares = storage_id(tensor) == storage_id(whole)
-        return type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, shares
+    def looks(part: Tensor) -> tuple[Any, ...]:
+        found = OPERATIONS[name](part)
+        shares = storage_id(found) == storage_id(part)
+        return type(found), found.shape, found.stride(), found.storage_offset(), found.dtype, found.device, shares
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     repeats = Repeats()
-    repeats.begin(mode)
-    with mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        repeats.begin(mode)
         whole = torch.empty(400, dtype=torch.bfloat16)
         parts = [whole[start : start + 48].view(6, 8) for start in (0, 16, 160)]
-        expected = [looks(operate(part), whole) for part in parts]
+        expected = [looks(part) for part in parts]
         with Ledger(repeats, in_segments=False):
-            found = [looks(operate(parts[0]), whole)]
+            found = [looks(parts[0])]
             before = FakeTensorMode.cache_info()
-            found += [looks(operate(part), whole) for part in parts[1:]]
+            found += [looks(part) for part in parts[1:]]
             is_known = FakeTensorMode.cache_info() == before
     assert found == expected
-    assert is_known == (operate is not from_eight), "only as_strided is told where it begins"
+    assert is_known == (name != "as_strided"), "only as_strided is told where it begins"
 
 
 class Frees(nn.Module):
@@ -475,42 +442,6 @@ def test_a_plan_within_hosts_makes_as_much_for_many_hosts(monkeypatch: pytest.Mo
         return made
 
     assert 0 < slots(64) <= slots(4)
-
-
-def mixture(kind: str) -> nn.Module:
-    import transformers
-
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    more = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64}}[kind]
-    config = getattr(transformers, f"{kind}Config")(
-        **sizes, **more, num_key_value_heads=2, num_experts_per_tok=2, use_cache=False, pad_token_id=0
-    )
-    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
-    return model
-
-
-def text(samples: int) -> dict[str, Tensor]:
-    ids = torch.randint(2, 512, (samples, 64))
-    return {"input_ids": ids, "labels": ids}
-
-
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(3, "fp32"), *(pytest.param(*one, marks=FULL) for one in ((0, "fp32"), (2, "bf16")))]
-)
-def test_a_mixture_of_experts_is_planned(kind: str, stage: int, dtype: str) -> None:
-    """Its experts are one 3-D parameter, multiplied in groups. torch does so without values in bf16 only."""
-    assert any(parameter.ndim == 3 for parameter in mixture(kind).parameters())
-    case = Case(config_of(stage, dtype, micro=2), 1, partial(mixture, kind), text)
-    plan = planned(case)
-    assert {"parameters", "gradients", "optimizer"} <= plan.figures.states.keys()
-    real_runs(case, plan.figures.peak.nbytes)
 
 
 def test_arguments_of_earlier_releases_name_their_remedy() -> None:

@@ -94,6 +94,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file elsewhere": lambda body: body["files"][0].update(name="../../victim.safetensors"),
     "a file without checksums": lambda body: body["files"][0].update(checksums=[]),
     "a negative shape": lambda body: _first(body).update(shape=[-3, 4]),
+    "a shape of too many elements": lambda body: _first(body).update(shape=[1 << 63], states={}),
     "a parameter without a name": lambda body: _first(body).update(names=[]),
     "a file without its checksum": lambda body: body["files"][0].pop("checksum"),
     "a layout that it lacks": lambda body: body["shards"][0].update(layout=1),

@@ -352,6 +352,9 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
         if offset % itemsize:
             raise ValueError(f"{name} begins in the middle of an element")
 
+    for name, described in [*manifest.parameters.items(), *manifest.tensors.items()]:
+        if prod(max(size, 1) for size in described.shape) >= 1 << 63:
+            raise ValueError(f"{name} has more elements than a tensor can have")
     for name, parameter in manifest.parameters.items():
         numel = prod(parameter.shape)
         for record in parameter.states.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from twin import build, same, steps, whole
 
 import zeroshard
+from zeroshard import UsageError
 from zeroshard.model.born import BornSharded
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -43,7 +45,8 @@ def test_the_numbers_are_the_same(rank: int, name: str, ranks: int) -> None:
     assert same(values(copy.deepcopy(model)), plain)
 
 
-def born() -> Stack:
+def born_stack() -> Stack:
+    torch.manual_seed(0)
     with zeroshard.sharded_init():
         return Stack()
 
@@ -52,7 +55,7 @@ def born() -> Stack:
 @pytest.mark.parametrize("stage", range(4))
 def test_it_trains_as_one_that_was_whole(rank: int, stage: int) -> None:
     results = []
-    for make in (Stack, born):
+    for make in (Stack, born_stack):
         torch.manual_seed(0)
         shapes = [(p.shape, p.requires_grad, p.dtype) for p in make().parameters()]
         model, sharded = build(stage, make_model=make)
@@ -213,3 +216,124 @@ def test_one_rank_may_open_a_block_inside_another_that_keeps_changes(rank: int) 
             with zeroshard.unsharded([weight]):
                 weight.fill_(3.0)
     assert torch.equal(weight + 0, torch.full((4, 4), 3.0))
+
+
+@pytest.mark.ranks(2)
+def test_blocks_of_parameters_that_are_born_sharded_nest(rank: int) -> None:
+    """By the rules that core/test_nested_blocks.py tests of models in training."""
+    model = born_stack()
+    weight = model.blocks[0].up.weight
+    with zeroshard.unsharded(model):
+        with zeroshard.unsharded(weight, modifier_rank=1):
+            weight.data = torch.full_like(weight, rank)
+        with zeroshard.unsharded(weight, modifier_rank=0), torch.no_grad():
+            weight.add_(2.0 + rank)
+        assert bool((weight == 3).all())  # kept, and no change of the outer one's
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        with zeroshard.unsharded(model):
+            pass
+        if rank == 0:
+            weight.data.fill_(4.0)
+    before = whole(model)
+    assert bool((before["blocks.0.up.weight"] == 4).all())
+    for inner in ([], [model]):  # an inner block does not store what the outer one reports
+        for write in (
+            lambda: weight.detach().fill_(5.0),
+            lambda: setattr(weight, "data", torch.full_like(weight, 5.0)),
+        ):
+            with pytest.raises(UsageError, match="without a modifier rank"), zeroshard.unsharded(weight):
+                write()
+                with zeroshard.unsharded(inner):
+                    pass
+            assert same(whole(model), before)
+
+
+@pytest.mark.ranks(2)
+def test_one_born_sharded_may_take_another_shape_and_dtype(rank: int) -> None:
+    """As a resized embedding does."""
+    model = born_stack()
+    weight = model.blocks[0].up.weight
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        weight.data = torch.full((5, 3), rank + 1.0, dtype=torch.bfloat16)
+    assert weight.shape == (5, 3)
+    assert torch.equal(weight.detach().clone(), torch.ones(5, 3, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match="same shape and dtype"), zeroshard.unsharded(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data = torch.ones(4)
+
+
+class Rooted(nn.Module):
+    """The root holds parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(7))
+        self.inner = nn.Linear(5, 3)
+        self.shift = nn.Parameter(torch.rand(2, 3))
+        self.register_buffer("mean", torch.rand(3))
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_roots_own_parameters_are_cut_too(rank: int, dtype: torch.dtype | None, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Rooted().to(dtype)
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(enabled=False):
+        assert not any(isinstance(p, BornSharded) for p in Rooted().parameters())
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(dtype=dtype), zeroshard.sharded_init(dtype=dtype):
+        model = Rooted()
+        assert torch.empty(1).dtype is (dtype or torch.float32)
+    assert torch.empty(1).dtype is torch.float32
+    assert all(isinstance(p, BornSharded) for p in model.parameters())
+    found = whole(model)
+    assert {value.dtype for value in found.values()} == {dtype or torch.float32}
+    if dtype is None:  # in 16 bits torch draws other numbers
+        assert same(found, dict(plain.named_parameters()))
+    with pytest.raises(KeyError), zeroshard.sharded_init(dtype=torch.float64):
+        raise KeyError
+    assert torch.empty(1).dtype is torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_what_is_there_is_cut(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = Stack()
+    kept = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    zeroshard.cut(model)
+    zeroshard.cut(model)  # a second time: nothing
+    assert all(isinstance(p, BornSharded) for p in model.parameters())
+    values = whole(model)
+    assert rank == 1 or same(kept, values)
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="meta"):
+        zeroshard.cut(empty)
+
+
+@pytest.mark.ranks(2)
+def test_state_dicts_may_stay_cut(rank: int) -> None:
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(detached_stay_cut=True):
+        model = Stack()
+    kept = model.state_dict()
+    weight = model.blocks[0].up.weight
+    assert isinstance(kept["blocks.0.up.weight"], BornSharded)
+    assert not kept["blocks.0.up.weight"].requires_grad
+    with torch.no_grad():
+        kept["blocks.0.up.weight"].fill_(2.0)
+    assert bool((weight == 2).all()), "as with torch, it is the same memory"
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data.fill_(3.0)
+            assert bool((kept["blocks.0.up.weight"] == 3).all()), "inside, without the other ranks"
+    assert bool((kept["blocks.0.up.weight"] == 3).all())
+    other = Stack()
+    other.load_state_dict(kept)
+    assert bool((other.blocks[0].up.weight == 3).all())
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    assert bool((torch.load(file)["blocks.0.up.weight"] == 3).all())

@@ -52,7 +52,7 @@ def cut_and_tie(model: nn.Module, mesh: Any) -> None:
 
 def frozen_parts(model: Any) -> None:
     model.blocks[0].requires_grad_(False)
-    model.blocks[1].first.requires_grad_(False)
+    model.blocks[1].norm.requires_grad_(False)
 
 
 def experts_alone(model: Any) -> None:

@@ -168,7 +168,7 @@ def test_ranks_need_not_drop_their_views_together(rank: int) -> None:
 def test_the_whole_never_exists(source: str, tmp_path: Path) -> None:
     """24 blocks on 4 ranks: the peak of tensors is the shards, one block whole, and what the layout of one needs."""
     config = GPTConfig(layers=24, width=256, heads=4)
-    save(GPT(config), tmp_path / "model", 2)
+    save(GPT(config), tmp_path / "model")
     with torch.device("meta"):
         numel = sum(p.numel() for p in GPT(config).parameters())
     shard, block = 4 * numel / 4, 4 * 12 * config.width**2

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -43,34 +42,17 @@ from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.core.placement import Runs
 from zeroshard.sequence import Sequences
 
-WIDTH, HEADS, VOCABULARY, LENGTH, STEPS = 16, 4, 29, 8, 3
+WIDTH, VOCABULARY, LENGTH, STEPS = 16, 29, 8, 3
 """The vocabulary is odd: two ranks have 15 and 14 rows of it."""
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        # The gradient of a bias would be zero, of which AdamW makes steps of noise.
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = [
-            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
-        ]
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.second, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Gpt(nn.Module):
@@ -93,12 +75,8 @@ class Gpt(nn.Module):
 
 def blocks_only(model: nn.Module, mesh: DeviceMesh) -> None:
     """Embedding, head and norms are ordinary parameters, and whole on every rank."""
-    plan = {
-        "attention.query": ColwiseParallel(), "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
-        "attention.out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
-    }  # fmt: skip
     for block in model.blocks:
-        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def vocabulary_too(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -112,13 +90,10 @@ def vocabulary_too(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def along_the_sequence(model: nn.Module, mesh: DeviceMesh) -> None:
     """Norms are whole DTensors, and each rank's gradients of them are a part of a sum over positions."""
-    gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for block in model.blocks:
         plan = {
-            "first": SequenceParallel(), "attention": gathered, "attention.query": ColwiseParallel(),
-            "attention.key": ColwiseParallel(), "attention.value": ColwiseParallel(),
-            "attention.out": RowwiseParallel(output_layouts=Shard(1)), "second": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1)),
+            "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
         }  # fmt: skip
         parallelize_module(block, mesh, plan)
     plan = {

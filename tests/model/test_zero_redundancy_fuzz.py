@@ -22,6 +22,7 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
     "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
 }
 
 

@@ -14,33 +14,26 @@ from rich.console import Console
 from torch import nn
 
 import zeroshard
-from zeroshard import Policy, Precision, UsageError
+from zeroshard import Precision, UsageError
 from zeroshard.model import emulation
 
-BF16 = {
-    "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}  # fmt: skip
-
 CPUINFO = Path("/proc/cpuinfo")
-
-
 CPU = torch.device("cpu")
 VARIABLE = emulation.VARIABLE
 
 
 def told(way: str, dtype: torch.dtype) -> list[str]:
-    """Make an engine, and return what is said of the dtype."""
+    """Shard a model or make an engine, and return what is said of the dtype."""
+    model = nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    if dtype is torch.bfloat16:
+        block = {"enabled": True}
+        config |= {"torch_autocast": block | {"dtype": "bfloat16"}} if way == "autocast" else {"bf16": block}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = nn.Linear(4, 4)
         if way == "shard":
-            optimizer = torch.optim.AdamW(model.parameters())
-            zeroshard.shard(model, optimizer, Policy.stage(3), precision=Precision(param_dtype=dtype))
+            zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 3, precision=Precision(dtype))
         else:
-            config = BF16 | ({} if dtype is torch.bfloat16 else {"bf16": {"enabled": False}})
-            autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-            if way == "autocast" and dtype is torch.bfloat16:
-                config = BF16 | {"bf16": {"enabled": False}} | autocast
             zeroshard.initialize(model=model, config=config)
     return [str(one.message) for one in caught if "no instructions" in str(one.message)]
 
@@ -62,11 +55,13 @@ def test_a_training_in_a_dtype_that_the_cpu_lacks_is_told_so(way: str, monkeypat
     assert second == [[], [], []]
 
 
-def test_only_a_cpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "bf16,fp16")
-    assert not emulation.is_emulated(torch.bfloat16, torch.device("cuda"))
+def test_the_variable_is_a_cpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "fp16")
+    assert not emulation.is_emulated(torch.float16, torch.device("cuda"))
     assert not emulation.is_emulated(torch.float64, CPU)
     assert emulation.is_emulated(torch.float16, CPU)
+    with pytest.warns(UserWarning, match="Train in bf16 here"):
+        emulation.warn_if_emulated(nn.Linear(2, 2).half())
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -91,12 +86,6 @@ def test_a_wrong_value_of_the_variable_is_refused_on_every_rank(text: str, monke
         return str(caught.value)
 
     assert set(on_ranks(body, 2)) == {f"{VARIABLE} is {text!r}: give bf16, fp16, both as bf16,fp16, or none."}
-
-
-def test_fp16_alone_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "fp16")
-    with pytest.warns(UserWarning, match="Train in bf16 here"):
-        emulation.warn_if_emulated(nn.Linear(2, 2).half())
 
 
 def test_the_cpu_here_has_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, compare, llama, lora, text
 from ranks import on_ranks
-from twin import build, update
-
-import zeroshard
-from zeroshard import Policy
+from twin import build, same, update, whole
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,29 +38,6 @@ def test_families_are_bit_equal(family: str, ranks: int) -> None:
         assert outcome == dict.fromkeys(outcome, True)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_rank_generates_as_much_as_it_likes(stage: int) -> None:
-    """Held whole, the model runs without the other ranks; else transformers keeps the ranks in step by empty forwards."""
-
-    def body(rank: int) -> list[torch.Tensor]:
-        model, sharded = build(stage, make_model=llama)
-        prompt = text(0, 0)["input_ids"]
-        options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
-        with zeroshard.unsharded(model), torch.inference_mode():
-            alone = model.generate(prompt, max_new_tokens=3 + 4 * rank, **options)
-        together = model.generate(prompt, max_new_tokens=3 + 4 * rank, synced_gpus=True, **options)
-        assert torch.equal(alone, together)
-        model(**text(rank, 0)).loss.backward()
-        if stage == 3:
-            with zeroshard.unsharded(model), pytest.raises(zeroshard.UsageError, match="Call it outside"):
-                sharded.optimizer.step()
-        return [alone]
-
-    short, long = (result[0] for result in on_ranks(body, 2))
-    assert torch.equal(short, long[:, : short.shape[1]])
-    assert long.shape[1] == 15
-
-
 @pytest.mark.ranks(2)
 def test_evaluation_through_inner_modules(rank: int) -> None:
     results = []
@@ -72,47 +48,37 @@ def test_evaluation_through_inner_modules(rank: int) -> None:
             update(model(**batch).loss, sharded.optimizer)
         model.eval()
         with torch.no_grad():
-            whole = model(**batch).logits
+            logits = model(**batch).logits
             hidden = model.model(batch["input_ids"]).last_hidden_state
         with torch.inference_mode():
-            assert torch.equal(model(**batch).logits, whole)
-        results.append((whole, model.lm_head(hidden).detach()))
+            assert torch.equal(model(**batch).logits, logits)
+        head = model.lm_head(hidden).detach()
         model.train()
         # Gradients through the inner model, without the outer one.
         model.model(batch["input_ids"]).last_hidden_state.square().mean().backward()
         sharded.clip_grad_norm_(1.0)
         sharded.optimizer.step()
-        with zeroshard.unsharded(model):
-            results[-1] += tuple(p.detach().clone() for p in model.parameters())
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+        results.append(whole(model) | {"logits": logits, "head": head})
+    assert same(*results)
 
 
 @pytest.mark.ranks(2)
 def test_adapters_train_and_the_base_stays(rank: int) -> None:
-    torch.manual_seed(0)
-    model: Any = lora()
-    before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
+    model, sharded = build(3, make_model=lora)
+    before = whole(model)
     for step in range(3):
         update(model(**text(rank, step)).loss, sharded.optimizer)
     report = sharded.memory_report()
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert report["optimizer"] <= 4 * 2 * (trainable / 2 + 1000) + 1000, "states for the adapters alone"
     assert report["parameters"] < 4 * sum(p.numel() for p in before.values()) * 0.6, "the frozen base is sharded too"
-    with zeroshard.unsharded(model):
-        for fqn, parameter in model.named_parameters():
-            assert torch.equal(parameter, before[fqn]) is not parameter.requires_grad, fqn
+    for fqn, value in whole(model).items():
+        assert torch.equal(value, before[fqn]) is not model.get_parameter(fqn).requires_grad, fqn
 
 
 @pytest.mark.full
 def test_every_family_of_transformers_under_zero_init() -> None:
     """At tiny sizes; the script names the families that it leaves out, and why."""
-    import subprocess
-    import sys
-    from pathlib import Path
-
     script = Path(__file__).with_name("zero_init_families.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -13,7 +13,7 @@ from families import text
 from mixtures import MIXTURES, PEFT_OF_EXPERTS, glm4_moe, qwen3_moe
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import Setting, as_set
+from twin import Setting, as_set, same, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
@@ -39,42 +39,36 @@ def trained(name: str, policy: Policy, rank: int, dtype: torch.dtype, steps: int
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", DECLARING)
-def test_dtypes_and_losses_are_those_of_from_pretrained(name: str, half: str, tmp_path: Path) -> None:
+def test_dtypes_and_losses_are_those_of_from_pretrained_and_stages_are_bit_equal(
+    name: str, half: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model: Any = MIXTURES[name]()
-    model.save_pretrained(tmp_path)
-    theirs = type(model).from_pretrained(tmp_path, dtype=HALVES[half])
-    expected = {fqn: p.dtype for fqn, p in theirs.named_parameters()}
-    if not any(kind in fqn for fqn in expected for kind in model._keep_in_fp32_modules_strict):
+    model.save_pretrained(tmp_path / "model")
+    theirs = type(model).from_pretrained(tmp_path / "model", dtype=HALVES[half])
+    dtypes = {fqn: p.dtype for fqn, p in theirs.named_parameters()}
+    if not any(kind in fqn for fqn in dtypes for kind in model._keep_in_fp32_modules_strict):
         pytest.skip("this transformers declares no parameter of the model strict in fp32")
-    assert {*expected.values()} == {HALVES[half], torch.float32}
-
-    def body(rank: int) -> None:
-        for stage in (0, 3):
-            run = trained(name, Policy.stage(stage), rank, HALVES[half], steps=1)
-            assert {fqn: p.dtype for fqn, p in run.parameters.items()} == expected
-            reference = type(model).from_pretrained(tmp_path, dtype=HALVES[half])
-            reference.train()
-            assert torch.equal(run.losses[0], reference(**text(rank, 0)).loss.float())
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", DECLARING)
-def test_stages_are_bit_equal(rank: int, name: str, half: str, tmp_path: Path) -> None:
-    first = trained(name, Policy.stage(0), rank, HALVES[half])
+    assert {*dtypes.values()} == {HALVES[half], torch.float32}
+    theirs.train()
     offload = Offload(str(tmp_path), buffer_numel=1 << 16, block_nbytes=4096)
     policies = [Policy.stage(stage) for stage in (1, 2, 3)]
     policies += [
         Policy.stage(3).offloaded(optimizer=place, parameters=place, offload=offload)
         for place in (Place.CPU, Place.DISK)
     ]
-    for policy in policies:
-        with as_set(Setting(policy, apart=policy.parameters.place is not Place.ACCELERATOR)):
-            assert trained(name, policy, rank, HALVES[half]).equals(first), policy
+
+    def body(rank: int) -> None:
+        first = trained(name, Policy.stage(0), rank, HALVES[half])
+        assert {fqn: p.dtype for fqn, p in first.parameters.items()} == dtypes
+        assert torch.equal(first.losses[0], theirs(**text(rank, 0)).loss.float())
+        for policy in policies:
+            with as_set(Setting(policy, apart=policy.parameters.place is not Place.ACCELERATOR)):
+                run = trained(name, policy, rank, HALVES[half])
+            assert run.equals(first), policy
+            assert {fqn: p.dtype for fqn, p in run.parameters.items()} == dtypes
+
+    on_ranks(body, 2)
 
 
 @pytest.mark.ranks(2)
@@ -94,21 +88,21 @@ def test_a_config_names_others(rank: int, stage: int, tmp_path: Path) -> None:
         "zero_optimization": {"stage": stage}, "data_types": {"keep_in_fp32_modules": ["1.1.linear.*t"]},
     }  # fmt: skip
     engine, *_ = zeroshard.initialize(model=model, config=config)
-    for step in range(2):
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + step)).float().pow(2).mean())
+
+    def step(number: int) -> None:
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + number)).float().pow(2).mean())
         engine.step()
+
+    step(0)
+    step(1)
     engine.save_checkpoint(tmp_path)
-    with zeroshard.unsharded(model):
-        dtypes = {fqn: p.dtype for fqn, p in model.named_parameters()}
-        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    before = whole(model)
+    dtypes = {fqn: p.dtype for fqn, p in before.items()}
     assert {fqn for fqn, dtype in dtypes.items() if dtype == torch.float32} == {"1.1.linear.weight"}
-    engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
-    engine.step()
+    step(2)
     engine.load_checkpoint(tmp_path)
-    with zeroshard.unsharded(model):
-        assert all(torch.equal(p, before[fqn]) for fqn, p in model.named_parameters())
-    given = {fqn: tensor.dtype for fqn, tensor in engine.named_weights()}
-    assert given == dtypes
+    assert same(whole(model), before)
+    assert {fqn: tensor.dtype for fqn, tensor in engine.named_weights()} == dtypes
 
 
 class Wide(nn.Module):

@@ -1,25 +1,31 @@
-"""Model states by name: whole and local values, read and set, equal those of plain training at every stage."""
+"""Model states by name and by parameter: whole and local values, read and set, equal those of plain training at every stage."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import MODELS, OPTIMIZERS, Stack, tokens
+from models import MODELS, OPTIMIZERS, Stack, sgd, tokens
 from oracles import average_gradients
-from ranks import on_ranks
+from test_sharded_init import born_stack
+from torch import nn
 from twin import build, step
 
 import zeroshard
-from zeroshard import Precision, UsageError
+from zeroshard import UsageError
 from zeroshard.core.model_states import Range
+from zeroshard.model.born import BornSharded
 
 
-def _train(rank: int, stage: int, precision: Precision | None = None, name: str = "tied"):
+def _train(rank: int, stage: int, name: str = "tied"):
     """After one step, with the second step's gradients."""
-    model, sharded = build(stage, precision=precision, make_model=MODELS[name], make_optimizer=OPTIMIZERS["AdamW"])
+    model, sharded = build(stage, make_model=MODELS[name], make_optimizer=OPTIMIZERS["AdamW"])
     step(model, sharded, rank, 0)
     model(*tokens(rank, 1)).backward()
     return model, sharded
@@ -62,41 +68,14 @@ def test_the_whole_of_each_state_is_a_plain_trainings(rank: int, stage: int, wor
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("precision", [Precision(), Precision(param_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_set_is_what_everybody_has(rank: int, stage: int, precision: Precision) -> None:
-    model, sharded = _train(rank, stage, precision=precision)
-    states = sharded.states
-    value = torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(3))
-    for state in ("parameters", "exp_avg", "gradients"):
-        states.set("head.weight", state, value)
-        got = states.get("head.weight", state)
-        expected = value if state != "gradients" or precision.param_dtype is None else value.to(got.dtype)
-        assert torch.equal(got, expected), state
-    with zeroshard.unsharded(model):
-        shown = precision.param_dtype or torch.float32
-        assert torch.equal(model.embedding.weight.detach(), value.to(shown))  # tied: the same parameter
-    # A range of this rank's own, by what local() said.
-    ranges = sharded.states.local("blocks.1.up.weight", "exp_avg_sq")
-    states.set_local("blocks.1.up.weight", "exp_avg_sq", [Range(r.start, r.tensor * 0 + 7) for r in ranges])
-    assert torch.equal(states.get("blocks.1.up.weight", "exp_avg_sq"), torch.full((33, 12), 7.0))
-    sharded.optimizer.step()
-    sharded.optimizer.zero_grad()
-    model(*tokens(rank, 9)).backward()
-
-
-def test_local_ranges_cover_each_parameter_once() -> None:
-    def body(rank: int) -> list[int]:
-        model, sharded = _train(rank, 3)
-        shapes = {fqn: p.numel() for fqn, p in model.named_parameters()}
-        mine = [sum(r.tensor.numel() for r in sharded.states.local(fqn)) for fqn in shapes]
-        total = torch.tensor(mine)
-        dist.all_reduce(total)
-        assert total.tolist() == list(shapes.values())
-        return mine
-
-    one, other = on_ranks(body, 2)
-    assert abs(sum(one) - sum(other)) <= 64
+def test_local_ranges_cover_each_parameter_once(rank: int) -> None:
+    model, sharded = _train(rank, 3)
+    shapes = {fqn: p.numel() for fqn, p in model.named_parameters()}
+    mine = torch.tensor([sum(r.tensor.numel() for r in sharded.states.local(fqn)) for fqn in shapes])
+    total = mine.clone()
+    dist.all_reduce(total)
+    assert total.tolist() == list(shapes.values())
+    assert abs(2 * mine.sum() - total.sum()) <= 64
 
 
 @pytest.mark.ranks(2)
@@ -120,14 +99,16 @@ def test_errors_name_what_is_wrong(rank: int) -> None:
 def test_a_state_is_set_after_other_ranks_have_read_what_was_there(rank: int, is_trained: bool) -> None:
     """Ranks of one host read each other's shards in place."""
     name = "blocks.2.up.weight"
-    losses = []
-    for is_late in (False, True):
-        torch.manual_seed(0)
+
+    def made() -> Stack:
         model = Stack()
         model.get_parameter(name).requires_grad_(is_trained)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        return model
+
+    losses = []
+    for is_late in (False, True):
+        model, sharded = build(3, make_model=made)
         value = sharded.states.get(name)
-        assert value is not None
         with torch.no_grad():
             model(*tokens(rank, 0))  # the next forward knows the order, and offers a shard one block ahead
         if is_late and rank == 1:
@@ -137,3 +118,147 @@ def test_a_state_is_set_after_other_ranks_have_read_what_was_there(rank: int, is
         sharded.states.set(name, "parameters", value * 2.0)
         sharded.remove()
     assert torch.equal(*losses)
+
+
+# ---------------------------------------------------------------------- of a parameter
+
+
+def filled(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Without parameters of no elements."""
+    return [(fqn, parameter) for fqn, parameter in model.named_parameters() if parameter.numel()]
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+def test_states_are_set_and_read_by_name_and_by_parameter(
+    rank: int, stage: int, dtype: torch.dtype | None, ranks: int
+) -> None:
+    model, sharded = build(stage, precision=dtype)
+    model(*tokens(rank, 0)).backward()
+    for fqn, parameter in filled(model):
+        states = zeroshard.parameter_states(parameter)
+        assert (states.fqn, states.is_trained, states.is_sharded) == (fqn, True, stage == 3)
+        for name in ("parameters", "gradients"):
+            assert torch.equal(states.get(name), sharded.states.get(fqn, name))
+        new = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+        sharded.states.set(fqn, "gradients", new)
+        assert torch.equal(states.get("gradients"), new.to(states.get("gradients").dtype))
+        assert states.get("exp_avg") is None
+        with pytest.raises(UsageError, match="has no state 'exp_avg' to set"):
+            states.set(torch.zeros(parameter.shape), "exp_avg")
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    for fqn, parameter in filled(model):
+        states = zeroshard.parameter_states(parameter)
+        for name in ("parameters", "exp_avg"):
+            assert name in states.names() or not states.local()
+            new = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
+            states.set(new, name)
+            assert torch.equal(sharded.states.get(fqn, name), new)
+            states.set_flat(states.flat(name) * 2, name)
+            assert torch.equal(states.get(name), new * 2)
+            mine = [Range(part.start, part.tensor * 2) for part in sharded.states.local(fqn, name)]
+            sharded.states.set_local(fqn, name, mine)
+            assert torch.equal(states.get(name), new * 4)
+        with pytest.raises(UsageError, match="holds"):
+            states.set_flat(torch.zeros(parameter.numel() + 1))
+    with zeroshard.unsharded(model):
+        for fqn, parameter in model.named_parameters(remove_duplicate=False):
+            assert zeroshard.parameter_states(parameter).is_here
+            assert torch.equal(parameter, sharded.states.get(fqn).to(parameter.dtype))
+    numbers = [zeroshard.parameter_states(parameter).number for parameter in model.parameters()]
+    everyones: list[Any] = [None] * ranks
+    dist.all_gather_object(everyones, numbers)
+    assert len({*numbers}) == len(numbers) and all(one == numbers for one in everyones)
+    step(model, sharded, rank, 1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", range(4))
+def test_this_ranks_part_of_a_gradient_is_set_before_any_rank_has_read_one(
+    rank: int, stage: int, dtype: torch.dtype | None
+) -> None:
+    """The reductions may still run: they must not overwrite it, and their memory may be missing on this rank."""
+    for fqn in ("head.weight", "blocks.0.up.weight"):
+        model, sharded = build(stage, precision=dtype)
+        parameter = model.get_parameter(fqn)
+        states = zeroshard.parameter_states(parameter)
+        new = torch.full_like(states.flat(), 7.0)
+        with pytest.raises(UsageError, match=r"has no gradient to set: .*last backward"):
+            states.set_flat(new, "gradients")
+        model(*tokens(rank, 0)).backward()
+        states.set_flat(new, "gradients")
+        assert torch.equal(states.get("gradients").float(), torch.full(parameter.shape, 7.0))
+        sharded.optimizer.step()
+        assert torch.equal(states.get("exp_avg"), torch.full(parameter.shape, 7.0) * (1 - 0.9))
+
+
+def test_of_a_parameter_that_no_model_holds() -> None:
+    model, sharded = build(3)
+    other = Stack()
+    for parameter in (nn.Parameter(torch.ones(3)), other.blocks[0].up.weight, copy.deepcopy(model).blocks[0].up.weight):
+        with pytest.raises(UsageError, match="is not in any sharded model"):
+            zeroshard.parameter_states(parameter)
+    sharded.remove()
+    with pytest.raises(UsageError, match="is not in any sharded model"):
+        zeroshard.parameter_states(model.blocks[0].up.weight)
+
+
+@pytest.mark.ranks(2)
+def test_of_a_frozen_one_and_of_one_born_sharded(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    model = born_stack()
+    for (_, mine), (_, expected) in zip(filled(model), filled(plain), strict=True):
+        states = zeroshard.parameter_states(mine)
+        assert (states.fqn, states.is_trained, states.is_sharded, states.is_here) == ("", False, True, False)
+        assert torch.equal(states.get(), expected.detach())
+        assert states.get("exp_avg") is None
+        states.set(expected.detach() + 1)
+        states.set_local([Range(part.start, part.tensor + 1) for part in states.local()])
+        assert torch.equal(states.get(), expected.detach() + 1 + 1)
+        assert isinstance(mine, BornSharded)
+    model.blocks[0].requires_grad_(False)
+    sharded = zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+    states = zeroshard.parameter_states(model.blocks[0].up.weight)
+    assert not states.is_trained and states.get("gradients") is None
+    value = plain.blocks[0].up.weight.detach() + 1 + 1
+    assert torch.equal(states.get(), value)
+    del sharded
+    gc.collect()
+    assert torch.equal(states.get(), value)  # the model keeps what it needs
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_states_inside_a_block_whose_changes_are_undecided_are_refused(
+    rank: int, stage: int, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """They would be of one rank only."""
+    model, sharded = build(stage, precision=dtype)
+    weight = model.blocks[0].up.weight
+    before = sharded.states.get("blocks.0.up.weight")
+    sharded.save(tmp_path / "checkpoints", "first")
+    with (
+        pytest.raises(UsageError, match="without a modifier rank"),
+        zeroshard.unsharded(model),
+        torch.no_grad(),
+    ):
+        assert torch.equal(sharded.states.get("blocks.0.up.weight"), before)
+        weight.mul_(2)
+        if stage == 3:
+            assert torch.equal(sharded.states.get("blocks.0.up.weight"), before)
+        weight.div_(2)
+    with zeroshard.unsharded(model, modifier_rank=0):
+        for call in (
+            lambda: sharded.states, zeroshard.parameter_states(weight).get,
+            lambda: sharded.save(tmp_path / "checkpoints", "one"), lambda: sharded.export(tmp_path / "export"),
+            lambda: sharded.load(tmp_path / "checkpoints"),
+        ):  # fmt: skip
+            with pytest.raises(UsageError, match=r"inside unsharded\(modifier_rank=...\), where changes"):
+                call()
+    assert torch.equal(sharded.states.get("blocks.0.up.weight"), before)

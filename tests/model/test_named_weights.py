@@ -1,28 +1,44 @@
-"""Weights that are yielded unit by unit: an export's names and values, bounded memory, and loops that ranks leave early."""
+"""Weights that are yielded unit by unit, whole or as each rank holds them: an export's names and values, and bounded memory."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import FAMILIES, llama, text
 from insides import settle, transport_of, units
 from models import MODELS, Stack, floats, tokens
 from ranks import RankError, on_ranks, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from twin import ACCELERATOR, CPU, DISK, Setting, as_set, build, gpt_batch, offloaded, step, update
+from twin import (
+    ACCELERATOR,
+    CPU,
+    DISK,
+    Setting,
+    as_set,
+    build,
+    engine_steps,
+    gpt_batch,
+    offloaded,
+    same,
+    step,
+    steps,
+    update,
+)
 
 import zeroshard
-from zeroshard import Place, Policy, Precision, Sharded, UsageError
+from zeroshard import Place, Policy, Sharded, UsageError
+from zeroshard.model.weight_shards import WeightShard
 from zeroshard.testing.gpt import GPT, GPTConfig
 
-SMALL = GPTConfig(layers=2, width=64, heads=2, context=16)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
@@ -35,54 +51,102 @@ def kept(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
+MADE: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    **{name: FAMILIES[name] for name in ("Llama", "GPT-2", "T5", "Mixtral", "LoRA over Llama")},
+    "batch norm": (MODELS["batch norm"], floats),
+    "tied": (MODELS["tied"], tokens),
+}
+"""Models, with what makes their batches."""
+
+
+def train(name: str, model: Any, sharded: Sharded, number: int) -> None:
+    """Take a step on this rank's batch with that number."""
+    batch = MADE[name][1](sharded.rank, number)
+    if isinstance(batch, dict):
+        loss = model(**batch).loss
+    else:
+        dtype = next(model.parameters()).dtype
+        loss = model(*(one.to(dtype) if one.is_floating_point() else one for one in batch))
+    update(loss, sharded.optimizer)
+
+
+def sent_by(sharded: Sharded, act: Callable[[], Any]) -> Any:
+    """Return what `act` returns. It must not send a byte, not even one that counts as control."""
+    settle(sharded)
+    sharded.comm_report()
+    result = act()
+    settle(sharded)
+    assert not any(sharded.comm_report().values())
+    return result
+
+
+def parts(sharded: Sharded, names: str = "checkpoint") -> list[tuple[str, WeightShard]]:
+    """Copy this rank's parts to ordinary tensors, as a message would."""
+    return [
+        (name, WeightShard(one.tensor.clone(), one.shape, one.offset, one.strides))
+        for name, one in sharded.named_weights(names=names, shards=True)
+    ]
+
+
+def put_together(everyone: list[list[tuple[str, WeightShard]]]) -> dict[str, Tensor]:
+    """Build whole weights from all ranks' parts, which must cover each element once."""
+    found: dict[str, Tensor] = {}
+    times: dict[str, Tensor] = {}
+    for name, shard in (pair for one in everyone for pair in one):
+        whole = found.setdefault(name, torch.empty(shard.shape, dtype=shard.tensor.dtype))
+        assert whole.shape == shard.shape
+        shard.view_in(whole).copy_(shard.tensor)
+        shard.view_in(times.setdefault(name, torch.zeros(shard.shape, dtype=torch.int32))).add_(1)
+        assert torch.equal(whole.view(-1)[shard.index()], shard.tensor.reshape(-1))
+    assert all(bool((count == 1).all()) for count in times.values())
+    return found
 
 
 # ---------------------------------------------------------------------- names and values
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.quick(5)
+@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
     ("stage", "place"),
     [(0, ACCELERATOR), *((stage, place) for stage in (1, 2, 3) for place in (ACCELERATOR, CPU, DISK))],
 )
-@pytest.mark.parametrize("name", ["Llama", "T5"])
-def test_they_are_those_of_from_pretrained(
+@pytest.mark.parametrize("name", MADE)
+def test_they_are_the_file_of_an_export_and_all_ranks_parts(
     rank: int, name: str, stage: int, place: Place, precision: str, tmp_path: Path
 ) -> None:
-    make, batch = FAMILIES[name]
+    """Also of buffers, and of parameters without elements. For their parts, ranks send no byte."""
     with as_set(Setting(Policy.stage(stage), apart=place is not ACCELERATOR)):
+        # torch requires one dtype of a BatchNorm's weights and buffers.
+        trained_in = "bf16, buffers too" if (name, precision) == ("batch norm", "bf16") else precision
         model, sharded = build(
-            offloaded(stage, place, tmp_path), make_model=make, precision=precision, bucket_numel=2000
+            offloaded(stage, place, tmp_path), make_model=MADE[name][0], precision=trained_in, bucket_numel=2000
         )
         for number in range(2):
-            update(model(**batch(rank, number)).loss, sharded.optimizer)
+            train(name, model, sharded, number)
+        everyones = {
+            names: gathered(sent_by(sharded, partial(parts, sharded, names))) for names in ("checkpoint", "model")
+        }
         found, given = kept(sharded.named_weights()), kept(sharded.named_weights(to=1))
+        in_memory = kept(sharded.named_weights(names="model"))
         sharded.export(tmp_path / "out", DTYPES[precision])
-    same(found, load_file(tmp_path / "out" / "model.safetensors"))
-    loaded = type(model).from_pretrained(tmp_path / "out", dtype="auto")
-    state = loaded.state_dict()
-    tied = {n for n, _ in loaded.named_parameters(remove_duplicate=False)} - set(dict(loaded.named_parameters()))
-    same(found, {n: tensor for n, tensor in state.items() if n not in tied})
-    same(given, found if rank == 1 else {})
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_buffers_are_among_them(rank: int, stage: int, tmp_path: Path) -> None:
-    model, sharded = build(stage, make_model=MODELS["batch norm"])
-    model(*floats(0, 0)).backward()
-    sharded.optimizer.step()
-    found = kept(sharded.named_weights())
-    sharded.export(tmp_path / "out")
-    same(found, load_file(tmp_path / "out" / "model.safetensors"))
-    assert found["net.1.running_mean"].any()
+    if name != "batch norm" or rank == 0:  # each rank has its own buffers, and the first rank's count
+        assert same(found, load_file(next((tmp_path / "out").glob("*.safetensors"))))
+        for names, expected in (("checkpoint", found), ("model", in_memory)):
+            assert same(put_together(everyones[names]), expected)
+    assert same(given, found if rank == 1 else {})
+    if stage > 0 and name not in ("batch norm", "tied"):  # each rank has about a half
+        nbytes = [sum(shard.tensor.nbytes for _, shard in own) for own in everyones["model"]]
+        assert max(nbytes) < 0.75 * sum(nbytes)
+    sharded.remove()
 
 
 def adapted(**options: Any) -> nn.Module:
@@ -107,7 +171,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_are_merged_as_peft_merges_them(kind: str, stage: int, precision: str, tmp_path: Path) -> None:
@@ -124,13 +188,13 @@ def test_adapters_are_merged_as_peft_merges_them(kind: str, stage: int, precisio
         before = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
         merged, own = kept(sharded.named_weights(merge_adapters=True)), kept(sharded.named_weights())
         sharded.export(tmp_path / "out", DTYPES[precision])
-        same(own, load_file(tmp_path / "out" / "adapter_model.safetensors"))
+        assert same(own, load_file(tmp_path / "out" / "adapter_model.safetensors"))
         torch.manual_seed(0)
         base = llama().to(DTYPES[precision])
         loaded = PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False)
-        same(merged, loaded.merge_and_unload().state_dict())
+        assert same(merged, loaded.merge_and_unload().state_dict())
         assert not torch.equal(merged["model.layers.0.self_attn.q_proj.weight"], before[Q_PROJ].to(DTYPES[precision]))
-        same({name: sharded.states.get(name) for name in before}, before)
+        assert same({name: sharded.states.get(name) for name in before}, before)
 
     on_ranks(body, 2)
 
@@ -171,28 +235,27 @@ def test_adapters_with_names() -> None:
     assert torch.equal(own[f"{inner}.weight"], model.get_parameter(f"{inner}.default.weight"))
     merged = kept(sharded.named_weights(merge_adapters=True))
     sharded.remove()
-    same(merged, model.merge_and_unload().state_dict())  # that which is active
+    assert same(merged, model.merge_and_unload().state_dict())  # that which is active
 
 
 # ---------------------------------------------------------------------- memory
 
 
+def small() -> nn.Module:
+    return GPT(GPTConfig(layers=2, width=64, heads=2, context=16))
+
+
 @pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_most_the_shards_and_two_units(rank: int, stage: int) -> None:
-    model, sharded = build(stage, make_model=lambda: GPT(SMALL))
-    for number in range(1):
-        update(model(*gpt_batch(rank, number)), sharded.optimizer)
+    model, sharded = build(stage, make_model=small)
+    step(model, sharded, rank, 0, gpt_batch)
     settle(sharded)
     largest = max(unit.flat.tensor.nbytes for unit in units(sharded))
     at_rest = sharded.memory_report()
-
-    def look() -> int:
+    for _ in sharded.named_weights():
         assert sum(unit.sharded_at_rest and unit.flat.nbytes > 0 for unit in units(sharded)) == (stage == 3)
-        return sum(sharded.memory_report().values()) - sum(at_rest.values())
-
-    seen = [look() for _ in sharded.named_weights()]
-    assert max(seen) <= 2 * largest
+        assert sum(sharded.memory_report().values()) - sum(at_rest.values()) <= 2 * largest
     after = sharded.memory_report()
     assert {**after, "buffers": 0} == {**at_rest, "buffers": 0}
     sharded.remove()
@@ -200,10 +263,10 @@ def test_at_most_the_shards_and_two_units(rank: int, stage: int) -> None:
 
 @pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", DTYPES)
 def test_the_messages_are_those_of_one_forward(rank: int, stage: int, precision: str, transport: str) -> None:
     """Each unit is gathered once, in as many calls and bytes as a forward without gradients gathers all. Stage 2 sends nothing."""
-    model, sharded = build(stage, precision=Precision(DTYPES[precision]), make_model=lambda: GPT(SMALL))
+    model, sharded = build(stage, precision=precision, make_model=small)
     collectives: Any = transport_of(sharded)
     calls: list[tuple[int, ...]] = []
     gather = collectives.all_gather
@@ -225,8 +288,7 @@ def test_the_messages_are_those_of_one_forward(rank: int, stage: int, precision:
         model(*gpt_batch(rank, 0))  # the first finds the order of units
         collectives.all_gather = count
         forward = taken(lambda: model(*gpt_batch(rank, 0)))
-    handed_over = taken(lambda: kept(sharded.named_weights()))
-    assert handed_over == forward
+    assert taken(lambda: kept(sharded.named_weights())) == forward
     assert bool(forward[1]) == (stage == 3)
     sharded.remove()
 
@@ -237,59 +299,54 @@ def test_what_is_kept_stays(rank: int, transport: str) -> None:
     model, sharded = build(3)
     step(model, sharded, rank, 0)
     listed = dict(sharded.named_weights())
-    same(listed, {name: sharded.states.get(name) for name in listed})
+    assert same(listed, {name: sharded.states.get(name) for name in listed})
 
 
 # ---------------------------------------------------------------------- loops that end early
 
 
-def trained_after(rank: int, leave: Callable[[Sharded], object]) -> Tensor:
-    """Return the losses of a training in which the weights are handed over between two steps."""
-    model, sharded = build(int(os.environ["STAGE"]))
-    losses = []
-    for number in range(3):
-        loss = model(*tokens(rank, number))
-        update(loss, sharded.optimizer)
-        losses.append(loss.detach())
-        if number == 0:
-            leave(sharded)
-    return torch.stack(losses)
+def breaks(sharded: Sharded) -> None:
+    for name, _ in sharded.named_weights():
+        if name.startswith("blocks.1"):
+            break
 
 
-@pytest.fixture(params=[0, 2, 3])
-def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setenv("STAGE", str(request.param))
-    return int(request.param)
+def raises(sharded: Sharded) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for name, _ in sharded.named_weights():
+            assert 1 // (not name.startswith("blocks.1"))
+
+
+def receiver_breaks(sharded: Sharded) -> None:
+    turns = 0
+    for turns, _ in enumerate(sharded.named_weights(to=1), start=1):
+        if turns == 8:
+            break
+    assert turns == 8 * sharded.rank
+
+
+def one_breaks_at_the_last(sharded: Sharded) -> None:
+    for number, _ in enumerate(sharded.named_weights(), start=1):
+        if sharded.rank == 0 and number == len(dict(sharded.model.named_parameters())):
+            break
+
+
+def takes_all(sharded: Sharded) -> None:
+    kept(sharded.named_weights())
 
 
 @pytest.mark.ranks(2, fresh=True)
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_every_rank_may_leave_early(rank: int, stage: int, transport: str) -> None:
-    def breaks(sharded: Sharded) -> None:
-        for name, _ in sharded.named_weights():
-            if name.startswith("blocks.1"):
-                break
-
-    def raises(sharded: Sharded) -> None:
-        with pytest.raises(ZeroDivisionError):
-            for name, _ in sharded.named_weights():
-                assert 1 // (not name.startswith("blocks.1"))
-
-    def receiver_breaks(sharded: Sharded) -> None:
-        turns = 0
-        for turns, _ in enumerate(sharded.named_weights(to=1), start=1):
-            if turns == 8:
-                break
-        assert turns == 8 * sharded.rank
-
-    def at_the_last(sharded: Sharded) -> None:
-        weights = sharded.named_weights()
-        for number, _ in enumerate(weights, start=1):
-            if sharded.rank == 0 and number == len(dict(sharded.model.named_parameters())):
-                break
-
-    expected = trained_after(rank, lambda sharded: None)
-    for leave in (breaks, raises, receiver_breaks, at_the_last, lambda sharded: kept(sharded.named_weights())):
-        assert torch.equal(trained_after(rank, leave), expected)
+    """Between two steps, which are those of a training without it."""
+    losses = []
+    for leave in (None, breaks, raises, receiver_breaks, one_breaks_at_the_last, takes_all):
+        model, sharded = build(stage)
+        losses.append(steps(model, sharded, rank, [0]))
+        if leave is not None:
+            leave(sharded)
+        losses[-1] += steps(model, sharded, rank, [1, 2])
+    assert all(one == losses[0] for one in losses)
 
 
 @pytest.mark.ranks(2, fresh=True)
@@ -317,28 +374,25 @@ def test_one_rank_that_leaves_is_named(rank: int, how: str, transport: str) -> N
     step(model, sharded, rank, 0)  # nobody waits, and nothing is held
 
 
-def test_a_rank_alone(transport: str) -> None:
-    """Where nothing is sharded at rest, or is held whole, it needs no other rank; else the error names the loop."""
+@pytest.mark.ranks(2)
+def test_a_rank_alone_takes_what_it_holds(rank: int, transport: str) -> None:
+    """Where nothing is sharded at rest, or is held whole, it needs no other rank; nor does it for its own parts."""
+    for stage in (0, 1, 2, 3):
+        model, sharded = build(stage)
+        step(model, sharded, rank, 0)
+        expected = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
+        with zeroshard.unsharded(model) if stage == 3 else nullcontext():
+            if rank == 1:
+                assert same(kept(sharded.named_weights()), expected)
+        if rank == 1:
+            version = sharded.weights_version()
+            assert version.nbytes == sum(one.tensor.nbytes for _, one in parts(sharded))
+            assert not list(sharded.changed_since(version))
+        step(model, sharded, rank, 1)
 
-    def right(rank: int) -> None:
-        for stage in (0, 1, 2, 3):
-            model, sharded = build(stage)
-            step(model, sharded, rank, 0)
-            expected = {name: sharded.states.get(name).clone() for name, _ in model.named_parameters()}
-            if stage == 3:
-                with zeroshard.unsharded(model):
-                    if rank == 1:
-                        same(kept(sharded.named_weights()), expected)
-            elif rank == 1:
-                same(kept(sharded.named_weights()), expected)
-            step(model, sharded, rank, 1)
 
-    run_ranks(right, 2)
-
-    if transport == "gloo":  # there the timeout ends it
-        return
-
-    def refused(rank: int) -> None:
+def test_a_rank_alone_in_the_loop_is_named() -> None:
+    def body(rank: int) -> None:
         model, sharded = build(3)
         if rank == 1:
             kept(sharded.named_weights())
@@ -346,7 +400,7 @@ def test_a_rank_alone(transport: str) -> None:
             step(model, sharded, rank, 0)
 
     with pytest.raises(RankError, match=r"named_weights\(\)"):
-        run_ranks(refused, 2)
+        run_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- what a consumer may not do
@@ -361,24 +415,39 @@ def test_writes_are_refused(rank: int) -> None:
             for _, tensor in sharded.named_weights():
                 tensor.zero_()
         if stage == 3:
-            same({name: sharded.states.get(name) for name in before}, before)
-            same(kept(sharded.named_weights()), before)
+            assert same({name: sharded.states.get(name) for name in before}, before)
+            assert same(kept(sharded.named_weights()), before)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_inside_is_refused(rank: int, stage: int) -> None:
+def test_a_step_inside_is_refused(rank: int, stage: int, shards: bool) -> None:
     model, sharded = build(stage)
     model(*tokens(rank, 0)).backward()
-    with pytest.raises(UsageError, match=r"optimizer\.step\(\) (was called )?inside .*loop over named_weights\(\)"):
-        for _ in sharded.named_weights():
+    with pytest.raises(UsageError, match=r"optimizer\.step\(\) (was called )?inside .*loop over named_weights\("):
+        for _ in sharded.named_weights(shards=shards):
             sharded.optimizer.step()
 
 
-def test_what_is_wrong_is_said_at_once() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"to": 1}, r"named_weights\(to=1\): the ranks are 0 to 0"),
+        ({"to": 0, "shards": True}, "Leave out `to` and `merge_adapters`"),
+        ({"merge_adapters": True, "shards": True}, "Leave out `to` and `merge_adapters`"),
+        ({"names": "hub"}, r'names=.hub.*Pass "checkpoint" or "model"'),
+        ({"names": "hub", "shards": True}, 'Pass "checkpoint" or "model"'),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(arguments: dict[str, Any], told: str) -> None:
     _, sharded = build(3)
-    with pytest.raises(UsageError, match=r"named_weights\(to=1\): the ranks are 0 to 0"):
-        sharded.named_weights(to=1)
+    with pytest.raises(UsageError, match=told):
+        sharded.named_weights(**arguments)
+
+
+def test_an_open_loop_is_named() -> None:
+    _, sharded = build(3)
     weights = sharded.named_weights()
     next(weights)
     with pytest.raises(
@@ -393,10 +462,16 @@ def test_what_is_wrong_is_said_at_once() -> None:
 def test_an_engine_hands_them_over(rank: int) -> None:
     torch.manual_seed(0)
     config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW"},
-    }
+        "train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }  # fmt: skip
     engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-    names = sorted(name for name, _ in engine.named_weights(to=0))
-    assert names == (sorted(dict(engine.module.named_parameters())) if rank == 0 else [])
+    version, weights = engine.weights_version(), kept(engine.named_weights())
+    assert weights.keys() == dict(engine.module.named_parameters()).keys()
+    assert kept(engine.named_weights(to=0)).keys() == (weights.keys() if rank == 0 else set())
+    assert same(put_together(gathered(list(engine.named_weights(shards=True)))), weights)
+    engine_steps(engine, rank, [0])
+    for changes in gathered(list(engine.changed_since(version))):
+        for name, index, value in changes:
+            weights[name].view(-1)[index] = value
+    assert same(weights, kept(engine.named_weights()))

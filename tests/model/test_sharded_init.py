@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES
 from memory import allocated_peak
-from models import MODELS, Stack
+from models import MODELS, Stack, sgd
 from ranks import on_ranks
+from test_pretrained import save
 from torch import nn
-from twin import same, steps
+from twin import build, same, steps, whole
 
 import zeroshard
-from zeroshard import Policy, UsageError
+from zeroshard import UsageError
 from zeroshard.model.born import BornSharded
 from zeroshard.testing.gpt import GPT, GPTConfig
 
@@ -37,57 +41,37 @@ def test_the_numbers_are_the_same(rank: int, name: str, ranks: int) -> None:
     with zeroshard.sharded_init():
         model = make()
     assert torch.equal(torch.rand(1), after), "as many random numbers were drawn"
-    born = values(model)
-    assert born.keys() == plain.keys()
-    for fqn, value in plain.items():
-        assert torch.equal(born[fqn], value), fqn
-    twin = copy.deepcopy(model)
-    assert same(values(twin), plain)
+    assert same(values(model), plain)
+    assert same(values(copy.deepcopy(model)), plain)
+
+
+def born_stack() -> Stack:
+    torch.manual_seed(0)
+    with zeroshard.sharded_init():
+        return Stack()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_it_trains_as_one_that_was_whole(rank: int, stage: int) -> None:
-    def run(born: bool) -> dict[str, torch.Tensor]:
+    results = []
+    for make in (Stack, born_stack):
         torch.manual_seed(0)
-        if born:
-            with zeroshard.sharded_init():
-                model = Stack()
-        else:
-            model = Stack()
-        shapes = [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), Policy.stage(stage))
+        shapes = [(p.shape, p.requires_grad, p.dtype) for p in make().parameters()]
+        model, sharded = build(stage, make_model=make)
         assert shapes == [(p.shape, p.requires_grad, p.dtype) for p in model.parameters()]
         assert not any(isinstance(p, BornSharded) for p in model.parameters())
         steps(model, sharded, rank, range(3))
-        with zeroshard.unsharded(model):
-            return values(model)
-
-    plain, born = run(False), run(True)
-    assert same(born, plain)
+        results.append(whole(model))
+    assert same(*results)
 
 
-@pytest.mark.ranks(2)
-def test_what_is_written_after_the_cut_counts(rank: int) -> None:
-    with zeroshard.sharded_init():
-        model = Stack()
-    with torch.no_grad():
-        model.blocks[0].up.weight.fill_(3.0)
-        model.blocks[0].up.bias.data.zero_()
-        nn.init.constant_(model.blocks[1].up.weight, 2.0)
-        model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
-    model.blocks[2].up.weight.requires_grad_(False)
-    assert "shape" not in repr(model)
-    sharded = zeroshard.shard(
-        model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), Policy.stage(3)
-    )
-    with zeroshard.unsharded(model):
-        assert bool((model.blocks[0].up.weight == 3).all())
-        assert bool((model.blocks[0].up.bias == 0).all())
-        assert bool((model.blocks[1].up.weight == 2).all())
-        assert bool((model.blocks[1].up.bias == 1).all())
-    assert not model.blocks[2].up.weight.requires_grad
-    del sharded
+@torch.no_grad()
+def directly(model: nn.Module) -> None:
+    model.blocks[0].up.weight.fill_(3.0)
+    model.blocks[0].up.bias.data.zero_()
+    nn.init.constant_(model.blocks[1].up.weight, 2.0)
+    model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
 
 
 @pytest.mark.ranks(2)
@@ -102,18 +86,15 @@ def test_where_ranks_initialise_differently_one_ranks_values_count(rank: int, so
             module.weight[0].zero_()
             module.weight.data.mul_(2)
 
-    def build(seed: int) -> nn.Module:
+    def made(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        model = nn.Sequential(Stack())
-        model.apply(initialise)
-        return model
+        return nn.Sequential(Stack()).apply(initialise)
 
-    expected = build(source)
+    expected = made(source)
     with zeroshard.sharded_init(source=source):
-        model = build(rank)
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
-    with zeroshard.unsharded(model):
-        assert same(values(expected), values(model))
+        model = made(rank)
+    zeroshard.shard(model, sgd(model.parameters()), 3)
+    assert same(values(expected), whole(model))
 
 
 def by_views(model: nn.Module) -> None:
@@ -140,22 +121,24 @@ def by_views(model: nn.Module) -> None:
 
 
 @pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("write", [directly, by_views])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_written_to_views_of_several_counts(rank: int, ranks: int) -> None:
+def test_what_is_written_after_the_cut_counts(rank: int, ranks: int, write: Callable[[nn.Module], None]) -> None:
     torch.manual_seed(0)
     plain = Stack()
-    by_views(plain)
+    write(plain)
     torch.manual_seed(0)
     with zeroshard.sharded_init():
         model = Stack()
-        by_views(model)
-    by_views(plain)
-    by_views(model)
-    for fqn, value in values(plain).items():
-        assert torch.equal(dict(model.named_parameters())[fqn].detach().clone(), value), fqn
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-    with zeroshard.unsharded(model):
-        assert all(torch.equal(p, values(plain)[fqn]) for fqn, p in model.named_parameters())
+        write(model)
+    write(plain)
+    write(model)
+    assert same(values(model), values(plain))
+    model.blocks[2].up.weight.requires_grad_(False)
+    assert "shape" not in repr(model)
+    zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+    assert same(whole(model), values(plain))
+    assert not model.blocks[2].up.weight.requires_grad
 
 
 @pytest.mark.ranks(2)
@@ -181,39 +164,49 @@ def test_ranks_need_not_drop_their_views_together(rank: int) -> None:
 
 
 @pytest.mark.full
-def test_the_whole_never_exists() -> None:
+@pytest.mark.parametrize("source", ["constructor", "files"])
+def test_the_whole_never_exists(source: str, tmp_path: Path) -> None:
     """24 blocks on 4 ranks: the peak of tensors is the shards, one block whole, and what the layout of one needs."""
-    config = GPTConfig(layers=24, width=512, heads=8)
-    block = 4 * 12 * 512**2  # bytes of a block's parameters
-    numel = sum(p.numel() for p in _meta(config).parameters())
+    config = GPTConfig(layers=24, width=256, heads=4)
+    save(GPT(config), tmp_path / "model")
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in GPT(config).parameters())
+    shard, block = 4 * numel / 4, 4 * 12 * config.width**2
 
-    def body(rank: int) -> Any:
-        model: nn.Module = nn.Module()
+    def bytes_read() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("rchar")))
+
+    def body(rank: int) -> tuple[int, int, int]:
+        with torch.device("meta"):
+            model: nn.Module = GPT(config)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = torch.zeros(buffer.shape)
 
         def construct() -> None:
             nonlocal model
             with zeroshard.sharded_init():
                 model = GPT(config)
 
-        born = allocated_peak(construct)
+        read = bytes_read()
+        load = partial(zeroshard.load_pretrained, model, tmp_path / "model")
+        made = allocated_peak(load if source == "files" else construct)
+        read = bytes_read() - read
         optimizer = torch.optim.SGD(model.parameters())
-        return born, allocated_peak(lambda: zeroshard.shard(model, optimizer, Policy.stage(3)))
+        return made, read, allocated_peak(lambda: zeroshard.shard(model, optimizer, 3))
 
-    shard = 4 * numel / 4
-    for born, laid_out in on_ranks(body, 4):
-        assert shard <= born < shard + 2 * block, "its shards, and one block while it is constructed"
+    for made, read, laid_out in on_ranks(body, 4):
+        assert shard <= made < shard + 2 * block, "its shards, and one block while it is constructed or read"
+        if source == "files":
+            assert read < shard + 200_000, "a quarter, the headers, and what Python reads itself"
         assert laid_out < shard + 3 * block, (
             "gradients; one block whole, its copy in the new order, and its earlier shards"
         )
 
 
-def _meta(config: GPTConfig) -> nn.Module:
-    with torch.device("meta"):
-        return GPT(config)
-
-
 @pytest.mark.ranks(2)
-def test_a_block_inside_another_that_keeps_changes(rank: int) -> None:
+def test_one_rank_may_open_a_block_inside_another_that_keeps_changes(rank: int) -> None:
     """transformers' PatchTST initialises in such a block, on rank 0 alone: the outer block decides."""
     with zeroshard.sharded_init():
         model = nn.Sequential(nn.Linear(4, 4))
@@ -223,6 +216,124 @@ def test_a_block_inside_another_that_keeps_changes(rank: int) -> None:
             with zeroshard.unsharded([weight]):
                 weight.fill_(3.0)
     assert torch.equal(weight + 0, torch.full((4, 4), 3.0))
-    outer, inner = zeroshard.unsharded([weight]), zeroshard.unsharded([weight])
-    with pytest.raises(UsageError, match="without a modifier rank"), outer, inner, torch.no_grad():
-        weight.fill_(4.0)
+
+
+@pytest.mark.ranks(2)
+def test_blocks_of_parameters_that_are_born_sharded_nest(rank: int) -> None:
+    """By the rules that core/test_nested_blocks.py tests of models in training."""
+    model = born_stack()
+    weight = model.blocks[0].up.weight
+    with zeroshard.unsharded(model):
+        with zeroshard.unsharded(weight, modifier_rank=1):
+            weight.data = torch.full_like(weight, rank)
+        with zeroshard.unsharded(weight, modifier_rank=0), torch.no_grad():
+            weight.add_(2.0 + rank)
+        assert bool((weight == 3).all())  # kept, and no change of the outer one's
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        with zeroshard.unsharded(model):
+            pass
+        if rank == 0:
+            weight.data.fill_(4.0)
+    before = whole(model)
+    assert bool((before["blocks.0.up.weight"] == 4).all())
+    for inner in ([], [model]):  # an inner block does not store what the outer one reports
+        for write in (
+            lambda: weight.detach().fill_(5.0),
+            lambda: setattr(weight, "data", torch.full_like(weight, 5.0)),
+        ):
+            with pytest.raises(UsageError, match="without a modifier rank"), zeroshard.unsharded(weight):
+                write()
+                with zeroshard.unsharded(inner):
+                    pass
+            assert same(whole(model), before)
+
+
+@pytest.mark.ranks(2)
+def test_one_born_sharded_may_take_another_shape_and_dtype(rank: int) -> None:
+    """As a resized embedding does."""
+    model = born_stack()
+    weight = model.blocks[0].up.weight
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        weight.data = torch.full((5, 3), rank + 1.0, dtype=torch.bfloat16)
+    assert weight.shape == (5, 3)
+    assert torch.equal(weight.detach().clone(), torch.ones(5, 3, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match="same shape and dtype"), zeroshard.unsharded(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data = torch.ones(4)
+
+
+class Rooted(nn.Module):
+    """The root holds parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(7))
+        self.inner = nn.Linear(5, 3)
+        self.shift = nn.Parameter(torch.rand(2, 3))
+        self.register_buffer("mean", torch.rand(3))
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_roots_own_parameters_are_cut_too(rank: int, dtype: torch.dtype | None, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = Rooted().to(dtype)
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(enabled=False):
+        assert not any(isinstance(p, BornSharded) for p in Rooted().parameters())
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(dtype=dtype), zeroshard.sharded_init(dtype=dtype):
+        model = Rooted()
+        assert torch.empty(1).dtype is (dtype or torch.float32)
+    assert torch.empty(1).dtype is torch.float32
+    assert all(isinstance(p, BornSharded) for p in model.parameters())
+    found = whole(model)
+    assert {value.dtype for value in found.values()} == {dtype or torch.float32}
+    if dtype is None:  # in 16 bits torch draws other numbers
+        assert same(found, dict(plain.named_parameters()))
+    with pytest.raises(KeyError), zeroshard.sharded_init(dtype=torch.float64):
+        raise KeyError
+    assert torch.empty(1).dtype is torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_what_is_there_is_cut(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = Stack()
+    kept = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    zeroshard.cut(model)
+    zeroshard.cut(model)  # a second time: nothing
+    assert all(isinstance(p, BornSharded) for p in model.parameters())
+    values = whole(model)
+    assert rank == 1 or same(kept, values)
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="meta"):
+        zeroshard.cut(empty)
+
+
+@pytest.mark.ranks(2)
+def test_state_dicts_may_stay_cut(rank: int) -> None:
+    torch.manual_seed(0)
+    with zeroshard.sharded_init(detached_stay_cut=True):
+        model = Stack()
+    kept = model.state_dict()
+    weight = model.blocks[0].up.weight
+    assert isinstance(kept["blocks.0.up.weight"], BornSharded)
+    assert not kept["blocks.0.up.weight"].requires_grad
+    with torch.no_grad():
+        kept["blocks.0.up.weight"].fill_(2.0)
+    assert bool((weight == 2).all()), "as with torch, it is the same memory"
+    with zeroshard.unsharded(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data.fill_(3.0)
+            assert bool((kept["blocks.0.up.weight"] == 3).all()), "inside, without the other ranks"
+    assert bool((kept["blocks.0.up.weight"] == 3).all())
+    other = Stack()
+    other.load_state_dict(kept)
+    assert bool((other.blocks[0].up.weight == 3).all())
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    assert bool((torch.load(file)["blocks.0.up.weight"] == 3).all())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from insides import sharded_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from zeroshard import Sharded
+import zeroshard
+from zeroshard import Policy, Sharded
 
 Loss = Callable[[Any, int, int], Tensor]
 """Returns the loss of a model, or of an engine, for the number of a batch and a data-parallel rank."""
@@ -75,6 +79,79 @@ def train_engine(engine: Any, loss: Loss, rank: int, numbers: Iterable[int]) -> 
     return run | {"values": {name: sharded.states.get(name) for name, _ in engine.module.named_parameters()}}
 
 
+def ordinary(model: Any) -> None:
+    """Leave a model as it is."""
+
+
+def in_bf16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+Change = Callable[[Any], None]
+"""Changes a model before it is divided."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A way to divide a model over ranks.
+
+    Attributes:
+        make: returns the model, the same on every rank.
+        cut: divides it over the ranks of a dimension.
+        dimension: the name of this dimension.
+        group: returns what `shard` takes, of the whole mesh.
+        loss: the loss of a model on a batch.
+    """
+
+    make: Callable[[], nn.Module]
+    cut: Callable[[nn.Module, DeviceMesh], None]
+    dimension: str
+    group: Callable[[DeviceMesh], DeviceMesh]
+    loss: Loss
+
+    def made(self, change: Change = ordinary) -> Any:
+        torch.manual_seed(0)
+        model = self.make()
+        change(model)
+        return model
+
+    def meshed(self, parts: int) -> DeviceMesh:
+        """Return the mesh of all ranks, of which each `parts` divide a model."""
+        return init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", self.dimension))
+
+    def shard(self, mesh: DeviceMesh | int, policy: Policy | int, change: Change = ordinary, **options: Any) -> Sharded:
+        """Return the changed and divided model. In place of the mesh, the number of parts may be given."""
+        mesh = self.meshed(mesh) if isinstance(mesh, int) else mesh
+        model = self.made(change)
+        self.cut(model, mesh[self.dimension])
+        return zeroshard.shard(model, adamw(model), policy, group=self.group(mesh), **options)
+
+    def take_steps(self, sharded: Sharded, steps: Iterable[int], microbatches: int = 1) -> Run:
+        return take_steps(sharded, self.loss, sharded.rank, steps, microbatches)
+
+    def in_one_process(self, ranks: int, steps: int, change: Change = ordinary, microbatches: int = 1) -> Run:
+        return in_one_process(self.made(change), self.loss, ranks, steps, microbatches)
+
+    def train(
+        self, rank: int, parts: int, policies: Sequence[int | Policy], change: Change = ordinary, *, steps: int = 3,
+        microbatches: int = 1, **options: Any,
+    ) -> list[Run]:  # fmt: skip
+        """Train under each policy on every rank. The model keeps its values after `remove`."""
+        runs = []
+        for policy in policies:
+            sharded = self.shard(parts, policy, change, **options)
+            run = self.take_steps(sharded, range(steps), microbatches) | {"states": states_of(sharded)}
+            with torch.no_grad():
+                run["evaluated"] = float(self.loss(sharded.model, 99, sharded.rank))
+            with zeroshard.unsharded(sharded.model):
+                run["values"] = values_of(sharded.model)
+            sharded.remove()
+            for name, value in values_of(sharded.model).items():
+                assert torch.equal(value, run["values"][name]), name
+            runs.append(run)
+        return runs
+
+
 def states_of(sharded: Sharded) -> dict[str, Tensor]:
     """Return master weights and AdamW's states of the whole parameters."""
     return {
@@ -98,6 +175,18 @@ def expect_same(one: Run, other: Run) -> None:
     for part in ("values", "states"):
         for name, value in one.get(part, {}).items():
             assert torch.equal(value, other[part][name]), name
+
+
+def expect_all_same(everyone: Iterable[Iterable[Run]]) -> Run:
+    """Expect the bits of one run from all ranks' runs, and return it. What a rank evaluates on its own batch is its own."""
+    first: Run | None = None
+    for runs in everyone:
+        assert len({run.pop("evaluated", None) for run in runs}) == 1
+        for run in runs:
+            first = first or run
+            expect_same(run, first)
+    assert first is not None
+    return first
 
 
 def expect_near(run: Run, reference: Run, within: float = 1e-5) -> None:

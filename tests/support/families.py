@@ -6,17 +6,17 @@ python tests/support/families.py        # trains every family and writes docs/fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from mixtures import MIXTURES, lora_on_experts, peft_knows_experts
+from models import OPTIMIZERS
 from torch import Tensor, nn
 
-import zeroshard
+import zeroshard.testing
 from zeroshard import Policy
-from zeroshard.testing import run_ranks
+from zeroshard.testing import Run, Workload, run_ranks
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -101,42 +101,26 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a training run."""
-
-    losses: Tensor
-    parameters: dict[str, Tensor]
-
-    def equals(self, other: Outcome) -> bool:
-        return torch.equal(self.losses, other.losses) and all(
-            torch.equal(value, other.parameters[fqn]) for fqn, value in self.parameters.items()
-        )
-
-
-def train(rank: int, family: str, stage: int, checkpointing: bool, steps: int = 10) -> Outcome:
+def train(rank: int, family: str, stage: int, checkpointing: bool) -> Run:
     """Train a family with its dropout: the random state of each step is the same at every stage."""
     make, batch = FAMILIES[family]
-    torch.manual_seed(0)
-    model = make()
-    model.train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(stage))
-    losses = []
-    for step in range(steps):
+
+    def made() -> nn.Module:
+        model: Any = make()
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def seeded_batch(rank: int, step: int) -> tuple[dict[str, Tensor]]:
         torch.manual_seed(1000 * step + rank)
-        loss = model(**batch(rank, step)).loss
-        loss.backward()
-        sharded.clip_grad_norm_(1.0)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-        losses.append(loss.detach())
-    with zeroshard.unsharded(model):
-        parameters = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-    sharded.remove()
-    return Outcome(torch.stack(losses), parameters)
+        return (batch(rank, step),)
+
+    work = Workload(
+        made, seeded_batch, OPTIMIZERS["fused AdamW"], lambda model, batch: model(**batch[0]).loss,
+        lambda model: [p for p in model.parameters() if p.requires_grad], steps=10, max_norm=1.0,
+    )  # fmt: skip
+    return zeroshard.testing.train(rank, work, Policy.stage(stage))
 
 
 def compare(rank: int, family: str) -> dict[str, Any]:

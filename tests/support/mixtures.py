@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -23,40 +24,21 @@ def _of(name: str, **options: Any) -> nn.Module:
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def qwen2_moe() -> nn.Module:
-    return _of("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16, **_EXPERTS)
-
-
-def qwen3_moe() -> nn.Module:
-    return _of("Qwen3Moe", num_experts=4, head_dim=4, **_EXPERTS)
-
-
-def mixtral() -> nn.Module:
-    return _of("Mixtral", num_local_experts=4, num_experts_per_tok=2)
-
-
-def deepseek_v3() -> nn.Module:
-    return _of(
-        "DeepseekV3", num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-        n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, **_EXPERTS,
-    )  # fmt: skip
-
-
-def gpt_oss() -> nn.Module:
-    return _of("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=4)
-
-
-def glm4_moe() -> nn.Module:
-    return _of(
-        "Glm4Moe",
-        n_routed_experts=4,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        head_dim=4,
+MIXTURES: dict[str, Callable[[], nn.Module]] = {
+    "Qwen2-MoE": partial(_of, "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=16, **_EXPERTS),
+    "Qwen3-MoE": partial(_of, "Qwen3Moe", num_experts=4, head_dim=4, **_EXPERTS),
+    "Mixtral": partial(_of, "Mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "DeepSeek-V3": partial(
+        _of, "DeepseekV3", num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        v_head_dim=8, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, **_EXPERTS,
+    ),
+    "gpt-oss": partial(_of, "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=4),
+    "GLM-4-MoE": partial(
+        _of, "Glm4Moe", n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, head_dim=4,
         **_EXPERTS,
-    )
+    ),
+}  # fmt: skip
+qwen3_moe, glm4_moe = MIXTURES["Qwen3-MoE"], MIXTURES["GLM-4-MoE"]
 
 
 PEFT_OF_EXPERTS = "0.17"
@@ -75,13 +57,3 @@ def lora_on_experts() -> nn.Module:
     model: nn.Module = get_peft_model(qwen3_moe(), config)  # type: ignore[arg-type]
     model.base_model.model.enable_input_require_grads()  # type: ignore[operator, union-attr]
     return model
-
-
-MIXTURES: dict[str, Callable[[], nn.Module]] = {
-    "Qwen2-MoE": qwen2_moe,
-    "Qwen3-MoE": qwen3_moe,
-    "Mixtral": mixtral,
-    "DeepSeek-V3": deepseek_v3,
-    "gpt-oss": gpt_oss,
-    "GLM-4-MoE": glm4_moe,
-}

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from file_transport import FOLDER, Files
-from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.core.transport.base import Alone, Collectives
 from zeroshard.core.transport.choose import create_collectives
 from zeroshard.core.transport.composed import Everyone
-from zeroshard.core.transport.members import Members
 from zeroshard.core.transport.tree import FIRST_NBYTES, collect, spread
-from zeroshard.core.transport.watch import Watch
 
 CPU = torch.device("cpu")
 
 
-def all_over(control: Collectives) -> None:
+def collect_and_spread(control: Collectives) -> None:
     """Collect messages of many lengths, at every root, and spread them."""
     rank, size = control.rank, control.world_size
 
@@ -48,7 +42,7 @@ def all_over(control: Collectives) -> None:
 def test_every_root_and_length(rank: int, size: int, transport: str) -> None:
     collectives = create_collectives(None, CPU)
     control = collectives.control()
-    all_over(control)
+    collect_and_spread(control)
     before = control.sent.copy()
     collect(control, b"short", lambda own, other: own + other, "messages")
     messages = (control.sent["transfer"] - before["transfer"]) // FIRST_NBYTES
@@ -69,17 +63,6 @@ def test_the_ranks_of_a_mesh(rank: int, transport: str) -> None:
         everyone = Everyone(*dimensions)
         control = everyone.control()
         assert control.rank == rank
-        all_over(control)
+        collect_and_spread(control)
         control.close()
         everyone.close()
-
-
-def test_a_transport_without_messages_between_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setenv(FOLDER, str(tmp_path))
-            assert dist.group.WORLD is not None
-            members = Members.of(dist.group.WORLD, CPU)
-            all_over(Files(members, CPU, Watch(members.root, members.ranks, members.own, 30.0)))
-
-    on_ranks(body, 3)

@@ -150,16 +150,6 @@ def test_a_unit_beyond_the_ratio_stays_and_smaller_ones_leave() -> None:
     assert [unit.policy.optimizer.place for unit in units(sharded)] == [Place.CPU, Place.ACCELERATOR, Place.CPU]
 
 
-@pytest.mark.parametrize(("ahead", "behind"), [(False, False), (True, False), (False, True), (True, True)])
-def test_pipelines_are_bit_equal(ahead: bool, behind: bool, tmp_path: Path) -> None:
-    work = workload("tied", param_groups=two_groups, max_norm=0.5, microbatches=2)
-    how = Offload(str(tmp_path), read_ahead=ahead, write_behind=behind, buffer_numel=4096, block_nbytes=4096)
-    policy = Policy.stage(3).offloaded(optimizer=DISK, parameters=DISK, offload=how)
-    assert train(0, work, policy, bucket_numel=SMALL_BUCKETS).equals(
-        train(0, work, Policy.stage(3), bucket_numel=SMALL_BUCKETS)
-    )
-
-
 @pytest.mark.parametrize("sub_group", [1, 300, 10**9])
 @pytest.mark.parametrize("buffers", [6000, 20_000])
 def test_cpu_memory_is_what_the_buffers_allow(buffers: int, sub_group: int, tmp_path: Path) -> None:
@@ -242,10 +232,11 @@ def run_engine(config: dict[str, Any], rank: int, steps: int = 3) -> tuple[zeros
 
 
 @pytest.mark.ranks(2)
-def test_a_config_with_both_on_disk(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ahead", "behind"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_config_with_both_on_disk(rank: int, ahead: bool, behind: bool, tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1e5}
     zero = {
-        "stage": 3, "offload_optimizer": {**disk, "pipeline_read": True, "pipeline_write": True},
+        "stage": 3, "offload_optimizer": {**disk, "pipeline_read": ahead, "pipeline_write": behind},
         "offload_param": {**disk, "max_in_cpu": 0},
     }  # fmt: skip
     aio = {"block_size": 8192, "queue_depth": 2, "single_submit": False, "overlap_events": True}

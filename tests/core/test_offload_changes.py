@@ -8,6 +8,8 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ import zeroshard
 from zeroshard import Offload, Place, Policy, Sharded, StorageError, UsageError, ZeroshardError
 from zeroshard.core.model_states import PARAMETERS, Range
 from zeroshard.core.sharded_step import ShardedStep
+from zeroshard.core.storage.disk import Requests
+from zeroshard.core.travelling import Frame
 
 
 def change_as_modifier(sharded: Sharded, folder: Path) -> None:
@@ -105,13 +109,13 @@ def freeze_or_free(look: Callable[[Sharded, Path], object], sharded: Sharded, fo
 
 USES: dict[str, Callable[[Sharded, Path], dict[str, Tensor] | None]] = {
     "state dict": return_to_a_state_dict,
-    "frozen after save": partial(freeze_or_free, lambda sharded, folder: sharded.save(folder, "x")),
-    "frozen after get": partial(freeze_or_free, lambda sharded, _: sharded.states.get("head.weight", "exp_avg")),
-    "frozen after state_dict": partial(freeze_or_free, lambda sharded, _: sharded.optimizer.state_dict()),
     "modifier": change_as_modifier,
     "teacher": average_frozen,
-    "gradient": set_a_gradient,
     "clamped": clamp,
+    "frozen after save": partial(freeze_or_free, lambda sharded, folder: sharded.save(folder, "x")),
+    "frozen after state_dict": partial(freeze_or_free, lambda sharded, _: sharded.optimizer.state_dict()),
+    "frozen after get": partial(freeze_or_free, lambda sharded, _: sharded.states.get("head.weight", "exp_avg")),
+    "gradient": set_a_gradient,
     "states": set_states,
 }
 OF_WHOLE_PARAMETERS = ("teacher", "clamped")
@@ -214,6 +218,21 @@ def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, m
         assert same(every_state(sharded), expected), number
         sharded.load(tmp_path / "checkpoints")
     assert raised >= 5
+
+
+def test_a_write_that_failed_is_reported_once() -> None:
+    """To whoever reads the slot or needs the frame first: a zero_grad or a load after the error is not stopped by it again."""
+    future: Future[None] = Future()
+    future.set_exception(StorageError("cannot be written"))
+    for is_known in (False, True):
+        frame, writing = Frame(torch.empty(0, dtype=torch.uint8)), Requests([future])
+        frame.hold(writing)
+        if is_known:
+            with pytest.raises(StorageError):
+                writing.wait(torch.device("cpu"))
+        with nullcontext() if is_known else pytest.raises(StorageError):
+            frame.empty()
+        assert frame.is_idle
 
 
 def test_writes_that_go_nowhere_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from insides import sharded_of, units
 from models import Stack, tokens, two_groups, workload
-from ranks import on_ranks
 from safetensors.torch import load_file
 from test_config import ZERO2
 from test_offload import keep_places_apart, take_steps
@@ -90,11 +89,8 @@ def test_what_needs_memory_says_so(tmp_path: Path) -> None:
 
 def reports(policy: Policy) -> dict[str, int]:
     seen: dict[str, int] = {}
-
-    def look(sharded: Sharded) -> None:
-        seen.update(sharded.memory_report())
-
-    train(0, workload("tied", steps=2), policy, bucket_numel=SMALL_BUCKETS, inspect=look)
+    work = workload("tied", steps=2)
+    train(0, work, policy, bucket_numel=SMALL_BUCKETS, inspect=lambda sharded: seen.update(sharded.memory_report()))
     return seen
 
 
@@ -225,9 +221,13 @@ SHARED = {
 }  # fmt: skip
 
 
-def run_engine(config: dict[str, Any], rank: int, steps: int = 3) -> tuple[zeroshard.Engine, list[Tensor]]:
+def started(config: dict[str, Any]) -> zeroshard.Engine:
     torch.manual_seed(0)
-    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    return zeroshard.initialize(model=Stack(), config=config)[0]
+
+
+def run_engine(config: dict[str, Any], rank: int, steps: int = 3) -> tuple[zeroshard.Engine, list[Tensor]]:
+    engine = started(config)
     return engine, engine_steps(engine, rank, range(steps))
 
 
@@ -248,38 +248,34 @@ def test_a_config_with_both_on_disk(rank: int, ahead: bool, behind: bool, tmp_pa
     engine.destroy()
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_overflows_in_the_middle(microbatches: int, tmp_path: Path) -> None:
+def test_overflows_in_the_middle(rank: int, microbatches: int, tmp_path: Path) -> None:
     """fp16 with a scale that overflows first, and again when it grows: the same steps are left out, with the same bits."""
     config = {
         **SHARED, "gradient_accumulation_steps": microbatches,
         "fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1},
     }  # fmt: skip
     disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 1e5}
-    offloads: list[dict[str, Any]] = [
+    blocks: list[dict[str, Any]] = [
+        {"stage": 2},
         {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         {"stage": 2, "offload_optimizer": disk},
         {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 0}},
     ]
-
-    def body(rank: int) -> list[bool]:
-        runs = []
-        for zero in ({"stage": 2}, *offloads):
-            torch.manual_seed(0)
-            engine, *_ = zeroshard.initialize(model=Stack(), config={**config, "zero_optimization": zero})
-            losses, applied = [], []
-            for number in range(10 * microbatches):
-                losses += engine_steps(engine, rank, [number])
-                applied.append(engine.was_step_applied())
-            runs.append((torch.stack(losses), applied, every_state(sharded_of(engine))))
-            engine.destroy()
-            keep_places_apart()
-        for losses_, applied, states in runs[1:]:
-            assert torch.equal(losses_, runs[0][0]) and applied == runs[0][1] and same(states, runs[0][2])
-        return runs[0][1]
-
-    applied = on_ranks(body, 2)[0]
-    assert not applied[0] and not all(applied[5:]) and any(applied)
+    runs = []
+    for zero in blocks:
+        engine = started({**config, "zero_optimization": zero})
+        losses, applied = [], []
+        for number in range(10 * microbatches):
+            losses += engine_steps(engine, rank, [number])
+            applied.append(engine.was_step_applied())
+        assert not applied[0] and not all(applied[5:]) and any(applied)
+        runs.append(every_state(sharded_of(engine)) | {"losses": torch.stack(losses), "applied": torch.tensor(applied)})
+        engine.destroy()
+        keep_places_apart()
+    for run in runs[1:]:
+        assert same(run, runs[0])
 
 
 @pytest.mark.ranks(2)

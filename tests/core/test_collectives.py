@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -21,15 +22,18 @@ from insides import STAGED, is_posted, read_others, transport_of
 from models import tokens, workload
 from ranks import Lines, RankError, run_ranks, until
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from twin import build
 
 import zeroshard
 from zeroshard import CollectiveError, Policy, UsageError, launch
 from zeroshard.core.transport import watch as watching
-from zeroshard.core.transport.base import CHUNK_NUMEL, Collectives, sum_into
+from zeroshard.core.transport.base import CHUNK_NUMEL, Alone, Collectives, sum_into
 from zeroshard.core.transport.choose import create_collectives
+from zeroshard.core.transport.composed import Everyone
 from zeroshard.core.transport.members import Members
 from zeroshard.core.transport.shared_memory import Neighbours
+from zeroshard.core.transport.tree import FIRST_NBYTES, collect, spread
 from zeroshard.core.transport.watch import Told, describe_failure, spell
 from zeroshard.launch import NOTICE_VARIABLE
 from zeroshard.testing import train
@@ -109,6 +113,61 @@ def test_a_mean_is_the_sum_in_rank_order() -> None:
     out = torch.empty_like(parts[0])
     sum_into(parts, 3.0, out, accumulate=False)
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]) / 3)
+
+
+# ---------------------------------------------------------------------- small messages over a tree
+
+
+def collect_and_spread(control: Collectives) -> None:
+    """Collect messages of many lengths, at every root, and spread them."""
+    rank, size = control.rank, control.world_size
+
+    def merge(own: bytes, other: bytes) -> bytes:
+        return json.dumps(json.loads(own) + json.loads(other)).encode()
+
+    for root in range(size):
+        for length in (1, FIRST_NBYTES - 12, FIRST_NBYTES - 11, 1000 * (rank + 1), 200_000):
+            own = json.dumps([f"{rank}".ljust(length)]).encode()
+            found = collect(control, own, merge, "messages", root)
+            assert (found is None) == (rank != root)
+            everyone = json.loads(spread(control, found, root))
+            assert sorted(int(one) for one in everyone) == list(range(size))
+            assert max(map(len, everyone)) >= length
+        assert spread(control, b"" if rank == root else None, root) == b""
+        assert spread(control, None, root) == b""
+
+
+@pytest.mark.ranks("size")
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"], indirect=True)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_every_root_and_length(rank: int, size: int, transport: str) -> None:
+    collectives = create_collectives(None, CPU)
+    control = collectives.control()
+    collect_and_spread(control)
+    before = control.sent.copy()
+    collect(control, b"short", lambda own, other: own + other, "messages")
+    messages = (control.sent["transfer"] - before["transfer"]) // FIRST_NBYTES
+    assert messages == (rank > 0), "one to the parent"
+    control.close()
+    collectives.close()
+
+
+@pytest.mark.ranks(4)
+def test_the_ranks_of_a_mesh(rank: int, transport: str) -> None:
+    """In which global ranks are in another order than places."""
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        dimensions = [
+            create_collectives(mesh[name].get_group(), CPU) if size > 1 else Alone()
+            for name, size in zip(("dp", "tp"), shape, strict=True)
+        ]
+        everyone = Everyone(*dimensions)
+        control = everyone.control()
+        assert control.rank == rank
+        collect_and_spread(control)
+        control.close()
+        everyone.close()
 
 
 # ---------------------------------------------------------------------- who is missing

@@ -19,7 +19,7 @@ from insides import BEST
 from lending_transport import Lending
 from models import workload
 from ranks import on_ranks
-from test_tree import collect_and_spread
+from test_collectives import collect_and_spread
 from torch import Tensor
 
 import zeroshard

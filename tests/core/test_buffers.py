@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from twin import DISK, LARGE_BUCKETS, build, same, whole
 from twin import gpt_batch as batch
-from twin import same, update
 
-import zeroshard
-from zeroshard import Policy, Precision
+from zeroshard import Offload, Precision, Sharded
 from zeroshard.core.storage.base import AcceleratorStorage
 from zeroshard.core.storage.buffers import FlatBuffer
 from zeroshard.core.storage.transfers import CPU, STAGED_COUNT, Copies, Transfer
@@ -34,8 +32,8 @@ def buffer_of(storage: AcceleratorStorage, mib: float, dtype: torch.dtype = torc
     return storage.flat_buffer("a test", int(mib * MIB) // dtype.itemsize, dtype)
 
 
-def mappings() -> int:
-    return len(Path("/proc/self/maps").read_text().splitlines())
+def gpt(stage: int, **options: Any) -> tuple[GPT, Sharded]:
+    return build(stage, make_model=partial(GPT, CONFIG), bucket_numel=LARGE_BUCKETS, **options)
 
 
 # ---------------------------------------------------------------------- buffers
@@ -61,30 +59,6 @@ def test_views_see_what_comes_to_the_same_place(storage: AcceleratorStorage, mib
     assert not buffer.nbytes
 
 
-@pytest.mark.ranks(2, fresh=True)
-@pytest.mark.full
-def test_models_that_are_made_and_removed_leave_nothing(rank: int) -> None:
-    def once(removes: bool) -> None:
-        model = GPT(CONFIG)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(3))
-        update(model(*batch(rank, 0)), sharded.optimizer)
-        if removes:
-            sharded.remove()
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    for number in range(12):
-        once(number % 2 == 0)
-        gc.collect()
-    before = mappings(), resident()
-    for number in range(30):
-        once(number % 2 == 0)
-        gc.collect()
-    # A model takes 20 MiB, in 60 mappings; malloc keeps a model's worth or two.
-    assert mappings() <= before[0] + 60 and resident() <= before[1] + 100 * MIB
-
-
 # ---------------------------------------------------------------------- slots
 
 
@@ -107,19 +81,6 @@ def test_an_empty_slot_is_not_read(storage: AcceleratorStorage, numel: int) -> N
     assert (out == 2).all()
 
 
-def test_a_slot_that_is_emptied_takes_no_memory_of_its_neighbours(storage: AcceleratorStorage) -> None:
-    slots = [storage.transient_slot("gradients", 150_000, torch.float32) for _ in range(9)]
-    for number, slot in enumerate(slots):
-        slot.write(torch.full((150_000,), float(number)))
-    for slot in slots[::2]:
-        slot.empty()
-    del slots[-1], slot
-    out = torch.empty(150_000)
-    for number in (1, 3, 5, 7):
-        slots[number].read(out)
-        assert (out == number).all()
-
-
 # ---------------------------------------------------------------------- training
 
 
@@ -131,19 +92,17 @@ def test_a_slot_that_is_emptied_takes_no_memory_of_its_neighbours(storage: Accel
 def test_gradients_take_nothing_between_zero_grad_and_the_backward(
     rank: int, stage: int, precision: Precision | None
 ) -> None:
-    torch.manual_seed(0)
-    model = GPT(CONFIG)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage), precision=precision)
-    fresh = sharded.memory_report()["gradients"]
-    during, after = [], []
-    for step in range(3):
-        loss = model(*batch(rank, step))
-        after.append(sharded.memory_report()["gradients"])  # at the end of the forward
+    model, sharded = gpt(stage, precision=precision)
+    at_rest = [sharded.memory_report()["gradients"]]
+    during = []
+    for number in range(3):
+        loss = model(*batch(rank, number))
+        at_rest.append(sharded.memory_report()["gradients"])  # at the end of the forward
         loss.backward()
         sharded.optimizer.step()
         during.append(sharded.memory_report()["gradients"])
         sharded.optimizer.zero_grad()
-    assert fresh == 0 and after == [0, 0, 0]
+    assert at_rest == [0, 0, 0, 0]
     assert min(during) == pytest.approx(sharded.memory_formula()["gradients"], rel=0.02)
     assert sharded.states.get(next(n for n, _ in model.named_parameters()), "gradients") is None
 
@@ -158,9 +117,7 @@ def test_who_keeps_a_gradient_keeps_its_memory(rank: int) -> None:
             return super().step(closure)
 
     kept: list[Tensor] = []
-    model = GPT(CONFIG)
-    inner = Keeps(model.parameters(), lr=0.1)
-    sharded = zeroshard.shard(model, inner, Policy.stage(3), elementwise=True)
+    model, sharded = gpt(3, make_optimizer=partial(Keeps, lr=0.1), elementwise=True)
     model(*batch(rank, 0)).backward()
     sharded.optimizer.step()
     copies = [gradient.clone() for gradient in kept]
@@ -179,16 +136,13 @@ def test_who_keeps_a_gradient_keeps_its_memory(rank: int) -> None:
 @pytest.mark.parametrize("forgets", [False, True])
 def test_parked_gradients_come_back_unless_forgotten(rank: int, stage: int, forgets: bool, tmp_path: Path) -> None:
     def run(parks: bool) -> tuple[dict[str, Tensor], list[int]]:
-        torch.manual_seed(0)
-        model = GPT(CONFIG)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
+        model, sharded = gpt(stage)
         seen = []
-        for step in range(3):
-            model(*batch(rank, step)).backward()
+        for number in range(3):
+            model(*batch(rank, number)).backward()
             sharded.optimizer.step()
             if parks:
-                offload = zeroshard.Offload(str(tmp_path))
-                sharded.offload_states(place=zeroshard.Place.DISK, offload=offload)
+                sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
                 seen.append(sharded.memory_report()["gradients"])
                 if forgets:
                     sharded.optimizer.zero_grad()
@@ -197,8 +151,7 @@ def test_parked_gradients_come_back_unless_forgotten(rank: int, stage: int, forg
             if not forgets or not parks:
                 sharded.optimizer.step()  # with the same gradients once more
                 sharded.optimizer.zero_grad()
-        with zeroshard.unsharded(model):
-            return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}, seen
+        return whole(model), seen
 
     found, seen = run(True)
     assert set(seen[::2]) == {0}

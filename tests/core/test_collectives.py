@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ import torch
 import torch.distributed as dist
 from insides import STAGED, is_posted, read_others, transport_of
 from models import tokens, workload
-from ranks import Lines, RankError, on_ranks, run_ranks
+from ranks import Lines, RankError, run_ranks, until
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from twin import build
 
 import zeroshard
@@ -27,8 +30,10 @@ from zeroshard import CollectiveError, Policy, UsageError, launch
 from zeroshard.core.transport import watch as watching
 from zeroshard.core.transport.base import CHUNK_NUMEL, Alone, Collectives, sum_into
 from zeroshard.core.transport.choose import create_collectives
+from zeroshard.core.transport.composed import Everyone
 from zeroshard.core.transport.members import Members
 from zeroshard.core.transport.shared_memory import Neighbours
+from zeroshard.core.transport.tree import FIRST_NBYTES, collect, spread
 from zeroshard.core.transport.watch import Told, describe_failure, spell
 from zeroshard.launch import NOTICE_VARIABLE
 from zeroshard.testing import train
@@ -42,58 +47,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "REPORT_SECONDS", 1.0)
 
 
-def lent() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
-
-
-def falls_to(highest: tuple[int, int]) -> bool:
-    """Tell whether nothing more is held, soon: a thread that has ended is in /proc for a moment more."""
-    for _ in range(100):
-        if all(now <= most for now, most in zip(lent(), highest, strict=True)):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def agree(collectives: Collectives, rank: int) -> None:
     assert collectives.exchange(bytes([rank]), "ranks") == [bytes([r]) for r in range(collectives.world_size)]
 
 
 # ---------------------------------------------------------------------- groups of our own
-
-
-@pytest.mark.ranks(3)
-def test_what_a_group_holds_is_given_back(rank: int) -> None:
-    pair = dist.new_group([1, 2])
-    agree(first := create_collectives(None, CPU), rank)  # whatever is made once in a process
-    first.close()
-    before = lent()
-    for _ in range(200):
-        both = create_collectives(None, CPU), create_collectives(pair, CPU) if rank else Alone()
-        agree(both[0], rank)
-        agree(both[1], rank - 1 if rank else 0)
-        for collectives in both:
-            collectives.close()
-    assert falls_to(before), (lent(), before)
-    for _ in range(3):
-        agree(create_collectives(None, CPU), rank)  # not closed: it goes with the object
-    assert falls_to(before), (lent(), before)
-
-
-@pytest.mark.ranks(3)
-def test_any_ranks_make_groups_in_any_order(rank: int) -> None:
-    left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
-    if rank == 0:
-        for _ in range(3):
-            agree(create_collectives(left, CPU), 0)
-    if rank == 1:
-        for _ in range(3):
-            agree(create_collectives(left, CPU), 1)
-        agree(create_collectives(right, CPU), 0)
-    if rank == 2:
-        agree(create_collectives(right, CPU), 1)
-    agree(create_collectives(None, CPU), rank)
 
 
 @pytest.mark.ranks(2)
@@ -121,15 +79,14 @@ def test_closed_collectives_say_so(rank: int) -> None:
     control.close()
 
 
-def test_staging_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(rank: int) -> None:
-        work = workload("untied", steps=3)
-        plain = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
-        monkeypatch.setattr(*STAGED, True)
+@pytest.mark.ranks(2)
+def test_staging_changes_no_bits(rank: int) -> None:
+    work = workload("untied", steps=3)
+    plain = [train(rank, work, Policy.stage(stage)) for stage in range(4)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(*STAGED, True)
         for stage in range(4):
             assert train(rank, work, Policy.stage(stage)).equals(plain[stage])
-
-    on_ranks(body, 2)
 
 
 @pytest.mark.ranks(2)
@@ -139,13 +96,11 @@ def test_a_group_that_does_not_serve_a_device_passes_through_cpu_memory(rank: in
     assert Members.of(dist.group.WORLD, torch.device("privateuseone")).backend == "gloo"
 
 
-def test_one_contribution_is_not_copied() -> None:
+def test_one_contribution_is_not_written_to_itself() -> None:
     row = torch.rand(CHUNK_NUMEL + 3)
-    kept = row.clone()
-    with Operations() as calls:
-        sum_into([row], 1.0, row, accumulate=False)
-    assert calls == []
-    assert torch.equal(row, kept)
+    before = row._version
+    sum_into([row], 1.0, row, accumulate=False)
+    assert row._version == before
     out = torch.ones_like(row)
     sum_into([row], 1.0, out, accumulate=True)
     assert torch.equal(out, 1 + row)
@@ -153,24 +108,66 @@ def test_one_contribution_is_not_copied() -> None:
     assert torch.equal(out, row.bfloat16().float())
 
 
-class Operations(torch.utils._python_dispatch.TorchDispatchMode):
-    """What operations run inside."""
-
-    def __enter__(self) -> list[str]:  # type: ignore[override]
-        self.calls: list[str] = []
-        super().__enter__()
-        return self.calls
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mean_is_the_sum_in_rank_order() -> None:
     parts = [torch.randn(CHUNK_NUMEL * 2 + 5) for _ in range(3)]
     out = torch.empty_like(parts[0])
     sum_into(parts, 3.0, out, accumulate=False)
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]) / 3)
+
+
+# ---------------------------------------------------------------------- small messages over a tree
+
+
+def collect_and_spread(control: Collectives) -> None:
+    """Collect messages of many lengths, at every root, and spread them."""
+    rank, size = control.rank, control.world_size
+
+    def merge(own: bytes, other: bytes) -> bytes:
+        return json.dumps(json.loads(own) + json.loads(other)).encode()
+
+    for root in range(size):
+        for length in (1, FIRST_NBYTES - 12, FIRST_NBYTES - 11, 1000 * (rank + 1), 200_000):
+            own = json.dumps([f"{rank}".ljust(length)]).encode()
+            found = collect(control, own, merge, "messages", root)
+            assert (found is None) == (rank != root)
+            everyone = json.loads(spread(control, found, root))
+            assert sorted(int(one) for one in everyone) == list(range(size))
+            assert max(map(len, everyone)) >= length
+        assert spread(control, b"" if rank == root else None, root) == b""
+        assert spread(control, None, root) == b""
+
+
+@pytest.mark.ranks("size")
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"], indirect=True)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_every_root_and_length(rank: int, size: int, transport: str) -> None:
+    collectives = create_collectives(None, CPU)
+    control = collectives.control()
+    collect_and_spread(control)
+    before = control.sent.copy()
+    collect(control, b"short", lambda own, other: own + other, "messages")
+    messages = (control.sent["transfer"] - before["transfer"]) // FIRST_NBYTES
+    assert messages == (rank > 0), "one to the parent"
+    control.close()
+    collectives.close()
+
+
+@pytest.mark.ranks(4)
+def test_the_ranks_of_a_mesh(rank: int, transport: str) -> None:
+    """In which global ranks are in another order than places."""
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        dimensions = [
+            create_collectives(mesh[name].get_group(), CPU) if size > 1 else Alone()
+            for name, size in zip(("dp", "tp"), shape, strict=True)
+        ]
+        everyone = Everyone(*dimensions)
+        control = everyone.control()
+        assert control.rank == rank
+        collect_and_spread(control)
+        control.close()
+        everyone.close()
 
 
 # ---------------------------------------------------------------------- who is missing
@@ -193,7 +190,8 @@ def freed(sharded: zeroshard.Sharded) -> None:
     sharded.update_trainable()
 
 
-OPERATIONS: dict[str, tuple[int, Callable[[zeroshard.Sharded, Path], object], str]] = {
+Call = Callable[[zeroshard.Sharded, Path], object]
+OPERATIONS: dict[str, tuple[int, Call | None, str]] = {
     "save": (2, lambda sharded, folder: sharded.save(folder, "x"), 'save "x"'),
     "asynchronous": (2, lambda sharded, folder: sharded.save(folder, "x", asynchronous=True), 'save "x"'),
     "load": (2, lambda sharded, folder: sharded.load(folder, "x"), 'load "x"'),
@@ -203,13 +201,21 @@ OPERATIONS: dict[str, tuple[int, Callable[[zeroshard.Sharded, Path], object], st
     "modified": (2, lambda sharded, folder: leave_unsharded(sharded), "the end of unsharded"),
     "update": (3, lambda sharded, folder: freed(sharded), "update_trainable"),
     "sum": (2, lambda sharded, folder: sharded.sum_over_ranks(torch.ones(1)), "a sum over ranks"),
+    "shard": (2, None, "shard()"),
 }
+"""The stage, the call (None: it makes the engine), and the words of messages that name it."""
 GROUPS = {"2": (2, None), "3": (3, None), "subgroup": (3, [1, 2])}
 
 
-def until(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.02)
+def prepared(name: str, group: dist.ProcessGroup | None, folder: Path) -> Callable[[], object]:
+    """Return the call of an operation, all of whose conditions are met."""
+    stage, call, _ = OPERATIONS[name]
+    if call is None:
+        return partial(build, stage, group=group)
+    _, sharded = build(stage, group=group)
+    if name == "load":
+        sharded.save(folder, "x")
+    return partial(call, sharded, folder)
 
 
 def all_missing(message: str, missing: list[int]) -> bool:
@@ -221,24 +227,22 @@ def all_missing(message: str, missing: list[int]) -> bool:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path, name: str, where: str) -> None:
     """`if rank == 0: sharded.save(...)`: told after the notice, and a named error at the timeout."""
-    stage, call, text = OPERATIONS[name]
+    text = OPERATIONS[name][2]
     count, ranks = GROUPS[where]
     over = ranks or list(range(count))
 
     def body(rank: int) -> None:
         group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
-        if rank not in over:
-            until(tmp_path / "done")
-            return
         said = Lines()
-        _, sharded = build(stage, group=group)
-        if rank != over[0]:
+        is_alone = rank == over[0]
+        call = prepared(name, group, tmp_path) if rank in over and (is_alone or name != "shard") else None
+        if call is None or not is_alone:
             until(tmp_path / "done")  # in other code
             assert not said.lines
             return
         try:
             with pytest.raises(CollectiveError) as caught:
-                call(sharded, tmp_path)
+                call()
         finally:
             (tmp_path / "done").touch()
         message, missing = str(caught.value), over[1:]
@@ -252,64 +256,43 @@ def test_an_operation_that_one_rank_alone_enters(impatient: None, tmp_path: Path
     run_ranks(body, count, collective_timeout=2.5)
 
 
-OTHER_THAN_A_FORWARD: dict[str, Callable[[zeroshard.Sharded], object]] = {
-    "state_dict()": lambda sharded: sharded.model.state_dict(),
-    "unsharded": enter_unsharded,
+GATHER = "(all-gather of the root module [bucket 0]), at test_collectives.py:"
+OTHER_THAN_A_FORWARD: dict[str, tuple[Call, str]] = {
+    "save": (lambda sharded, folder: sharded.save(folder, "x"), 'save "x"'),
+    "state_dict": (lambda sharded, folder: sharded.model.state_dict(), f"state_dict() {GATHER}"),
+    "unsharded": (lambda sharded, folder: enter_unsharded(sharded), f"unsharded {GATHER}"),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize("name", OTHER_THAN_A_FORWARD)
 def test_an_operation_never_pairs_with_a_forward(
-    impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shares_memory: bool
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """They gather the same units in the same order. What each rank is in is told, with its line, and what to do first."""
-    monkeypatch.setenv("ZEROSHARD_SHARED_MEMORY", str(int(shares_memory)))
+    """Some gather the same units in the same order. What each rank is in is told, with its line, and what to do first."""
+    # Long before two ranks of one host find out that each waits for the other: that takes a second.
+    monkeypatch.setenv(NOTICE_VARIABLE, "0.3")
+    call, text = OTHER_THAN_A_FORWARD[name]
 
-    def body(rank: int) -> str:
+    def body(rank: int) -> tuple[str, list[str]]:
+        said = Lines()
         _, sharded = build(3)
         with pytest.raises(CollectiveError) as caught:
             if rank == 0:
-                OTHER_THAN_A_FORWARD[name](sharded)
+                call(sharded, tmp_path)
             sharded.model(*tokens(rank, 0))
-        return str(caught.value)
+        return str(caught.value), said.lines
 
-    for message in run_ranks(body, 2, collective_timeout=2.5):
-        assert (
-            f"rank 0 waited for {name} (all-gather of the root module [bucket 0]), at test_collectives.py:" in message
-        )
+    results = run_ranks(body, 2, collective_timeout=2.5)
+    for message, _ in results:
+        assert f"rank 0 waited for {text}" in message
         assert "rank 1 waited for all-gather of the root module [bucket 0], at test_collectives.py:" in message
-        assert f"the same calls: call {name} on every rank or on none" in message
+        assert f"the same calls: call {text.partition(' (')[0]} on every rank or on none" in message
         assert "leaf" not in message
-
-
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("where", GROUPS)
-def test_shard_that_one_rank_alone_calls(impatient: None, tmp_path: Path, where: str) -> None:
-    count, ranks = GROUPS[where]
-    over = ranks or list(range(count))
-
-    def body(rank: int) -> None:
-        group = dist.new_group(ranks, timeout=timedelta(seconds=2.5)) if ranks else None
-        if rank not in over:
-            until(tmp_path / "done")
-            return
-        if rank != over[0]:
-            until(tmp_path / "done")
-            return
-        said = Lines()
-        try:
-            with pytest.raises(CollectiveError) as caught:
-                build(2, group=group)
-        finally:
-            (tmp_path / "done").touch()
-        assert f"rank {rank} waited for shard()" in str(caught.value)
-        assert all_missing(str(caught.value), over[1:])
-        assert len(said.lines) == 1
-        assert "shard()" in said.lines[0]
-
-    run_ranks(body, count, collective_timeout=2.5)
+    if transport == "shared memory":
+        (line,) = [line for _, lines in results for line in lines]
+        assert text.partition(" (")[0] in line
+        assert "all-gather of" in line
 
 
 def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
@@ -338,26 +321,6 @@ def test_of_many_that_wait_one_speaks(impatient: None, tmp_path: Path) -> None:
     # The lowest speaks, of three, unless a busy machine held it or another up for most of a second.
     waiting, silent = r"ranks? [02-3, -]+ ha(s|ve) waited \d+ s", r"ranks? [1-3, -]+ (is|are) not waiting for any rank"
     assert re.fullmatch(rf'{waiting} for save "x".*; {silent} \(still in other code\?\)', lines[0])
-
-
-@pytest.mark.full
-def test_ranks_that_wait_for_different_things_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Long before two ranks of one host find out that each waits for the other: that takes a second.
-    monkeypatch.setenv(NOTICE_VARIABLE, "0.3")
-
-    def body(rank: int) -> list[str]:
-        said = Lines()
-        _, sharded = build(3)
-        with pytest.raises(CollectiveError) as caught:
-            sharded.save(tmp_path, "x") if rank == 0 else sharded.model(*tokens(rank, 0))
-        assert 'rank 0 waited for save "x"' in str(caught.value)
-        assert "rank 1 waited for all-gather of" in str(caught.value)
-        return said.lines
-
-    lines = [line for lines in run_ranks(body, 2) for line in lines]
-    assert len(lines) == 1
-    assert 'save "x"' in lines[0]
-    assert "all-gather of" in lines[0]
 
 
 @pytest.mark.full
@@ -455,10 +418,10 @@ def die_at(number: int) -> None:
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("victim", ["first", "last"])
 @pytest.mark.parametrize("where", GROUPS)
-@pytest.mark.parametrize("name", ["save", "load", "export", "unsharded", "update", "sum"])
+@pytest.mark.parametrize("name", ["load", "unsharded", "update", "sum", "export", "save", "shard"])
 def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, where: str, victim: str) -> None:
     """Whichever rank it is, also the one whose process holds the store: at once, and not at the timeout."""
-    stage, call, text = OPERATIONS[name]
+    text = OPERATIONS[name][2]
     count, ranks = GROUPS[where]
     over = ranks or list(range(count))
     dead = over[0] if victim == "first" else over[-1]
@@ -468,17 +431,14 @@ def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, w
         if rank not in over:
             until(tmp_path / "done")
             os._exit(0)
-        _, sharded = build(stage, group=group)
-        if name == "load":
-            sharded.save(tmp_path, "x")
+        call = prepared(name, group, tmp_path)
         for number in (1, 3) if name in ("save", "load", "export") else (1,):
             if number == 1 and name in ("save", "export"):
-                call(sharded, tmp_path)  # connections are there
+                call()  # connections are there
             if rank == dead:
                 die_at(number)
-                call(sharded, tmp_path)
             try:
-                call(sharded, tmp_path)
+                call()
             except CollectiveError as error:
                 (tmp_path / f"error.{rank}").write_text(str(error))
                 (tmp_path / "done").touch()
@@ -494,39 +454,15 @@ def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, w
             assert f"rank {dead} waited" not in message
 
 
-@pytest.mark.parametrize("where", ["2", "3"])
-def test_a_rank_that_dies_in_shard_is_named(impatient: None, tmp_path: Path, where: str) -> None:
-    count, _ = GROUPS[where]
-
-    def body(rank: int) -> None:
-        if rank == count - 1:
-            die_at(1)
-        try:
-            build(2)
-        except CollectiveError as error:
-            (tmp_path / f"error.{rank}").write_text(str(error))
-            os._exit(0)
-
-    with pytest.raises(RankError, match="1 of"):
-        run_ranks(body, count, collective_timeout=60, timeout=40)
-    for rank in range(count - 1):
-        message = (tmp_path / f"error.{rank}").read_text()
-        assert f"rank {rank} waited for shard()" in message
-        assert f"rank {count - 1} closed the connection" in message
-
-
 @pytest.mark.ranks(2, fresh=True, collective_timeout=3, timeout=40)
 @pytest.mark.full
 def test_a_store_that_does_not_answer_keeps_nobody(rank: int, impatient: None, tmp_path: Path) -> None:
     """The process that holds the store stands still: a failed wait ends in our error all the same."""
     collectives = create_collectives(None, CPU)
+    (holder, _) = collectives.exchange_json(os.getpid(), "process ids")
     if rank == 0:
-        (tmp_path / "pid.part").write_text(str(os.getpid()))
-        (tmp_path / "pid.part").rename(tmp_path / "pid")
         until(tmp_path / "done")
         return
-    until(tmp_path / "pid")
-    holder = int((tmp_path / "pid").read_text())
     os.kill(holder, signal.SIGSTOP)
     try:
         with pytest.raises(CollectiveError, match="no answer from rank 0 or from the store"):

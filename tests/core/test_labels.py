@@ -13,7 +13,9 @@ from twin import LARGE_BUCKETS, build
 from zeroshard import torch_private
 
 
-def labels_of_a_step(rank: int, stage: int) -> Counter[str]:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "text", "count"), [(2, "all-gather of updated {}", 1), (3, "all-gather of {}", 2)])
+def test_a_profile_names_what_units_do(rank: int, stage: int, text: str, count: int) -> None:
     model, sharded = build(stage, bucket_numel=LARGE_BUCKETS)
     for number in range(3):
         with profile() as found:
@@ -21,18 +23,9 @@ def labels_of_a_step(rank: int, stage: int) -> Counter[str]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             sharded.optimizer.step()
             sharded.optimizer.zero_grad()
-    return Counter({event.key: event.count for event in found.key_averages()})
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_profile_names_what_units_do(rank: int, stage: int) -> None:
-    labels = labels_of_a_step(rank, stage)
-    gathers = {2: ("all-gather of updated {}", 1), 3: ("all-gather of {}", 2)}
-    text, count = gathers[stage]
-    for number, unit in enumerate(("blocks.0", "blocks.1"), start=1):
-        named = [label for label in labels if unit in label and f"[bucket {number}]" in label]
-        bucket = f"{unit} [bucket {number}]"
+    labels = Counter({event.key: event.count for event in found.key_averages()})
+    for bucket in ("blocks.0 [bucket 1]", "blocks.1 [bucket 2]"):
+        named = [label for label in labels if bucket in label]
         assert labels[text.format(bucket)] in (count, count - 1), named  # the last unit may stay for its backward
         assert labels[f"reduce-scatter of gradients of {bucket}"] == 1, named
         assert labels[f"wait for reduce-scatter of gradients of {bucket}"] == 1, named

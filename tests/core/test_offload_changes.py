@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from insides import units
-from models import Stack, sgd, tokens
+from models import VOCABULARY, WIDTH, Stack, sgd, tokens
 from test_offload import keep_places_apart, take_steps
 from test_offload_states import policies, trained
 from torch import Tensor, nn
-from twin import CPU, DISK, LARGE_BUCKETS, SMALL_BUCKETS, build, every_state, same, steps, update, whole
+from twin import CPU, DISK, LARGE_BUCKETS, build, every_state, everything, same, steps, update, whole
 
 import zeroshard
-from zeroshard import Offload, Place, Policy, Precision, Residency, Sharded, StorageError, UsageError, ZeroshardError
+from zeroshard import Offload, Place, Policy, Sharded, StorageError, UsageError, ZeroshardError
+from zeroshard.core.model_states import PARAMETERS, Range
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.storage.disk import Requests
 from zeroshard.core.travelling import Frame
 
 
-def change_as_modifier(sharded: Sharded) -> None:
+def change_as_modifier(sharded: Sharded, folder: Path) -> None:
     with zeroshard.unsharded(sharded.model, modifier_rank=0), torch.no_grad():
         for parameter in sharded.model.parameters():
             parameter.mul_(2)
@@ -40,14 +42,14 @@ def change_as_modifier(sharded: Sharded) -> None:
         sharded.model.get_parameter("blocks.1.up.bias").add_(1)
 
 
-def clamp(sharded: Sharded) -> None:
+def clamp(sharded: Sharded, folder: Path) -> None:
     with torch.no_grad():
         for parameter in sharded.model.parameters():
             if parameter.requires_grad:
                 parameter.clamp_(-0.05, 0.05)
 
 
-def average_frozen(sharded: Sharded) -> None:
+def average_frozen(sharded: Sharded, folder: Path) -> None:
     """As a teacher is moved after its student: through `.data`, in place and anew."""
     for number, parameter in enumerate(p for p in sharded.model.parameters() if not p.requires_grad):
         if number % 2:
@@ -56,89 +58,132 @@ def average_frozen(sharded: Sharded) -> None:
             parameter.data = parameter.data * 1.5
 
 
-def set_state(sharded: Sharded) -> None:
+def set_states(sharded: Sharded, folder: Path) -> None:
     states = sharded.states
-    states.set("embedding.weight", "parameters", torch.ones(31, 12))
+    states.set("embedding.weight", PARAMETERS, torch.ones(VOCABULARY, WIDTH))
     sharded.optimizer.zero_grad()
-    states.set("embedding.weight", "exp_avg", torch.ones(31, 12))
+    states.set("embedding.weight", "exp_avg", torch.full((VOCABULARY, WIDTH), 0.25))
+    for name in (PARAMETERS, "exp_avg_sq"):
+        held = states.local("embedding.weight", name)
+        states.set_local("embedding.weight", name, [Range(h.start, h.tensor * 0 + 0.5) for h in held])
+    states.set("blocks.1.up.weight", PARAMETERS, states.get("blocks.1.up.weight") + 1)  # which is frozen
 
 
-CHANGES: dict[str, tuple[Callable[[Sharded], None], str, int]] = {
-    "modifier": (change_as_modifier, "fp32", 3), "modifier, bf16": (change_as_modifier, "bf16", 3), "clamped": (clamp, "fp32", 2),
-    "teacher": (average_frozen, "fp32", 2), "states": (set_state, "fp32", 3), "states, bf16": (set_state, "bf16", 3),
-}  # fmt: skip
+def set_a_gradient(sharded: Sharded, folder: Path) -> dict[str, Tensor]:
+    """In a step that is clipped twice."""
+    sharded.model(*tokens(dist.get_rank(), 5)).backward()
+    gradient = sharded.states.get("embedding.weight", "gradients")
+    sharded.states.set("embedding.weight", "gradients", gradient * 0 + 0.125)
+    sharded.clip_grad_norm_(0.1)
+    sharded.clip_grad_norm_(0.05)
+    norm = sharded.clip_grad_norm_(None)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad()
+    return {"gradient": gradient, "norm": torch.as_tensor(norm).cpu()}
 
 
-QUICK = ("clamped", "states, bf16")
+def return_to_a_state_dict(sharded: Sharded, folder: Path) -> None:
+    """What was loaded stays the caller's, who may load it again."""
+    saved = copy.deepcopy(sharded.optimizer.state_dict())
+    kept = copy.deepcopy(saved["state"])
+    assert all(not value.isnan().any() for state in kept.values() for value in state.values())
+    before = every_state(sharded)
+    masters = {fqn: sharded.states.get(fqn) for fqn, _ in sharded.model.named_parameters()}
+    for _ in range(2):
+        take_steps(sharded, 7)
+        assert not same(every_state(sharded), before)
+        sharded.optimizer.load_state_dict(saved)
+        for fqn, value in masters.items():
+            sharded.states.set(fqn, PARAMETERS, value)
+        assert same(every_state(sharded), before)
+        assert all(same(saved["state"][number], state) for number, state in kept.items())
+
+
+def freeze_or_free(look: Callable[[Sharded, Path], object], sharded: Sharded, folder: Path) -> None:
+    """Change whether a block is trained, after a look at the states that it had before."""
+    look(sharded, folder)
+    block = sharded.model.get_submodule("blocks.2")
+    block.requires_grad_(not next(block.parameters()).requires_grad)
+    sharded.update_trainable()
+
+
+USES: dict[str, Callable[[Sharded, Path], dict[str, Tensor] | None]] = {
+    "state dict": return_to_a_state_dict,
+    "modifier": change_as_modifier,
+    "teacher": average_frozen,
+    "clamped": clamp,
+    "frozen after save": partial(freeze_or_free, lambda sharded, folder: sharded.save(folder, "x")),
+    "frozen after state_dict": partial(freeze_or_free, lambda sharded, _: sharded.optimizer.state_dict()),
+    "frozen after get": partial(freeze_or_free, lambda sharded, _: sharded.states.get("head.weight", "exp_avg")),
+    "gradient": set_a_gradient,
+    "states": set_states,
+}
+OF_WHOLE_PARAMETERS = ("teacher", "clamped")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CHANGES]
-)
-def test_what_users_change_counts(rank: int, change: str, tmp_path: Path) -> None:
-    """Between `zero_grad` and the next step, when much is read ahead already. In place where parameters are unsharded."""
-    apply, precision, highest_stage = CHANGES[change]
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("use", USES)
+def test_what_users_do_between_steps_has_one_effect_in_every_place(
+    rank: int, use: str, precision: str, tmp_path: Path
+) -> None:
+    """Between `zero_grad` and the next step, when much is read ahead already."""
+    chosen = {"stage 2": Policy.stage(2), **policies(tmp_path)}
     results = []
-    chosen = {name: policy for name, policy in policies(tmp_path).items() if name != "memory"}
-    unsharded = [Policy.stage(2), *(p for p in chosen.values() if not p.parameters.sharded)]
-    for number, policy in enumerate(
-        unsharded + ([p for p in chosen.values() if p.parameters.sharded] if highest_stage == 3 else [])
-    ):
-        if number == 1:
-            keep_places_apart()
-        sharded = trained(policy, precision, "frozen")
+    for name, policy in chosen.items():
+        if use in OF_WHOLE_PARAMETERS and policy.parameters.sharded:
+            continue
+        sharded = trained(policy, precision)
+        found = {}
         for batch in (2, 3, 4):
-            apply(sharded)
+            found = USES[use](sharded, tmp_path / name) or {}
             take_steps(sharded, batch)
-        apply(sharded)
-        with zeroshard.unsharded(sharded.model):
-            shown = {f"shown {fqn}": p.detach().clone() for fqn, p in sharded.model.named_parameters()}
-        results.append(every_state(sharded) | shown)
+        USES[use](sharded, tmp_path / name)
+        results.append(everything(sharded) | found)
         sharded.remove()
+        keep_places_apart()
     for result in results[1:]:
         assert same(result, results[0])
 
 
 @pytest.mark.parametrize("place", [CPU, DISK])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_after_an_optimizer_raised_in_a_later_sub_group_a_checkpoint_goes_on(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = SimpleNamespace(calls=0, fails_in=0)
+    calls, fails_in = 0, 0
     step_inner = ShardedStep.step_inner
 
     def counted(self: ShardedStep, optimizer: torch.optim.Optimizer, *evaluated: Any) -> None:
-        noted.calls += 1
-        if noted.calls == noted.fails_in:
+        nonlocal calls
+        calls += 1
+        if calls == fails_in:
             raise ValueError("in the middle of a step")
         step_inner(self, optimizer, *evaluated)
 
     monkeypatch.setattr(ShardedStep, "step_inner", counted)
     how = Offload(str(tmp_path), buffer_numel=6000, sub_group_numel=400, block_nbytes=4096)
-    for stage in (1, 2, 3):
-        policy = Policy.stage(stage).offloaded(optimizer=place, parameters=place if stage == 3 else None, offload=how)
-        _, sharded = build(policy)
-        noted.calls = noted.fails_in = 0
-        take_steps(sharded, 0)
-        noted.fails_in = noted.calls  # in the last sub-group
-        assert noted.calls > 1 or place is CPU
-        sharded.save(tmp_path / str(stage), "last")
-        noted.calls = noted.calls * 10
+    parameters = place if stage == 3 else None
+    _, sharded = build(Policy.stage(stage).offloaded(optimizer=place, parameters=parameters, offload=how))
+    take_steps(sharded, 0)
+    sub_groups = calls
+    assert sub_groups > 1 or place is CPU
+    sharded.save(tmp_path, "last")
+    take_steps(sharded, 1)
+    expected = every_state(sharded)
+    sharded.load(tmp_path)
+    calls, fails_in = 0, sub_groups
+    with pytest.raises(ValueError, match="in the middle of a step"):
         take_steps(sharded, 1)
-        expected = every_state(sharded)
-        sharded.load(tmp_path / str(stage))
-        noted.calls = 0
-        with pytest.raises(ValueError, match="in the middle of a step"):
-            take_steps(sharded, 1)
-        noted.calls = 10 * noted.fails_in
-        sharded.optimizer.zero_grad()
-        sharded.load(tmp_path / str(stage))
-        take_steps(sharded, 1)
-        assert same(every_state(sharded), expected), stage
+    sharded.optimizer.zero_grad()
+    sharded.load(tmp_path)
+    take_steps(sharded, 1)
+    assert same(every_state(sharded), expected)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("call", ["preadv", pytest.param("pwritev", marks=pytest.mark.full)])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_after_an_error_the_last_checkpoint_goes_on(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request fails, anywhere in a step: what is loaded after, in the same process, trains to the same bits."""
     real, left = getattr(os, call), [10**9]
@@ -203,38 +248,29 @@ class Special(nn.Parameter):
     """A class of the user's own."""
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_trainable_parameters_of_a_users_own_class_are_refused(stage: int) -> None:
+@pytest.mark.ranks(1)
+def test_only_frozen_parameters_may_have_a_users_own_class_and_they_keep_it(rank: int, tmp_path: Path) -> None:
+    keep_places_apart()
     model = Stack()
-    model.blocks[0].up.weight = Special(model.blocks[0].up.weight.detach())
-    with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight is of the class Special, and .* trains only ordinary"):
-        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage)
-
-
-def test_frozen_parameters_of_a_users_own_class_keep_it_and_stay(tmp_path: Path) -> None:
-    keep = zeroshard.core.storage.storages.is_cpu_memory
-    try:
-        keep_places_apart()
-        model = Stack()
-        model.blocks[0].up.weight = special = Special(model.blocks[0].up.weight.detach(), requires_grad=False)
-        values = special.detach().clone()
-        trained = [parameter for parameter in model.parameters() if parameter is not special]
-        policy = policies(tmp_path)["stage 2, whole in CPU memory"]
-        sharded = zeroshard.shard(model, torch.optim.AdamW(trained), policy, bucket_numel=SMALL_BUCKETS)
-        take_steps(sharded, 0)
-        assert type(special) is Special
-        assert torch.equal(special, values)
-        assert torch.equal(sharded.states.get("blocks.0.up.weight"), values)
-        assert type(copy.deepcopy(special)) is Special
-        with pytest.raises(UsageError, match="parameter of a class of your own"):
-            sharded.offload_states(["parameters"])
-        special.requires_grad_(True)
-        with pytest.raises(UsageError, match=r"trains only ordinary parameters\. Keep it frozen"):
-            sharded.optimizer.add_param_group({"params": [special]})
-        sharded.remove()
-        assert type(special) is Special
-    finally:
-        zeroshard.core.storage.storages.is_cpu_memory = keep
+    model.blocks[0].up.weight = special = Special(model.blocks[0].up.weight.detach())
+    for stage in range(4):
+        with pytest.raises(UsageError, match=r"blocks\.0\.up\.weight is of the class Special, .* trains only ordinary"):
+            zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage)
+    special.requires_grad_(False)
+    values = special.detach().clone()
+    policy = policies(tmp_path)["stage 2, whole in CPU memory"]
+    _, sharded = build(policy, make_model=lambda: model)
+    take_steps(sharded, 0)
+    assert type(special) is type(copy.deepcopy(special)) is Special
+    assert torch.equal(special, values)
+    assert torch.equal(sharded.states.get("blocks.0.up.weight"), values)
+    with pytest.raises(UsageError, match="parameter of a class of your own"):
+        sharded.offload_states(["parameters"])
+    special.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"trains only ordinary parameters\. Keep it frozen"):
+        sharded.optimizer.add_param_group({"params": [special]})
+    sharded.remove()
+    assert type(special) is Special
 
 
 @pytest.mark.ranks(1)
@@ -276,34 +312,28 @@ def test_freezing_and_freeing_use_the_same_space_and_place(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parked_states_are_guarded(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_to_park_or_reload_changes_nothing(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharded = trained(Policy.stage(2), precision)
     expected = every_state(sharded)
+    on_disk: dict[str, Any] = {"place": DISK, "offload": Offload(str(tmp_path))}
     with zeroshard.unsharded(sharded.model), pytest.raises(UsageError, match="Call it outside"):
-        sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
+        sharded.offload_states(**on_disk)
     with pytest.raises(ZeroshardError, match="names no folder"):
         sharded.offload_states(place=DISK)
     assert same(every_state(sharded), expected)
-    sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
-    sharded.optimizer.zero_grad()
-    for use in (sharded.optimizer.state_dict, lambda: sharded.optimizer.load_state_dict({})):
-        with pytest.raises(UsageError, match="parked"):
-            use()
-    with pytest.raises(UsageError, match="parked"):
-        sharded.model.state_dict()
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda *a: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-    with pytest.raises(StorageError):
+    sharded.offload_states(**on_disk)
+    with monkeypatch.context() as patched, pytest.raises(StorageError):
+        patched.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         sharded.reload_states()
-    monkeypatch.setattr(os, "preadv", real)
     sharded.reload_states()
     assert same(every_state(sharded), expected)
-    sharded.offload_states(["optimizer"], place=DISK, offload=Offload(str(tmp_path)))
+    sharded.offload_states(["optimizer"], **on_disk)
     with pytest.raises(UsageError, match="parked"), zeroshard.unsharded(sharded.model, modifier_rank=0):
         pass
     sharded.remove()
-    shown = {fqn: p.detach().clone() for fqn, p in sharded.model.named_parameters()}
-    assert all(not value.isnan().any() for value in shown.values())
+    assert all(not parameter.isnan().any() for parameter in sharded.model.parameters())
 
 
 def test_more_states_than_were_thought(tmp_path: Path) -> None:
@@ -317,96 +347,71 @@ def test_more_states_than_were_thought(tmp_path: Path) -> None:
     assert same(*results) and any("max_exp_avg_sq" in name for name in results[0])
 
 
-def write_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
-    with torch.no_grad():
-        weight.fill_(2.0)
-    sharded.offload_states(["parameters"])
-    sharded.reload_states()
+def halve(weight: nn.Parameter, way: str) -> None:
+    if way == "in place":
+        with torch.no_grad():
+            weight.mul_(0.5)
+    elif way == "data in place":
+        weight.data.mul_(0.5)
+    else:
+        weight.data = weight.data * 0.5
 
 
-def assign_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
-    weight.data = torch.full_like(weight.data, 2.0)
-    sharded.offload_states(["parameters"])
-    sharded.reload_states()
-
-
-def write_through_data_and_park(sharded: Sharded, weight: nn.Parameter) -> None:
-    weight.data.fill_(2.0)
-    sharded.offload_states(["parameters"])
-    sharded.reload_states()
-
-
-def write_in_a_borrower(sharded: Sharded, weight: nn.Parameter) -> None:
-    class Borrower(nn.Module):
-        def forward(self) -> None:
-            with torch.no_grad():
-                weight.fill_(2.0)
-
-    borrower = Borrower()
-    handle = zeroshard.borrow(borrower, weight)
-    borrower()
-    handle.remove()
+WAYS = pytest.mark.parametrize("way", ["in place", "data in place", "new data"])
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("write", [write_and_park, assign_and_park, write_through_data_and_park, write_in_a_borrower])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
+)
+@WAYS
+@pytest.mark.parametrize("leaves", ["borrower", "parameters", "parameters, optimizer"])
 def test_a_write_counts_although_whole_parameters_leave_at_once(
-    rank: int, write: Callable[[Sharded, nn.Parameter], None], dtype: torch.dtype
+    rank: int, leaves: str, way: str, dtype: torch.dtype, precision: torch.dtype | None, stage: int
 ) -> None:
+    """It leaves no trace in fp32, where the parameters are their own master weights."""
     keep_places_apart()
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
-    for number in range(2):
-        if number:
-            write(sharded, model[0].weight)
-        update(model(torch.ones(2, 8, dtype=dtype)).sum(), optimizer)
-    assert bool((model[0].weight == 2).all())
+    model, sharded = build(
+        Policy.stage(stage).offloaded(parameters=CPU),
+        precision=precision,
+        make_model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(dtype),
+        make_optimizer=partial(sgd, lr=0.0),
+    )
+    weight = model[0].weight
+    for _ in range(2):
+        expected = weight.detach() * 0.5
+        if leaves == "borrower":
+            borrower = nn.Identity()
+            borrower.register_forward_hook(lambda *_: halve(weight, way))
+            handle = zeroshard.borrow(borrower, weight)
+            borrower(None)
+            handle.remove()
+        else:
+            halve(weight, way)
+            sharded.offload_states(leaves.split(", "))
+            sharded.reload_states()
+        assert torch.equal(weight, expected)
+        assert torch.equal(sharded.states.get("0.weight"), expected.float())
+        update(model(torch.ones(2, 8, dtype=precision or dtype)).sum(), sharded.optimizer)
+    assert torch.equal(weight, expected)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("way", ["consolidated_state_dict", "deepcopy"])
 def test_a_copy_of_the_model_returns_units_to_their_place_one_at_a_time(rank: int, way: str) -> None:
     keep_places_apart()
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(2).offloaded(parameters=CPU))
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    most = [0]
-
-    def look(*_: Any) -> None:
-        most[0] = max(most[0], sharded.memory_report()["parameters"])
-
-    for module in model:
-        module.register_state_dict_post_hook(look)
+    policy = Policy.stage(2).offloaded(parameters=CPU)
+    model, sharded = build(policy, make_model=lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]))
+    update(model(torch.ones(2, 16)).sum(), sharded.optimizer)
+    most = most_parameters(sharded, *(module.register_state_dict_post_hook for module in model))
     if way == "deepcopy":
         copy.deepcopy(model)
     else:
         sharded.consolidated_state_dict()
-        assert most[0] <= 16 * 17 * 4
+        assert max(most) <= 16 * 17 * 4
     assert not sharded.memory_report()["parameters"]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_write_through_data_is_parked_with_parameters_that_rest_in_cpu_memory(
-    rank: int, stage: int, dtype: torch.dtype | None
-) -> None:
-    """It leaves no trace in fp32, where the parameters are their own master weights."""
-    keep_places_apart()
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    policy = replace(Policy.stage(stage), parameters=Residency(sharded=False, place=CPU))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    precision = None if dtype is None else Precision(dtype)
-    sharded = zeroshard.shard(model, optimizer, policy, precision=precision)
-    model[0].weight.data.fill_(3.0)
-    sharded.offload_states(("parameters", "optimizer"))
-    sharded.reload_states()
-    assert bool((model[0].weight == 3).all())
-    assert bool((sharded.states.get("0.weight") == 3).all())
 
 
 # ---------------------------------------------------------------------- whole parameters that rest in CPU memory
@@ -421,22 +426,24 @@ def deep(stage: int) -> tuple[Stack, Sharded]:
     return build(Policy.stage(stage).offloaded(parameters=CPU), make_model=deep_model, bucket_numel=LARGE_BUCKETS)
 
 
+def most_parameters(sharded: Sharded, *registers: Callable[..., Any]) -> list[int]:
+    """Return a list to which hooks add the bytes of parameters on the accelerator."""
+    seen: list[int] = []
+    for register in registers:
+        register(lambda *_: seen.append(sharded.memory_report()["parameters"]))
+    return seen
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_blocks_are_on_the_accelerator_while_the_model_runs(rank: int, stage: int) -> None:
     keep_places_apart()
     model, sharded = deep(stage)
-    most = [0]
-
-    def look(*_: Any) -> None:
-        most[0] = max(most[0], sharded.memory_report()["parameters"])
-
-    for block in model.blocks:
-        block.down.register_forward_hook(look)
-        block.down.register_full_backward_hook(look)
+    forwards = [block.down.register_forward_hook for block in model.blocks]
+    seen = most_parameters(sharded, *forwards, *(block.down.register_full_backward_hook for block in model.blocks))
     steps(model, sharded, rank, range(3))
     root, block = (unit.layout.numel for unit in (units(sharded)[0], units(sharded)[1]))  # with padding
-    assert 4 * block < most[0] <= 4 * (root + 2 * block)
+    assert 4 * block < max(seen) <= 4 * (root + 2 * block)
     assert sharded.memory_report()["parameters"] == 0
 
 
@@ -465,21 +472,10 @@ def test_one_rank_alone_runs_and_reads_the_model(rank: int, stage: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
-@pytest.mark.parametrize("way", ["in place", "data in place", "new data"])
+@WAYS
 def test_a_write_in_a_forward_stays_when_the_block_leaves(
     rank: int, way: str, trained: bool, dtype: torch.dtype
 ) -> None:
-    def write(module: nn.Module, *_: Any) -> None:
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)
-        if way == "in place":
-            with torch.no_grad():
-                weight.mul_(0.5)
-        elif way == "data in place":
-            weight.data.mul_(0.5)
-        else:
-            weight.data = weight.data * 0.5
-
     def partly_trained() -> Stack:
         model = deep_model().to(dtype)
         model.blocks[2].requires_grad_(trained)
@@ -490,7 +486,7 @@ def test_a_write_in_a_forward_stays_when_the_block_leaves(
     for place in (None, CPU):
         policy = Policy.stage(2).offloaded(parameters=place)
         model, sharded = build(policy, make_model=partly_trained, make_optimizer=sgd)
-        hook = model.blocks[2].up.register_forward_pre_hook(write)
+        hook = model.blocks[2].up.register_forward_pre_hook(lambda module, _: halve(module.weight, way))
         steps(model, sharded, rank, [0])
         hook.remove()
         steps(model, sharded, rank, range(2))

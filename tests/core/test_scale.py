@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import struct
 import time
 from math import prod
 from pathlib import Path
@@ -19,9 +18,8 @@ from insides import waits_in_the_store
 from models import Stack, tokens
 from one_of_many import REPORTS, STATES, Model, OneOfMany, Requests, Training, llama_70b, values_of
 from ranks import RankError, run_ranks
-from twin import step
+from twin import build, step, whole
 
-import zeroshard
 from zeroshard import Policy
 from zeroshard.checkpoint.display import ignore
 from zeroshard.checkpoint.loading import Reader, plan_for, requests_for
@@ -35,7 +33,7 @@ from zeroshard.core.placement import Placement, Runs
 from zeroshard.core.transport.choose import create_collectives
 from zeroshard.core.transport.grouped import PointToPoint
 from zeroshard.core.transport.members import Members
-from zeroshard.core.transport.rounds import merged, partners_of
+from zeroshard.core.transport.rounds import partners_of
 from zeroshard.core.transport.tree import collect, spread
 from zeroshard.core.transport.watch import Told, Watch
 from zeroshard.errors import CollectiveError
@@ -57,7 +55,9 @@ def leaves(value: Any) -> int:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(llama_70b(), RANKS)
+    made = Model(llama_70b(), RANKS)
+    assert sum(prod(shape) for shape in made.shapes.values()) == 70_553_706_496
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,6 @@ class Counting(Reader):
     def contents(self, number: int) -> Contents:
         self.opened.add(number)
         return super().contents(number)
-
-
-def test_the_layout_is_one_of_the_real_sizes(model: Model) -> None:
-    assert len(model.shapes) == 723
-    assert sum(prod(shape) for shape in model.shapes.values()) == 70_553_706_496
 
 
 def test_a_manifest_has_entries_for_parameters_and_for_ranks(model: Model, saved: tuple[Path, OneOfMany]) -> None:
@@ -147,7 +142,6 @@ def test_a_load_opens_the_files_with_its_shards(
     model = Model(llama_70b(), ranks)
     reader = Counting(saved[0], read_manifest(saved[0]))
     spans = list(spans_of(model.layout, rank))
-    nbytes = 0
     found = 0
     for fqn, start, stop in spans:
         for state in STATES:
@@ -158,7 +152,6 @@ def test_a_load_opens_the_files_with_its_shards(
             if fqn.startswith(("lm_head", "model.norm", "model.layers.7.")):
                 reader.read(requests_for(plan_for(find, Span(fqn, start, stop), whole), torch.float32, out))
                 assert torch.equal(out, values_of(state, start, stop))
-            nbytes += out.nbytes
     assert sorted(reader.opened) == opened
     assert found <= 2 * len(opened) * len(STATES) * len(spans)
     assert reader.own(opened[0])["rank"] == opened[0]
@@ -222,7 +215,7 @@ def test_a_wait_reads_no_other_rank_and_a_failure_reads_them_at_once() -> None:
 
 @pytest.mark.full
 def test_64_real_ranks_connect_to_6_for_messages() -> None:
-    def body(rank: int) -> tuple[int, int, list[float]]:
+    def body(rank: int) -> tuple[int, int]:
         def sockets() -> int:
             # The folder's own descriptor is closed by now, so its link is broken; `resolve` does not mind.
             return sum(link.resolve().name.startswith("socket:") for link in [*Path("/proc/self/fd").iterdir()])
@@ -240,17 +233,12 @@ def test_64_real_ranks_connect_to_6_for_messages() -> None:
         dist.barrier()
         messages.close()
         watch.close()
-        return after - before, messages.sent["exchange"], found[0].values.tolist()
+        return after - before, messages.sent["exchange"]
 
     answers = run_ranks(body, 64, timeout=300.0)
-    own = [struct.pack("<d", 1.0 / (1 + rank)) for rank in range(64)]
-    (total,) = struct.unpack(
-        "<d", merged(own, lambda *two: struct.pack("<d", sum(struct.unpack("<dd", b"".join(two)))))
-    )
-    for sockets, sent, values in answers:
+    for sockets, sent in answers:
         assert sockets <= 6 + 2, "one for each round, the one that listens, and the watchdog's"
         assert sent == 3 * 6 * (8 + 2)
-        assert values == [total]
 
 
 @pytest.mark.full
@@ -299,9 +287,7 @@ def test_64_real_ranks_save_and_48_load(transport: str, tmp_path: Path) -> None:
     """And each of them sends, receives and opens as few as one of 16,384."""
 
     def body(rank: int) -> tuple[int, int]:
-        torch.manual_seed(0)
-        network = Stack()
-        sharded = zeroshard.shard(network, torch.optim.AdamW(network.parameters(), lr=1e-2), 3)
+        network, sharded = build(3)
         if dist.get_world_size() == 64:
             step(network, sharded, rank % 2, 0)
             control = sharded.checkpoints.control
@@ -312,8 +298,7 @@ def test_64_real_ranks_save_and_48_load(transport: str, tmp_path: Path) -> None:
         else:
             sharded.load(tmp_path)
             sent = 0
-        with zeroshard.unsharded(network):
-            total = sum(float(p.detach().double().sum()) for p in network.parameters())
+        total = sum(float(value.double().sum()) for value in whole(network).values())
         return sent, round(total * 1e6)
 
     saved = run_ranks(body, 64, timeout=300.0)

@@ -19,6 +19,7 @@ from insides import BEST
 from lending_transport import Lending
 from models import workload
 from ranks import on_ranks
+from test_collectives import collect_and_spread
 from torch import Tensor
 
 import zeroshard
@@ -156,8 +157,11 @@ def test_broadcasts_transfers_and_messages(name: str) -> None:
             message = torch.full((7,), float(rank))
             collectives.transfer(message, source, target, "transfer").wait()
             assert message[0] == (source if rank == target else rank)
+            collectives.broadcast(message, source)  # which ranks without part in the transfer count alike
+            assert message.eq(source).all()
         control = collectives.control()
         assert control.exchange(bytes([rank]), "ranks") == [bytes([other]) for other in range(RANKS)]
+        collect_and_spread(collectives)
 
     on_transport(name, body)
 

@@ -38,7 +38,7 @@ from insides import GRACE_SECONDS_OF_RANKS
 from zeroshard.testing import RankError, run_ranks
 from zeroshard.testing.ranks import join_store
 
-__all__ = ["Lines", "RankError", "on_ranks", "run_ranks", "run_until_all_end"]
+__all__ = ["Lines", "RankError", "on_ranks", "run_ranks", "run_until_all_end", "until"]
 
 PATCHED = (
     types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod, int, float, str,
@@ -60,6 +60,12 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+
+def until(path: Path) -> None:
+    """Wait for a file that another rank writes: for ever, so that this rank is reported as hung, with its stack."""
+    while not path.exists():
+        time.sleep(0.005)
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0) -> list[Any]:

@@ -10,16 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from quiet import WITH_INDUCTOR
+from models import Normed, floats
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from twin import update
+from twin import build, step
 
 import zeroshard
 from zeroshard import UsageError, ZeroshardError, torch_private
@@ -109,33 +110,11 @@ def used(module: ModuleType) -> Iterator[None]:
         yield
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * self.scale
-
-
 def train(stage: int, kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> zeroshard.Sharded:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = kind(model.parameters(), lr=0.01)
-    sharded = zeroshard.shard(model, optimizer, stage)
-    x = torch.ones(2, 4)
-    losses = []
-    for _ in range(2):
-        loss = model(x).square().mean()
-        update(loss, optimizer)
-        losses.append(loss.item())
-    assert losses[1] < losses[0]
+    model, sharded = build(stage, make_model=Normed, make_optimizer=partial(kind, lr=0.01))
+    first, second = (step(model, sharded, 0, 0, floats) for _ in range(2))
+    assert second < first
     return sharded
-
-
-def save(folder: Path) -> None:
-    train(2).save(folder, "a")
 
 
 def measure_and_scale(_: Path) -> None:
@@ -146,14 +125,14 @@ def measure_and_scale(_: Path) -> None:
 
 
 def load_with_hooks(_: Path) -> None:
-    optimizer = zeroshard.ZeroRedundancyOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = zeroshard.ZeroRedundancyOptimizer(Normed().parameters(), torch.optim.SGD, lr=0.1)
     optimizer.load_state_dict(optimizer.state_dict())
 
 
 def convert_inputs(_: Path) -> None:
     config = {"train_batch_size": 2, "fp16": {"enabled": True, "auto_cast": True}, "optimizer": {"type": "Adam"}}
-    engine, *_ = zeroshard.initialize(model=Net(), config=config)
-    engine(torch.ones(2, 4))
+    engine, *_ = zeroshard.initialize(model=Normed(), config=config)
+    engine(*floats(0, 0))
     engine.destroy()
 
 
@@ -161,18 +140,13 @@ def checkpoint_activations(_: Path) -> None:
     """As on an accelerator, where inputs may be kept in CPU memory."""
     checkpointer = Checkpointer()
     checkpointer._hooks = lambda _: nullcontext()  # type: ignore[method-assign]
-    checkpointer.checkpoint(Net(), torch.ones(2, 4, requires_grad=True) * 2)
+    checkpointer.checkpoint(Normed(), torch.ones(2, 5, requires_grad=True) * 2)
 
 
 def run_in_tiles(_: Path) -> None:
-    model = Net()
-    tile(model, "layers", 2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    tile(model, "0", 2)
     model(torch.ones(1, 4, 4))
-
-
-def plan(_: Path) -> None:
-    batch = (torch.ones(2, 4),)
-    zeroshard.plan(Net, {"train_batch_size": 2}, world_size=1, batch=batch, loss=lambda out: out.square().mean())
 
 
 USES: dict[str, Callable[[Path], object]] = {
@@ -181,12 +155,14 @@ USES: dict[str, Callable[[Path], object]] = {
     "GRADIENT_NORMS": measure_and_scale,
     "LION": lambda _: train(2, zeroshard.Lion),
     "LOAD_HOOKS": load_with_hooks,
-    "SAVED_BUFFERS": save,
+    "SAVED_BUFFERS": lambda folder: train(2).save(folder, "a"),
     "DISTRIBUTED_STATE": lambda _: zeroshard.DistributedState(train(2)).state_dict(),
     "CONVERTED_INPUTS": convert_inputs,
     "ACTIVATION_CHECKPOINTING": checkpoint_activations,
     "SEQUENCE_TILES": run_in_tiles,
-    "PLAN": plan,
+    "PLAN": lambda _: zeroshard.plan(
+        Normed, {"train_batch_size": 4}, world_size=1, batch=floats(0, 0), loss=lambda out: out
+    ),
 }
 """A use of each feature, by its name; the use of DTensors is below."""
 
@@ -322,11 +298,6 @@ def features_of_names() -> dict[str, set[str]]:
 # ---------------------------------------------------------------------- the module itself
 
 
-def test_the_locale_may_be_ascii() -> None:
-    """The sources of torch have other characters, too."""
-    assert "read_text()" not in HOME.read_text(encoding="utf-8")
-
-
 def import_everywhere(rank: int) -> int:
     module, sizes = import_anew(), list[int]()
     with torch.inference_mode(), torch.device("meta"), module.FakeTensorMode():
@@ -401,46 +372,6 @@ def test_classes_of_tensors() -> None:
     assert type(torch.empty(0).as_subclass(Quiet).detach()) is Tensor
     made = torch_private.wrapper_tensor(Shape, torch.Size((2, 3)), dtype=torch.float64)
     assert type(made) is Shape and made.size() == (2, 3) and made.dtype is torch.float64
-
-
-def test_counts_of_writes_and_users() -> None:
-    tensor = torch.empty(1)
-    before = torch_private.version_of(tensor)
-    tensor.zero_()
-    assert torch_private.version_of(tensor) == before + 1
-    alone = torch_private.storage_users(tensor)
-    view = tensor.view(1)
-    assert torch_private.storage_users(tensor) == alone + 1
-    assert torch_private.is_same_memory(tensor, view)
-    del view
-    assert torch_private.storage_users(tensor) == alone
-    assert not torch_private.is_same_memory(tensor, torch.empty(1))
-
-
-def test_trees() -> None:
-    tree = {"a": [1, (2.0, None)]}
-    leaves, spec = torch_private.tree_flatten(tree)
-    assert leaves == torch_private.tree_leaves(tree) == [1, 2.0, None]
-    assert torch_private.tree_unflatten(leaves, spec) == tree
-    assert torch_private.tree_map(str, [1, (2,)]) == ["1", ("2",)]
-    assert torch_private.tree_map_only(int, str, [1, (2.0,)]) == ["1", (2.0,)]
-
-
-@WITH_INDUCTOR
-def test_parts_of_modules() -> None:
-    module = nn.Module()
-    module.register_buffer("saved", None)
-    module.register_buffer("left_out", None, persistent=False)
-    assert [name for name in torch_private.own_buffers(module) if torch_private.is_saved(module, name)] == ["saved"]
-    parameters, modules = torch_private.own_parts([module])
-    modules["inner"] = nn.Module()
-    assert len([*module.children()]) == 1
-    assert parameters is torch_private.own_parameters(module)
-    parameters["absent"] = None
-    assert getattr(module, "absent", 0) is None and not [*module.parameters()]
-    assert torch_private.compiled_call_of(module) is None
-    module.compile()
-    assert torch_private.compiled_call_of(module) is not None
 
 
 def test_orders_of_hooks() -> None:

@@ -119,7 +119,6 @@ def test_a_curve_is_text_that_falls_with_the_loss(script: Any) -> None:
     drawn = script.curve([5.0 - 0.01 * step for step in range(300)], first=100, width=60, height=10).splitlines()
     assert [line.index("*") for line in drawn[:10]] == sorted(line.index("*") for line in drawn[:10])
     assert drawn[0].startswith("  4.98") and drawn[-1].split() == ["step", "100", "399"]
-    assert "*" in script.curve([2.0], first=0)
 
 
 def test_without_matplotlib_the_curve_is_text_alone(
@@ -127,7 +126,7 @@ def test_without_matplotlib_the_curve_is_text_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(script.show.__globals__, "find_spec", lambda name: None)
-    script.show([3.0, 2.5, 2.0], 0, Console())
+    script.show([2.0], 0, Console())
     printed = capsys.readouterr().out
     assert "*" in printed and "step" in printed and not list(tmp_path.iterdir())
 
@@ -135,18 +134,11 @@ def test_without_matplotlib_the_curve_is_text_alone(
 @pytest.mark.full
 def test_experts_over_their_own_ranks(tmp_path: Path) -> None:
     """The loss falls, on four ranks; the checkpoint has whole experts, as one process would save them."""
-    command = [
-        str(BIN / "torchrun"),
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        str(ROOT / "examples" / "train_experts.py"),
-    ]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+        [*torchrun, str(ROOT / "examples" / "train_experts.py")], cwd=tmp_path, check=True, stdout=subprocess.PIPE,
+        text=True, timeout=300, env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+    )  # fmt: skip
     losses = [float(line.split()[3].rstrip(",")) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 10 and losses[-1] < losses[0] - 1
     state = state_dict_of(tmp_path / "checkpoints")

@@ -411,14 +411,6 @@ AUTO = {
 BATCH: dict[str, Any] = dict.fromkeys(
     ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto"
 ) | {"wall_clock_breakdown": False}
-EITHER = {
-    "bf16": {"enabled": "auto"},
-    "fp16": {
-        "enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000,
-        "hysteresis": 2, "min_loss_scale": 1,
-    },
-}  # fmt: skip
-CPU = {"device": "cpu", "pin_memory": True}
 STAGE_3 = {
     "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0, "reduce_bucket_size": "auto",
 }  # fmt: skip
@@ -426,19 +418,24 @@ SIZES = {
     "prefetch_bucket_size": "auto", "param_persistence_threshold": "auto", "max_live_parameters": 0, "max_reuse_distance": 0,
     "gather_16bit_weights_on_model_save": True,
 }  # fmt: skip
+CPU = {"device": "cpu", "pin_memory": True}
 CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero1": (
+    "zero1_torch_compile": (
         {
-            **EITHER, "compile": {"disable": False, "backend": "inductor"},
+            "bf16": {"enabled": "auto"}, "compile": {"disable": False, "backend": "inductor"},
+            "fp16": {
+                "enabled": "auto", "auto_cast": False, "loss_scale": 0, "initial_scale_power": 32, "loss_scale_window": 1000,
+                "hysteresis": 2, "min_loss_scale": 1,
+            },
             "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
         },
         {"stage": 1, "overlap_comm": True},
     ),
     "zero2": (
-        EITHER,
+        {"bf16": {"enabled": "auto"}},
         {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True, "overlap_comm": True},
     ),
-    "zero3": (EITHER, {**STAGE_3, **{f"stage3_{key}": value for key, value in SIZES.items()}}),
+    "zero3": ({"bf16": {"enabled": "auto"}}, {**STAGE_3, **{f"stage3_{key}": value for key, value in SIZES.items()}}),
     "zero3_bf16_cpuoffload_all": (
         {"bf16": {"enabled": True}, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True},
         {**STAGE_3, **SIZES, "offload_optimizer": CPU, "offload_param": CPU},

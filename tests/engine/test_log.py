@@ -11,10 +11,10 @@ import sqlite3
 import subprocess
 import sys
 import time
-import types
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from insides import replace_monitor
@@ -139,44 +139,23 @@ def test_a_log_in_a_place_that_is_no_folder_is_refused_before_the_first_step(kin
         run(block(kind, tmp_path), steps=0)
 
 
-class Recorder:
-    """Stands where a service's client would: what it was made with, and what it was told."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, Any] = {}
-        self.told: list[tuple[dict[str, float], int]] = []
-
-    def __call__(self, **options: Any) -> Recorder:
-        self.made = options
-        return self
-
-    def log(self, figures: dict[str, float], step: int) -> None:
-        self.told.append((figures, step))
-
-    log_metrics = log
-
-    def set_name(self, name: str) -> None:
-        self.made["name"] = name
-
-    def finish(self) -> None:
-        self.made["over"] = True
-
-    end = finish
-
-
 def test_services_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, comet = Recorder(), Recorder()
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=wandb))
-    monkeypatch.setitem(sys.modules, "comet_ml", types.SimpleNamespace(start=comet))
+    wandb, comet = Mock(), Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
     run({
         "wandb": {"enabled": True, "group": "g", "team": "t", "project": "p"},
         "comet": {"enabled": True, "samples_log_interval": 12, "project": "p", "experiment_name": "e"},
     })  # fmt: skip
-    assert wandb.made == {"project": "p", "group": "g", "entity": "t", "over": True}
-    assert [samples for _, samples in wandb.told] == [6, 12, 18, 24]
-    assert sorted(wandb.told[0][0]) == FIGURES
-    assert comet.made == {"project": "p", "name": "e", "over": True}
-    assert [samples for _, samples in comet.told] == [6, 18]
+    wandb.init.assert_called_once_with(project="p", group="g", entity="t")
+    comet.start.assert_called_once_with(project="p")
+    tracked, experiment = wandb.init.return_value, comet.start.return_value
+    assert [call.kwargs["step"] for call in tracked.log.mock_calls] == [6, 12, 18, 24]
+    assert sorted(tracked.log.mock_calls[0].args[0]) == FIGURES
+    assert [call.kwargs["step"] for call in experiment.log_metrics.mock_calls] == [6, 18]
+    tracked.finish.assert_called_once_with()
+    experiment.set_name.assert_called_once_with("e")
+    experiment.end.assert_called_once_with()
 
 
 @pytest.mark.ranks(2)

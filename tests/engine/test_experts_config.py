@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -86,55 +85,6 @@ def test_a_config_divides_experts(ep: int, name: str, tmp_path: Path) -> None:
     exported = type(built(name)).from_pretrained(tmp_path / "exported")
     for fqn, value in exported.named_parameters():
         assert torch.equal(value, values[fqn]), fqn
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accumulation_recomputation_bf16_and_offload(stage: int) -> None:
-    twice = {"gradient_accumulation_steps": 2}
-    offloaded = settings(stage, 2, **twice)
-    offloaded["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    configs = {
-        "plain": settings(stage, 2, **twice),
-        "recomputed": settings(stage, 2, **twice, activation_checkpointing={"number_checkpoints": 1}),
-        "offloaded": offloaded,
-        "bf16": settings(stage, 2, bf16={"enabled": True}),
-        "overflowing": settings(stage, 2, fp16={"enabled": True, "initial_scale_power": 30}),
-    }
-
-    def body(rank: int) -> dict[str, divided.Run]:
-        runs = {}
-        for name, config in configs.items():
-            engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=config)
-            if name == "recomputed":
-                engine.module.gradient_checkpointing_enable()
-            runs[name] = trained(engine, rank, range(4))
-            engine.destroy()
-        return runs
-
-    everyone = on_ranks(body, RANKS)
-    runs = everyone[0]
-    plain = runs["plain"]
-    assert all(other["overflowing"]["norms"] == runs["overflowing"]["norms"] for other in everyone)
-    assert math.inf in runs["overflowing"]["norms"]
-    expect_same(runs["offloaded"], plain)
-    expect_near(runs["recomputed"], plain)
-    assert runs["bf16"]["losses"] != plain["losses"]
-    for name in ("bf16", "overflowing"):
-        assert runs[name]["losses"] == pytest.approx(plain["losses"], rel=0.05), name
-
-
-@pytest.mark.ranks(RANKS)
-def test_an_optimizer_and_param_groups_of_the_callers(rank: int) -> None:
-    model = built("Mixtral")
-    decayed = [one for one in model.parameters() if one.ndim > 1]
-    others = [one for one in model.parameters() if one.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    config = {key: value for key, value in settings(2, 2).items() if key != "optimizer"}
-    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
-    listed = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    assert listed == {id(one) for one in model.parameters()}
-    trained(engine, rank, range(2))
 
 
 @pytest.mark.ranks(RANKS)

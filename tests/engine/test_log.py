@@ -236,6 +236,7 @@ def in_own_process(folder: Path, monitors: dict[str, Any], **environment: str) -
     subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, check=True, timeout=300)
 
 
+@pytest.mark.full
 def test_trackio_itself_is_told(tmp_path: Path) -> None:
     """The package, without a network."""
     in_own_process(tmp_path, {"trackio": {"project": "p", "name": "r"}}, TRACKIO_DIR=str(tmp_path))
@@ -248,6 +249,7 @@ def test_trackio_itself_is_told(tmp_path: Path) -> None:
         assert {"Train/Samples/train_loss", "Train/Samples/grad_norm"} <= figures.keys()
 
 
+@pytest.mark.full
 def test_mlflow_itself_is_told(tmp_path: Path) -> None:
     """The package, without a server: it writes files."""
     monitors = {"mlflow": {"tracking_uri": (tmp_path / "store").as_uri(), "experiment": "e", "run_name": "r"}}

@@ -99,39 +99,22 @@ def test_a_config_divides_a_model(ranks: int, name: str, tmp_path: Path) -> None
         engine.destroy()
 
 
-def divided_before(model: nn.Module) -> dict[str, Any]:
-    """The data-parallel ranks are found from the model, and no key is needed."""
-    divide_layers(model, meshed(2, 2)["tp"])
-    return {"config": {key: value for key, value in settings(2, optimizer=ADAMW).items() if key != "tensor_parallel"}}
-
-
-WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "a group": lambda model: {
-        "model_parameters": [{"params": list(model.parameters()), "lr": 1e-3}],
-        "config": settings(1, optimizer=ADAMW),
-    },
-    "an optimizer": lambda model: {
-        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
-        "config": settings(1),
-    },
-    "a generator": lambda model: {
-        "model_parameters": model.parameters(),
-        "config": settings(1, optimizer=ADAMW),
-    },
-    "divided before": divided_before,
-}
-"""The arguments of `initialize`."""
-
-
 @pytest.mark.full
 @pytest.mark.ranks(4)
-def test_each_way_to_name_parameters_is_one_process(rank: int) -> None:
-    expected = in_one_process(llama(), ranks=2)
-    for arguments in WAYS.values():
-        model = llama()
-        engine, *_ = zeroshard.initialize(model=model, **arguments(model))
-        expect_near(trained(engine, rank // 2), expected)
-        engine.destroy()
+@pytest.mark.parametrize("how", ["a generator", "a group", "divided before"])
+def test_each_way_to_name_parameters_is_one_process(rank: int, how: str) -> None:
+    model = llama()
+    config = settings(1, optimizer=ADAMW)
+    given: dict[str, Any] = {}
+    if how == "divided before":  # the data-parallel ranks are found from the model, and no key is needed
+        divide_layers(model, meshed(2, 2)["tp"])
+        del config["tensor_parallel"]
+    elif how == "a group":
+        given["model_parameters"] = [{"params": list(model.parameters()), "lr": 1e-3}]
+    else:
+        given["model_parameters"] = model.parameters()
+    engine, *_ = zeroshard.initialize(model=model, config=config, **given)
+    expect_near(trained(engine, rank // 2), in_one_process(llama(), ranks=2))
 
 
 @pytest.mark.ranks(2)

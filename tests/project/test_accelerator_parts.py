@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from simgpu import bodies, device, rare
 
 from zeroshard import Policy, Precision
 from zeroshard.engine.config.load import load_config
@@ -129,31 +128,6 @@ def test_rows_for_which_there_is_no_time_are_left_out(parts: Any) -> None:
     rows = speeds(parts, left=44.0)
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
-
-
-def test_bodies_that_need_pydantic_are_left_out_without_it(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[dict[str, Any]] = []
-    ran: list[str] = []
-    monkeypatch.setattr(rare, "EVERY_BODY", {name: lambda _, name=name: ran.append(name) for name in rare.EVERY_BODY})
-    monkeypatch.setattr(parts, "_version", lambda _: None)
-    monkeypatch.setattr(device, "use", lambda _: None)
-    setting = SimpleNamespace(rehearse=False, left=500.0, alone=lambda: None, device=None)
-    assert parts._bodies(setting, lambda **row: rows.append(row))
-    left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
-    needing = ["checkpoints", "asynchronous_checkpoints", "engine", "failing_disk"]
-    assert left_out == [f"feature: {name}" for name in needing]
-    assert len(ran) == len(rare.EVERY_BODY) - 4
-
-
-def test_a_real_device_may_round_otherwise_than_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = torch.ones(3)
-    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="cuda"))
-    bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
-    with pytest.raises(AssertionError, match="not close"):
-        bodies.expect_the_cpus((one + 1.0,), (one,), "other bits")
-    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="simgpu"))
-    with pytest.raises(AssertionError, match="other bits"):
-        bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
 
 
 def test_rows_of_offload_run_one_by_one(

@@ -322,14 +322,10 @@ def test_a_loop_that_misses_steps_is_warned_once(rank: int) -> None:
 
 
 def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
-    def accumulated_in(engine: Engine) -> torch.dtype:
-        return sharded_of(engine).dtypes.accumulate
-
+    """Of a config's own number of microbatches, tests/engine/test_config.py tests it."""
     bf16 = {"bf16": {"enabled": True}}
-    assert accumulated_in(make(1, 2, **bf16)) is torch.float32
-    assert accumulated_in(make(1, 1, **bf16, managed_gradient_accumulation=False)) is torch.float32
-    engine = make(1, 1, **bf16)
-    assert accumulated_in(engine) is torch.bfloat16
+    unmanaged, engine = make(1, 1, **bf16, managed_gradient_accumulation=False), make(1, 1, **bf16)
+    assert sharded_of(unmanaged).dtypes.accumulate is torch.float32
     engine.set_train_batch_size(1)
     with pytest.warns(UserWarning, match=r"set_train_batch_size\(4\).*summed in torch\.bfloat16.*grad_accum_dtype"):
         engine.set_train_batch_size(4)

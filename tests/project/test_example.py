@@ -188,7 +188,7 @@ def test_what_is_kept_of_it_reads_on_the_web() -> None:
     assert not [out for cell in kept["cells"] for out in cell.get("outputs", []) if out["output_type"] == "error"]
 
 
-# ---------------------------------------------------------------------- Slurm, under a local srun with the variables of the real one
+# ---------------------------------------------------------------------- Slurm, under a local srun
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sbatch"))
 SRUN = """#!{python}

@@ -1,4 +1,4 @@
-"""Engine methods that DeepSpeed's users and trainers call, other than forward, backward and step: the same bits at every stage."""
+"""Engines give the bits of the plain road, whichever of DeepSpeed's methods a loop calls, at every stage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import copy
 import inspect
 import io
 import pickle
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from models import Stack, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import engine_steps
+from torch.utils.data import TensorDataset
+from twin import LARGE_BUCKETS, STAGES, build, close, engine_steps, expect_equal, same, whole
 
 import zeroshard
-from zeroshard import CheckpointError, Engine, UsageError
+from zeroshard import CheckpointError, Engine, Precision, UsageError
 from zeroshard.engine.readers import Readers
+from zeroshard.testing import Workload
 
 STEPS = 3
 
@@ -44,35 +46,24 @@ def make(stage: int, accumulation: int = 2, **blocks: Any) -> Engine:
     return zeroshard.initialize(model=Stack(), config=config(stage, accumulation, **blocks))[0]
 
 
-def values(engine: Engine) -> list[Tensor]:
-    with zeroshard.unsharded(engine.module):
-        return [p.detach().clone() for p in engine.module.parameters()]
+# ---------------------------------------------------------------------- loops
+
+Loop = Callable[[Engine, list[Any]], None]
+"""Takes a step on some microbatches."""
 
 
-def run(engine: Engine, rank: int, loop: Callable[[Engine, list[Any]], None]) -> list[Tensor]:
-    """STEPS steps of two microbatches each."""
-    for step in range(STEPS):
-        loop(engine, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
-    assert engine.global_steps == STEPS
-    return values(engine)
+def each(backward: Callable[[Engine, Tensor], object]) -> Loop:
+    """Return the documented loop, with this call in place of engine.backward(loss)."""
+
+    def loop(engine: Engine, microbatches: list[Any]) -> None:
+        for one in microbatches:
+            backward(engine, engine(*one))
+            engine.step()
+
+    return loop
 
 
-def as_documented(engine: Engine, microbatches: list[Any]) -> None:
-    for one in microbatches:
-        engine.backward(engine(*one))
-        engine.step()
-
-
-def directly(engine: Engine, microbatches: list[Any]) -> None:
-    for one in microbatches:
-        engine(*one).backward()
-        engine.step()
-
-
-def scaled(engine: Engine, microbatches: list[Any]) -> None:
-    for one in microbatches:
-        engine.scale(engine(*one)).backward()
-        engine.step()
+as_documented = each(lambda engine, loss: engine.backward(loss))
 
 
 def as_accelerate(engine: Engine, microbatches: list[Any]) -> None:
@@ -98,13 +89,15 @@ def in_one_microbatch(engine: Engine, microbatches: list[Any]) -> None:
     for one in microbatches:
         engine.backward(engine(*one) / len(microbatches))
     engine.step()
+    assert engine.global_samples == engine.train_batch_size() * 2 * engine.global_steps, (
+        "each backward was a microbatch's"
+    )
 
 
 def by_the_optimizer(engine: Engine, microbatches: list[Any]) -> None:
-    in_one = sum(
-        (engine(*one) / len(microbatches) for one in microbatches[1:]), engine(*microbatches[0]) / len(microbatches)
-    )
-    engine.backward(in_one)
+    with engine.no_sync():
+        engine.backward(engine(*microbatches[0]) / 2)
+    engine.backward(engine(*microbatches[1]) / 2)
     before = engine.get_lr()
     engine.optimizer.step()
     assert engine.get_lr() == before, "the scheduler is the caller's"
@@ -112,63 +105,59 @@ def by_the_optimizer(engine: Engine, microbatches: list[Any]) -> None:
     engine.optimizer.zero_grad()
 
 
-def assert_all_equal(ones: list[Tensor], others: list[Tensor], what: str) -> None:
-    for one, other in zip(ones, others, strict=True):
-        assert torch.equal(one, other), what
+LOOPS: dict[str, tuple[Loop, int, dict[str, Any]]] = {
+    "loss.backward()": (each(lambda _, loss: loss.backward()), 2, {}),
+    "engine.scale(loss).backward()": (each(lambda engine, loss: engine.scale(loss).backward()), 2, {}),
+    "the boundary set by hand": (as_accelerate, 2, {}),
+    "a window longer than the config's": (as_accelerate, 1, {}),
+    "no_sync": (without_sync, 1, {}),
+    "optimizer.step()": (by_the_optimizer, 1, {}),
+    "managed_gradient_accumulation: false": (in_one_microbatch, 1, {"managed_gradient_accumulation": False}),
+}
+"""Loops that take the same steps as the documented one, with their gradient_accumulation_steps and other keys."""
+
+
+def run(engine: Engine, rank: int, loop: Loop = as_documented) -> dict[str, Tensor]:
+    """Take STEPS steps of two microbatches each."""
+    for step in range(STEPS):
+        loop(engine, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
+    assert engine.global_steps == STEPS
+    return whole(engine.module)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_loops_that_say_the_same_give_the_same_bits(rank: int, stage: int) -> None:
-    wanted = run(make(stage), rank, as_documented)
-    assert_all_equal(wanted, run(make(stage), rank, directly), "loss.backward()")
-    assert_all_equal(wanted, run(make(stage), rank, scaled), "engine.scale(loss).backward()")
-    assert_all_equal(wanted, run(make(stage), rank, as_accelerate), "the boundary set by hand")
-    assert_all_equal(wanted, run(make(stage, 1), rank, as_accelerate), "a window longer than the config's")
-    assert_all_equal(wanted, run(make(stage, 1), rank, without_sync), "no_sync")
-    unmanaged = make(stage, 1, managed_gradient_accumulation=False)
-    assert_all_equal(wanted, run(unmanaged, rank, in_one_microbatch), "managed_gradient_accumulation: false")
-    one = unmanaged.train_batch_size()
-    assert unmanaged.global_samples == one * STEPS * 2, "each backward was a microbatch's"
-    sums = make(stage, gradient_allreduce_op="sum", gradient_clipping=0.0)
-    means = make(stage, gradient_clipping=0.0)
+    wanted = run(make(stage), rank)
+    for name, (loop, accumulation, more) in LOOPS.items():
+        assert same(wanted, run(make(stage, accumulation, **more), rank, loop)), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_several_backwards_and_of_ranks_are_summed(rank: int, stage: int) -> None:
+    plain, several = make(0, 1), make(stage, 1)
+    for step in range(STEPS):
+        plain.backward(plain(*tokens(rank, 2 * step)) + plain(*tokens(rank, 2 * step + 1)))
+        plain.step()
+        losses = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
+        for loss in losses:
+            several.backward(loss)
+        several.step()
+    close(whole(plain.module), whole(several.module))
+    sums, means = (make(stage, 1, gradient_allreduce_op=name, gradient_clipping=0.0) for name in ("sum", "mean"))
     for engine in (sums, means):
-        engine_steps(engine, rank, [0])
-        engine.backward(engine(*tokens(rank, 1)))
+        engine.backward(engine(*tokens(rank, 0)))
     assert sums.step().grad_norm == 2 * means.step().grad_norm
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", range(4))
-def test_several_backwards_of_a_microbatch_are_summed(rank: int, stage: int) -> None:
-    plain = make(0, 1)
-    several = make(stage, 1)
-    for step in range(STEPS):
-        losses = [plain(*tokens(rank, 2 * step)), plain(*tokens(rank, 2 * step + 1))]
-        plain.backward(losses[0] + losses[1])
-        plain.step()
-        in_one_microbatch_sum = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
-        several.backward(in_one_microbatch_sum[0])
-        several.backward(in_one_microbatch_sum[1])
-        several.step()
-    for one, other in zip(values(plain), values(several), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert_all_equal(
-        run(make(stage, 1), rank, by_the_optimizer), run(make(0, 1), rank, by_the_optimizer), "optimizer.step()"
-    )
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", range(4))
-def test_fp16_asks_for_the_loss_scale(rank: int, stage: int) -> None:
+def test_fp16_asks_for_the_loss_scale(rank: int, stage: int, tmp_path: Path) -> None:
     half = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    assert_all_equal(
-        run(make(stage, **half), rank, as_documented),
-        run(make(stage, **half), rank, scaled),
-        "engine.scale(loss).backward()",
-    )
+    scaled, _, _ = LOOPS["engine.scale(loss).backward()"]
+    assert same(run(make(stage, **half), rank), run(make(stage, **half), rank, scaled))
     engine = make(stage, 1, **half)
     assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == engine.loss_scaler.scale == 256
     engine(*tokens(rank, 0)).backward()
@@ -180,65 +169,218 @@ def test_fp16_asks_for_the_loss_scale(rank: int, stage: int) -> None:
     assert engine.optimizer.overflow and engine.skipped_steps == 1 and not engine.was_step_applied()
     engine.backward(engine(*tokens(rank, 0)))
     assert engine.step().applied and not engine.optimizer.overflow
-
-
-def test_mixed_backwards_are_refused() -> None:
-    engine = make(2)
-    engine_steps(engine, 0, [0])
-    engine(*tokens(0, 1)).backward()
-    with pytest.raises(UsageError, match="Use one of them throughout a step"):
-        engine.step()
-    engine.zero_grad()
-    assert engine.micro_steps == 0
-    assert_all_equal(run(engine, 0, directly), run(make(0), 0, directly), "after zero_grad")
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", range(4))
-def test_gradients_between_microbatches(rank: int, stage: int) -> None:
-    torch.manual_seed(0)
-    plain = Stack()
-    plain(*tokens(rank, 0)).backward()
-    engine = make(stage, 1, gradient_clipping=0.0)
-    with engine.no_sync():
-        engine.backward(engine(*tokens(rank, 0)))
-        for one, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            if stage < 2:
-                assert one.grad is not None and torch.equal(
-                    one.grad, other.grad if other.grad is not None else one.grad
-                )
-                one.grad.mul_(2.0)  # what is written counts
-            elif one.numel():
-                with pytest.raises(UsageError, match="not in its `grad`"):
-                    one.grad.clone()  # type: ignore[union-attr]
-    engine.backward(engine(*tokens(rank, 1)) * 0.0)
-    norm = engine.step().grad_norm
-    if stage < 2:
-        other = make(stage, 1, gradient_clipping=0.0)
-        other.backward(other(*tokens(rank, 0)) * 2.0)
-        assert norm == pytest.approx(other.step().grad_norm, rel=1e-6)
+    engine.save_checkpoint(tmp_path)
+    other = make(stage, 1, fp16={"enabled": True, "initial_scale_power": 4})
+    other.load_checkpoint(tmp_path)
+    assert other.optimizer.loss_scale == other.loss_scaler.scale == engine.loss_scaler.scale
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_without_a_backward_updates_nothing(rank: int, stage: int) -> None:
     engine = make(stage, 1)
-    before = values(engine)
+    before = whole(engine.module)
     engine.step()
-    assert_all_equal(before, values(engine), "no gradient, no update")
-    engine_steps(engine, rank, range(2))  # the schedule begins with a rate of 0
-    assert not all(torch.equal(one, other) for one, other in zip(before, values(engine), strict=True))
+    assert same(before, whole(engine.module))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_whose_output_is_its_last_layers_accumulates(rank: int) -> None:
+    """Its last layer's backward begins together with its own: it is reduced before its gradients come, and once more after."""
+    work = Workload(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
+        lambda rank, number: (torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + rank)),),
+        compute_loss=lambda model, batch: model(*batch).square().mean(),
+        microbatches=2,
+    )
+    expect_equal(rank, work, STAGES)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_one_after_another_on_one_model(rank: int, stage: int) -> None:
+    wanted = run(make(stage), rank)
+    first = make(stage)
+    first.backward(first(*tokens(rank, 5)))
+    first.destroy()
+    assert type(next(first.module.parameters())) is nn.Parameter
+    torch.manual_seed(0)
+    first.module.load_state_dict(Stack().state_dict())
+    again = zeroshard.initialize(model=first.module, config=config(stage))[0]
+    assert same(wanted, run(again, rank))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_engine_and_plain_road_give_the_same_bits(rank: int, stage: int, accumulation: int, bf16: bool) -> None:
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    torch.manual_seed(0)
+    model = Stack()
+    engine, *_ = zeroshard.initialize(model=model, config=settings)
+    assert engine.module is model
+    losses = engine_steps(engine, rank, range(4 * accumulation))
+    assert engine.global_steps == 4
+    assert engine.global_samples == 4 * 3 * accumulation * 2
+    mine = whole(model)
+    norm = engine.get_global_grad_norm()
+
+    dtype = torch.bfloat16 if bf16 else None
+    precision = Precision(dtype, accumulate_dtype=dtype if accumulation == 1 else None)
+    adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
+    plain, sharded = build(stage, precision=precision, make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
+    norms: list[float] = []
+    for step in range(4):
+        for microbatch in range(accumulation):
+            with sharded.accumulate(microbatch < accumulation - 1):
+                loss = plain(*tokens(rank, step * accumulation + microbatch))
+                assert torch.equal(loss, losses[step * accumulation + microbatch])
+                (loss / accumulation).backward()
+        norms.append(sharded.clip_grad_norm_(0.5))
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+    assert norms[-1] == norm
+    assert same(whole(plain), mine)
+
+
+@pytest.mark.ranks(2)
+def test_training_data_is_split_over_ranks(rank: int) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 5, "optimizer": {"type": "Adam"}}
+    data = TensorDataset(torch.arange(20))
+    _, _, loader, _ = zeroshard.initialize(model=Stack(), config=settings, training_data=data)
+    assert loader is not None
+    mine = torch.cat([batch for (batch,) in loader])
+    everyone = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(everyone, mine)
+    assert torch.cat(everyone).sort().values.tolist() == list(range(20))
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def two_kinds_of_backward(engine: Engine) -> None:
+    engine.set_train_batch_size(2)
+    engine_steps(engine, 0, [0])
+    engine(*tokens(0, 1)).backward()
+    engine.step()
+
+
+def two_ends(engine: Engine) -> None:
+    engine.backward(engine(*tokens(0, 0)))
+    engine.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="Call one of them"):
+            engine.step()
+    engine.step()
+
+
+def a_step_after_an_aborted_backward(engine: Engine) -> None:
+    hook = engine.module.embedding.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(engine(*tokens(0, 0)))
+    hook.remove()
+    engine(*tokens(0, 0))
+    engine.step()
+
+
+MISTAKES: dict[str, tuple[Callable[[Engine], object], str]] = {
+    "two kinds of backward": (two_kinds_of_backward, "Use one of them throughout a step"),
+    "two ends of a step": (two_ends, "Call one of them"),
+    "an aborted backward": (a_step_after_an_aborted_backward, "was aborted"),
+    "a second engine": (lambda one: zeroshard.initialize(model=one.module, config=config(2)), "sharded already"),
+    "an optimizer's name": (
+        lambda _: zeroshard.initialize(model=Stack(), optimizer="adam", config=config(2)),
+        r"initialize\(optimizer=\.\.\.\) is a str\. Pass a torch optimizer",
+    ),
+    "a list to keep": (lambda one: one.save_checkpoint("x", client_state=[1]), "client_state is a list: pass a dict"),
+    "an empty microbatch": (lambda one: one.set_train_micro_batch_size(0), "1 or more"),
+    "a sampler": (lambda one: one.deepspeed_io([0, 1], data_sampler=[]), "data_sampler"),
+    "a name for safetensors": (
+        lambda one: one.save_16bit_model("x", "model.safetensors"),
+        r"model\.safetensors is a name for safetensors. .*engine\.export",
+    ),
+    "copy": (copy.copy, "cannot be copied"),
+    "deepcopy": (copy.deepcopy, "cannot be copied"),
+    "pickle": (pickle.dumps, "cannot be copied"),
+    "torch.save": (lambda one: torch.save(one, io.BytesIO()), "cannot be copied"),
+}
+"""What users do, and what they are told."""
+
+
+def test_after_a_mistake_the_engine_trains_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = make(2, 1)
+    for name, (mistake, told) in MISTAKES.items():
+        counted = engine.micro_steps + (name == "two ends of a step")
+        with pytest.raises(UsageError, match=told):
+            mistake(engine)
+        engine.zero_grad()
+        engine.set_train_batch_size(1)
+        assert engine.global_steps == engine.micro_steps == counted, name
+        engine.backward(engine(*tokens(0, 0)))
+        assert engine.step().applied, name
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_destroyed_engine_evaluates_and_does_not_train() -> None:
+    engine = make(3, 1)
+    engine.destroy()
+    with pytest.raises(UsageError, match="make a new Trainer"):
+        engine(*tokens(0, 0))
+    with torch.no_grad():
+        assert torch.isfinite(engine(*tokens(0, 0)))
+
+
+def test_a_refused_initialize_leaves_the_models_forwards() -> None:
+    model = Stack()
+    units_checkpointed = {"activation_checkpointing": {"checkpoint_units": "auto"}}
+    wrong = {"optimizer": {"type": "AdamW", "params": {"learning": 1e-2}}}
+    forwards = [block.forward for block in model.blocks]
+    with pytest.raises(zeroshard.ZeroshardError):
+        zeroshard.initialize(model=model, config=config(1, 1, **units_checkpointed) | wrong)
+    assert [block.forward for block in model.blocks] == forwards
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_that_misses_steps_is_warned_once(rank: int) -> None:
+    """The first as a Trainer's own training_step does that calls loss.backward(): accelerate steps in accelerator.backward."""
+
+    def never_steps(engine: Engine) -> None:
+        for index in range(6):
+            engine(*tokens(rank, index)).backward()
+            engine.zero_grad()
+
+    with pytest.warns(
+        UserWarning, match=r"engine\.step\(\) has not been called so far: nothing has been train"
+    ) as told:
+        never_steps(make(2, 1))
+    assert len(told) == 1
+    engine = make(2, 2)
+    for number in range(2):
+        engine.backward(engine(*tokens(rank, number)))
+    with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
+        engine.step()
+    with no_warnings():
+        engine = make(2, 2)
+        engine.zero_grad()  # there is nothing to drop
+        engine_steps(engine, rank, range(4))
+        never_steps(engine)
 
 
 def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
-    def accumulated_in(engine: Engine) -> torch.dtype:
-        return sharded_of(engine).dtypes.accumulate
-
+    """Of a config's own number of microbatches, tests/engine/test_config.py tests it."""
     bf16 = {"bf16": {"enabled": True}}
-    assert accumulated_in(make(1, 2, **bf16)) is torch.float32
-    assert accumulated_in(make(1, 1, **bf16, managed_gradient_accumulation=False)) is torch.float32
-    engine = make(1, 1, **bf16)
-    assert accumulated_in(engine) is torch.bfloat16
+    unmanaged, engine = make(1, 1, **bf16, managed_gradient_accumulation=False), make(1, 1, **bf16)
+    assert sharded_of(unmanaged).dtypes.accumulate is torch.float32
     engine.set_train_batch_size(1)
     with pytest.warns(UserWarning, match=r"set_train_batch_size\(4\).*summed in torch\.bfloat16.*grad_accum_dtype"):
         engine.set_train_batch_size(4)
@@ -249,76 +391,11 @@ def test_sums_of_gradients_are_in_fp32_unless_a_config_says_otherwise() -> None:
         make(1, 1).set_train_batch_size(4)
 
 
-@pytest.mark.ranks(2)
-def test_a_loop_that_never_steps_is_warned_once(rank: int) -> None:
-    """As a Trainer's own training_step does that calls loss.backward(): accelerate steps in accelerator.backward."""
-
-    def never_steps(engine: Engine, rank: int) -> None:
-        for index in range(6):
-            engine(*tokens(rank, index)).backward()
-            engine.zero_grad()
-
-    with pytest.warns(
-        UserWarning, match=r"engine\.step\(\) has not been called so far: nothing has been trained"
-    ) as caught:
-        never_steps(make(2, 1), rank)
-    assert len(caught) == 1
-    with no_warnings():
-        engine = make(2, 1)
-        for index in range(6):
-            engine.zero_grad()  # there is nothing to drop
-            engine(*tokens(rank, index)).backward()
-            engine.step()
-        never_steps(engine, rank)
-
-
-def test_a_step_has_one_end() -> None:
-    engine = make(1, 1)
-    engine.backward(engine(*tokens(0, 0)))
-    engine.optimizer.step()
-    for _ in range(2):
-        with pytest.raises(UsageError, match="Call one of them"):
-            engine.step()
-    assert (engine.global_steps, engine.micro_steps) == (1, 1)
-    engine.backward(engine(*tokens(0, 1)))
-    assert engine.step().applied
-
-
-@pytest.mark.parametrize("stage", (1, 3))
-def test_a_model_has_one_engine(stage: int) -> None:
-    engine = make(stage, 1)
-    with pytest.raises(UsageError, match="sharded already"):
-        zeroshard.initialize(model=engine.module, config=config(stage, 1))
-    engine.destroy()
-    engine = zeroshard.initialize(model=engine.module, config=config(stage, 1))[0]
-    engine.backward(engine(*tokens(0, 0)))
-    assert engine.step().applied
-
-
-def test_arguments_of_wrong_types_are_named(tmp_path: Path) -> None:
-    model = Stack()
-    with pytest.raises(UsageError, match=r"initialize\(optimizer=\.\.\.\) is a str\. Pass a torch optimizer"):
-        zeroshard.initialize(model=model, optimizer="adam", config=config(2))
-    engine, *_ = zeroshard.initialize(model=model, config=config(2))  # the refused call left nothing behind
-    with pytest.raises(UsageError, match="client_state is a list: pass a dict"):
-        engine.save_checkpoint(tmp_path, client_state=[1])
-    assert not any(tmp_path.iterdir())
-    engine.save_checkpoint(tmp_path, client_state={"one": 1})
-    assert engine.load_checkpoint(tmp_path)[1] == {"one": 1}
-    engine.destroy()
-
-
-def test_a_destroyed_engine_does_not_train() -> None:
-    engine = make(3, 1)
-    engine.destroy()
-    with pytest.raises(UsageError, match="make a new Trainer"):
-        engine(*tokens(0, 0))
-    with torch.no_grad():
-        assert torch.isfinite(engine(*tokens(0, 0)))
+# ---------------------------------------------------------------------- state dicts and checkpoints
 
 
 class Odd(nn.Module):
-    """A state that is no tensor, tied weights, buffers, and an attribute by the name of a method of the engine."""
+    """A state that is no tensor, tied weights, buffers, and attributes by the names of methods of the engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,6 +404,8 @@ class Odd(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("kept", torch.ones(3))
         self.register_buffer("left_out", torch.ones(3), persistent=False)
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("numbers", torch.zeros(0, dtype=torch.int64))
 
     def get_extra_state(self) -> dict[str, int]:
         return {"version": 7}
@@ -347,54 +426,43 @@ def test_state_dicts_of_an_odd_model(rank: int, stage: int, tmp_path: Path) -> N
     engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
     engine.backward(engine(torch.arange(4)))
     assert engine.step().applied
-    names = {"_extra_state", "embedding.weight", "head.weight", "kept"}
+    names = {"_extra_state", "embedding.weight", "head.weight", "kept", "empty", "numbers"}
     for state in (engine.module_state_dict(), engine.consolidated_state_dict()):
         if state is not None:
             assert set(state) == names and state["_extra_state"] == {"version": 7}
             assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
-            assert state["kept"].shape == (3,)
+            assert state["kept"].shape == (3,) and state["numbers"].dtype is torch.int64
     engine.load_module_state_dict(engine.module_state_dict())
     engine.save_16bit_model(tmp_path, "model.bin")
     read = torch.load(tmp_path / "model.bin")
     assert read["kept"].dtype == torch.float32 and read["_extra_state"] == {"version": 7}
+    with pytest.raises(UsageError, match="cannot be copied"):
+        copy.deepcopy(engine)
 
 
-def test_an_engine_is_not_copied() -> None:
-    for model in (Stack(), Odd()):
-        engine = zeroshard.initialize(model=model, config=config(3, 1))[0]
-        for copying in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
-            with pytest.raises(UsageError, match="cannot be copied"):
-                copying(engine)
-        engine.destroy()
-
-
-def test_it_is_a_module() -> None:
-    engine = make(3, 2)
-    assert isinstance(engine, nn.Module)
-    assert engine.blocks is engine.module.blocks, "what it lacks is the model's"
-    assert [name for name, _ in engine.named_parameters()] == [
-        "module." + name for name, _ in engine.module.named_parameters()
-    ]
-    state = engine.state_dict()
-    assert all(torch.equal(state["module." + name], value) for name, value in engine.module_state_dict().items())
-    for value in state.values():
-        value.mul_(2.0)
-    engine.load_state_dict(state)
-    assert all(torch.equal(state["module." + name], value) for name, value in engine.module_state_dict().items())
-    assert engine.eval() is engine and not engine.module.training and engine.train().module.training
-    assert engine.config["zero_optimization"]["stage"] == 3 and engine.config.get("nothing") is None
-    assert engine.zero_optimization_partition_weights() and engine.zero_optimization() and not engine.fp16_enabled()
-    assert engine.optimizer_name() == "AdamW" and engine.scheduler_params() == {
-        "warmup_max_lr": 1e-2,
-        "warmup_num_steps": 4,
-    }
-    assert (engine.world_size, engine.global_rank, engine.dp_world_size) == (1, 0, 1)
-    engine.backward(engine(*tokens(0, 0)))
-    assert not engine.step().applied and not engine.was_step_applied()
-    engine.backward(engine(*tokens(0, 1)))
-    assert engine.step().applied and engine.was_step_applied()
-    engine.set_train_batch_size(3)
-    assert engine.gradient_accumulation_steps() == 3
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_come_together_on_rank_0_and_in_a_file(rank: int, stage: int, bf16: bool, tmp_path: Path) -> None:
+    """The file has the dtype that the model trains in; `torch.load` reads it."""
+    engine = make(stage, bf16={"enabled": bf16})
+    wanted = engine.module_state_dict()
+    gathered = engine.consolidated_state_dict()
+    by_trainers = engine._zero3_consolidated_16bit_state_dict()
+    assert (gathered is None) == (rank != 0)
+    assert by_trainers.keys() == (gathered or {}).keys()
+    if gathered is not None:
+        assert same(gathered, wanted)
+        assert gathered["head.weight"].data_ptr() == gathered["embedding.weight"].data_ptr(), "ties stay ties"
+    else:
+        with pytest.raises(UsageError, match="rank 0 has all of it"):
+            torch.save(by_trainers, tmp_path / "empty.pt")
+    assert engine.save_16bit_model(tmp_path)
+    assert engine.save_16bit_model(tmp_path, "weights.bin")
+    for name in ("pytorch_model.bin", "weights.bin"):  # the first is DeepSpeed's
+        read = torch.load(tmp_path / name)
+        assert same(read, wanted)
+        assert {value.dtype for value in read.values()} == {torch.bfloat16 if bf16 else torch.float32}
 
 
 def test_an_adapters_file_has_the_frozen_parameters_that_peft_saves_in_it() -> None:
@@ -413,77 +481,27 @@ def test_an_adapters_file_has_the_frozen_parameters_that_peft_saves_in_it() -> N
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_weights_come_together_on_rank_0(rank: int, stage: int, tmp_path: Path) -> None:
-    engine = make(stage)
-    whole = engine.module_state_dict()
-    gathered = engine.consolidated_state_dict()
-    assert (gathered is None) == (rank != 0)
-    by_trainers = engine._zero3_consolidated_16bit_state_dict()
-    assert by_trainers.keys() == (gathered or {}).keys()
-    if rank:
-        with pytest.raises(UsageError, match="rank 0 has all of it"):
-            torch.save(by_trainers, tmp_path / "empty.pt")
-    for name, value in (gathered or {}).items():
-        assert torch.equal(value, whole[name])
-    assert gathered is None or gathered.keys() == whole.keys()
-    tied = {
-        name for name, p in engine.module.named_parameters(remove_duplicate=False) if p is engine.module.head.weight
-    }
-    assert len(tied) == 2
-    for state in (engine.module.state_dict(), gathered or {}):
-        assert len({value.data_ptr() for name, value in state.items() if name in tied}) <= 1, "ties stay ties"
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("name", [None, "weights.bin"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_saved_model_is_in_the_dtype_that_it_trains_in(
-    rank: int, stage: int, name: str | None, bf16: bool, tmp_path: Path
-) -> None:
-    """Under DeepSpeed's name, where none is given; `torch.load` reads it."""
-    engine = make(stage, bf16={"enabled": bf16})
-    whole = engine.module_state_dict()
-    if name is None:
-        assert engine.save_16bit_model(tmp_path)
-    else:
-        assert engine.save_16bit_model(tmp_path, name)
-    with pytest.raises(UsageError, match=r"model\.safetensors is a name for safetensors. .*engine\.export"):
-        engine.save_16bit_model(tmp_path, "model.safetensors")
-    read = torch.load(tmp_path / (name or "pytorch_model.bin"))
-    assert read.keys() == whole.keys()
-    for key, value in read.items():
-        assert value.dtype == (torch.float32, torch.bfloat16)[bf16]
-        assert torch.equal(value, whole[key])
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_within_a_step_begins_the_step_anew(rank: int, stage: int, tmp_path: Path) -> None:
-    engine = make(stage)
+    engine, other = make(stage), make(stage)
     as_documented(engine, [tokens(rank, 0), tokens(rank, 1)])
     engine.backward(engine(*tokens(rank, 2)))
     engine.save_checkpoint(tmp_path)
     engine.step()
     engine.backward(engine(*tokens(rank, 3)))
     engine.step()
-    wanted = values(engine)
-    other = make(stage)
     other.load_checkpoint(tmp_path)
     as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
-    assert_all_equal(wanted, values(other), "as if it had not been interrupted")
+    assert same(whole(engine.module), whole(other.module))
 
 
 @pytest.mark.ranks(2)
 def test_folders_and_tags(rank: int, tmp_path: Path) -> None:
     engine = make(2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="no checkpoint was loaded"):
         assert engine.load_checkpoint(tmp_path / "nothing") == (None, None)
-        assert "no checkpoint was loaded" in str(caught[-1].message)
+    with pytest.warns(UserWarning, match="the ranks name different tags") if rank == 0 else contextlib.nullcontext():
         engine.save_checkpoint(tmp_path, tag=f"mine{rank}")
-        assert rank != 0 or "the ranks name different tags" in str(caught[-1].message)
     assert engine.load_checkpoint(tmp_path, "mine0")[0] is not None
     with pytest.raises(CheckpointError, match="plain folder name"):
         engine.save_checkpoint(tmp_path, tag="")
@@ -496,86 +514,91 @@ def test_folders_and_tags(rank: int, tmp_path: Path) -> None:
     assert (tmp_path / "yours0").is_dir() and not (tmp_path / "yours1").exists()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("stage", range(4))
-def test_engines_one_after_another_and_at_once(rank: int, stage: int) -> None:
-    wanted = run(make(stage), rank, as_documented)
-    first = make(stage)
-    first.backward(first(*tokens(rank, 5)))
-    first.destroy()
-    assert type(next(first.module.parameters())) is nn.Parameter
-    torch.manual_seed(0)
-    first.module.load_state_dict(Stack().state_dict())
-    again = zeroshard.initialize(model=first.module, config=config(stage))[0]
-    beside = make(stage)
-    for step in range(STEPS):
-        as_documented(again, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
-        as_documented(beside, [tokens(rank, 2 * step), tokens(rank, 2 * step + 1)])
-    assert_all_equal(wanted, values(again), "on a model that another engine had")
-    assert_all_equal(wanted, values(beside), "beside another engine")
+# ---------------------------------------------------------------------- schedules
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_a_schedule_that_fills_a_tensor_takes_effect(rank: int, stage: int) -> None:
-    def run_with(lr: Any, rank: int) -> list[Tensor]:
+    def run_with(lr: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
         model = Stack()
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        engine = zeroshard.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule,
-            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}},
-        )[0]  # fmt: skip
+        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
         engine_steps(engine, rank, range(STEPS))
         assert float(engine.get_lr()[0]) == pytest.approx(1e-2 * 0.5**STEPS)
-        return values(engine)
+        return whole(model)
 
-    for one, other in zip(run_with(torch.tensor(1e-2), rank), run_with(1e-2, rank), strict=True):
-        torch.testing.assert_close(one, other)
+    close(run_with(torch.tensor(1e-2)), run_with(1e-2))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_whose_output_is_its_last_layers_accumulates(rank: int, stage: int) -> None:
-    """Its last layer's backward begins together with its own: it is reduced before its gradients come, and once more after."""
+def test_a_schedule_that_needs_a_metric(rank: int, tmp_path: Path) -> None:
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    blocks = {key: value for key, value in config(2, 1).items() if key not in ("optimizer", "scheduler")}
+    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=blocks)
+    engine.backward(engine(*tokens(0, rank)))
+    with pytest.raises(UsageError, match="lr_kwargs"):
+        engine.step()
+    for _ in range(3):
+        engine.step(lr_kwargs={"metrics": 1.0})
+        engine.backward(engine(*tokens(0, rank)))
+    assert engine.get_lr() == [0.01 * 0.5**2]
+    engine.step(lr_kwargs={"metrics": 1.0})
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert schedule.best == 1.0
 
-    def trained(stage: int, rank: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        block = {"type": "AdamW", "params": {"lr": 1e-2}}
-        engine = zeroshard.initialize(model=model, config=config(stage, optimizer=block))[0]
-        for step in range(4):
-            batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-            engine.backward(engine(batch).pow(2).mean())
+
+def test_a_schedule_that_raises_leaves_a_counted_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(1)
+    monkeypatch.setattr(engine.lr_scheduler, "step", lambda: 1 / 0)
+    for number in range(4):
+        engine.backward(engine(*tokens(0, number)))
+        with pytest.raises(ZeroDivisionError) if number % 2 else contextlib.nullcontext():
             engine.step()
-        return values(engine)
-
-    for one, other in zip(trained(stage, rank), trained(0, rank), strict=True):
-        assert torch.equal(one, other)
+    assert (engine.global_steps, engine.global_samples) == (2, 4)
 
 
-def test_a_step_that_is_refused_is_not_counted() -> None:
-    """A backward was aborted: the microbatch has not ended, and `zero_grad` begins the step anew."""
-    engine = make(2, accumulation=1)
-    hook = engine.module.embedding.weight.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(engine(*tokens(0, 0)))
-    with pytest.raises(UsageError, match="was aborted"):
-        engine(*tokens(0, 0))
-        engine.step()
-    with pytest.raises(UsageError, match="was aborted"):
-        engine.step()
-    assert engine.micro_steps == 0
-    hook.remove()
-    engine.zero_grad()
-    assert engine.micro_steps == 0
+def test_an_optimizer_without_a_learning_rate_trains() -> None:
+    class Own(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(0.1 * parameter.grad)
+
+    settings = config(1, 1, zero_allow_untested_optimizer=True)
+    del settings["optimizer"], settings["scheduler"]
+    model = Stack()
+    engine, *_ = zeroshard.initialize(model=model, optimizer=Own(model.parameters(), {}), config=settings)
     engine.backward(engine(*tokens(0, 0)))
     assert engine.step().applied
-    assert engine.micro_steps == 1
-    engine.destroy()
+    assert str(engine.get_lr()) == "[nan]"
 
+
+@pytest.mark.parametrize("floors", [(1e-6, 0.0), (0.0, 1e-6)])
+@pytest.mark.parametrize("kind", ["StepLR", "WarmupLR"])
+def test_a_schedule_continues_when_min_lr_is_added_or_removed(
+    kind: str, floors: tuple[float, float], tmp_path: Path
+) -> None:
+    params = {"StepLR": {"step_size": 1, "gamma": 0.5}, "WarmupLR": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
+    scheduler = {"type": kind, "params": params[kind]}
+    engine, again = (make(1, 1, scheduler=scheduler, min_lr=floor) for floor in floors)
+    engine_steps(engine, 0, range(3))
+    engine.save_checkpoint(tmp_path)
+    again.load_checkpoint(tmp_path)
+    for number in range(4):
+        assert again.get_lr() == engine.get_lr()
+        engine_steps(again, 0, [number])
+        engine_steps(engine, 0, [number])
+
+
+# ---------------------------------------------------------------------- DeepSpeed's names
 
 READ = {
     "amp_enabled": False,
@@ -647,20 +670,14 @@ def test_what_deepspeeds_names_answer() -> None:
 
 @pytest.mark.ranks(2)
 def test_smaller_names_of_deepspeeds(rank: int) -> None:
-    engine = make(2, 1)
+    engine, other = make(2, 1), make(2, 1)
     assert isinstance(engine.optimizer.optimizer, torch.optim.AdamW)
     assert engine.optimizer.loss_scaler is engine.loss_scaler
     assert not engine.optimizer.dynamic_loss_scale and not engine.optimizer.needs_scaler()
     assert engine.client_optimizer is None and not engine.is_compiled
     engine.set_train_micro_batch_size(3)
     assert (engine.train_micro_batch_size_per_gpu(), engine.train_batch_size()) == (3, 6)
-    with pytest.raises(UsageError, match="1 or more"):
-        engine.set_train_micro_batch_size(0)
-    numbers = [tensor.item() for tensor in engine.deepspeed_io(list(range(8)), batch_size=1)]  # type: ignore[arg-type]
-    assert len(numbers) == 4
-    with pytest.raises(UsageError, match="data_sampler"):
-        engine.deepspeed_io(list(range(8)), data_sampler=[])  # type: ignore[arg-type]
-    other = make(2, 1)
+    assert len(engine.deepspeed_io(list(range(8)), batch_size=1)) == 4  # type: ignore[arg-type]
     for one in (engine, other):
         with one.coalesce_grad_reduction() if one is engine else contextlib.nullcontext():
             for batch in range(2):
@@ -668,131 +685,25 @@ def test_smaller_names_of_deepspeeds(rank: int) -> None:
         if one is engine:
             one.allreduce_gradients()
         one.step()
-    for mine, theirs in zip(values(engine), values(other), strict=True):
-        assert torch.equal(mine, theirs)
+    assert same(whole(engine.module), whole(other.module))
 
 
-@pytest.mark.ranks(2)
-def test_a_schedule_that_needs_a_metric(rank: int, tmp_path: Path) -> None:
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    blocks = {key: value for key, value in config(2, 1).items() if key not in ("optimizer", "scheduler")}
-    engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=blocks)
-    engine.backward(engine(*tokens(0, rank)))
-    with pytest.raises(UsageError, match="lr_kwargs"):
-        engine.step()
-    for _ in range(3):
-        engine.step(lr_kwargs={"metrics": 1.0})
-        engine.backward(engine(*tokens(0, rank)))
-    assert engine.get_lr() == [0.01 * 0.5**2]
-    engine.step(lr_kwargs={"metrics": 1.0})
-    engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path)
-    assert schedule.best == 1.0
-
-
-@pytest.mark.ranks(2)
-def test_steps_that_are_missing_are_named(rank: int) -> None:
-    engine = make(2, 2)
-    for _ in range(2):
-        engine.backward(engine(*tokens(0, rank)))
-    with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
-        engine.step()
-    engine = make(2, 2)
-    with no_warnings():
-        engine_steps(engine, rank, range(4))
-
-
-def test_a_schedule_that_raises_leaves_a_counted_step() -> None:
-    engine = make(1, 2)
-    engine.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, max_lr=0.1, total_steps=1)
-    engine.lr_scheduler.step = _raise  # type: ignore[method-assign]
-    for number in range(4):
-        engine.backward(engine(*tokens(0, number)))
-        if number % 2:
-            with pytest.raises(ValueError, match="the schedule ended"):
-                engine.step()
-        else:
-            assert not engine.step().applied
-    assert (engine.global_steps, engine.global_samples) == (2, 4)
-
-
-def _raise(*_: Any) -> None:
-    raise ValueError("the schedule ended")
-
-
-def test_an_optimizer_without_a_learning_rate_trains() -> None:
-    class Own(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.sub_(0.1 * parameter.grad)
-
-    settings = config(1, 1, zero_allow_untested_optimizer=True)
-    del settings["optimizer"], settings["scheduler"]
-    model = Stack()
-    engine, *_ = zeroshard.initialize(model=model, optimizer=Own(model.parameters()), config=settings)
+def test_it_is_a_module() -> None:
+    engine = make(3)
+    assert isinstance(engine, nn.Module)
+    assert engine.blocks is engine.module.blocks, "what it lacks is the model's"
+    names = [name for name, _ in engine.module.named_parameters()]
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name in names]
+    state = engine.state_dict()
+    for value in state.values():
+        value.mul_(2.0)
+    engine.load_state_dict(state)
+    assert all(torch.equal(state[f"module.{name}"], value) for name, value in engine.module_state_dict().items())
+    assert engine.eval() is engine and not engine.module.training and engine.train().module.training
+    assert engine.config["zero_optimization"]["stage"] == 3 and engine.config.get("nothing") is None
     engine.backward(engine(*tokens(0, 0)))
-    assert engine.step().applied
-    assert str(engine.get_lr()) == "[nan]"
-
-
-def test_a_refused_initialize_leaves_the_models_forwards() -> None:
-    model = Stack()
-    units_checkpointed = {"activation_checkpointing": {"checkpoint_units": "auto"}}
-    wrong = {"optimizer": {"type": "AdamW", "params": {"learning": 1e-2}}}
-    forwards = [block.forward for block in model.blocks]
-    with pytest.raises(zeroshard.ZeroshardError):
-        zeroshard.initialize(model=model, config=config(1, 1, **units_checkpointed) | wrong)
-    assert [block.forward for block in model.blocks] == forwards
-
-
-@pytest.mark.parametrize("floors", [(1e-6, 0.0), (0.0, 1e-6)])
-@pytest.mark.parametrize("kind", ["StepLR", "WarmupLR"])
-def test_a_schedule_continues_when_min_lr_is_added_or_removed(
-    kind: str, floors: tuple[float, float], tmp_path: Path
-) -> None:
-    params = {"StepLR": {"step_size": 1, "gamma": 0.5}, "WarmupLR": {"warmup_num_steps": 9, "warmup_max_lr": 0.1}}
-
-    def made(floor: float) -> Engine:
-        return make(1, 1, scheduler={"type": kind, "params": params[kind]}, min_lr=floor)
-
-    def steps(engine: Engine) -> list[list[float]]:
-        found = []
-        for number in range(3):
-            engine_steps(engine, 0, [number])
-            found.append(engine.get_lr())
-        return found
-
-    engine, again = made(floors[0]), made(floors[1])
-    steps(engine)
-    engine.save_checkpoint(tmp_path)
-    again.load_checkpoint(tmp_path)
-    assert again.get_lr() == engine.get_lr()
-    assert steps(again) == steps(engine)
-
-
-def test_the_scale_of_a_loaded_checkpoint_is_that_of_the_next_loss(tmp_path: Path) -> None:
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    make(1, 1, **fp16).save_checkpoint(tmp_path)
-    engine = make(1, 1, fp16={"enabled": True, "initial_scale_power": 8})
-    engine.load_checkpoint(tmp_path)
-    assert engine.optimizer.loss_scale == engine.loss_scaler.scale == 16
-
-
-def test_a_state_dict_keeps_the_dtypes_of_empty_tensors() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-            self.register_buffer("empty", torch.zeros(0))
-            self.register_buffer("numbers", torch.zeros(0, dtype=torch.int64))
-
-    engine, *_ = zeroshard.initialize(model=Net(), config=config(1, 1))
-    assert engine.module_state_dict()["numbers"].dtype is torch.int64
+    assert not engine.step().applied and not engine.was_step_applied()
+    engine.backward(engine(*tokens(0, 1)))
+    assert engine.step().applied and engine.was_step_applied()
+    engine.set_train_batch_size(3)
+    assert engine.gradient_accumulation_steps() == 3

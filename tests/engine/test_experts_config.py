@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -89,142 +87,51 @@ def test_a_config_divides_experts(ep: int, name: str, tmp_path: Path) -> None:
         assert torch.equal(value, values[fqn]), fqn
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accumulation_recomputation_bf16_and_offload(stage: int, tmp_path: Path) -> None:
-    def body(rank: int) -> list[dict[str, Any]]:
-        runs = []
-        more: list[dict[str, Any]] = [
-            {"gradient_accumulation_steps": 2},
-            {"gradient_accumulation_steps": 2, "activation_checkpointing": {"number_checkpoints": 1}},
-            {"bf16": {"enabled": True}},
-            {"fp16": {"enabled": True, "initial_scale_power": 30}},
-        ]
-        for one in more:
-            engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2, **one))
-            if "activation_checkpointing" in one:
-                engine.module.gradient_checkpointing_enable()
-            runs.append(trained(engine, rank, range(4)))
-            engine.destroy()
-        offloaded = settings(stage, 2, gradient_accumulation_steps=2)
-        offloaded["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=offloaded)
-        runs.append(trained(engine, rank, range(4)))
-        engine.destroy()
-        return runs
-
-    everyone = on_ranks(body, RANKS)
-    plain, recomputed, half, overflowing, offloaded = everyone[0]
-    assert all(run == everyone[0][3]["norms"] for run in (runs[3]["norms"] for runs in everyone))
-    assert math.inf in overflowing["norms"] and overflowing["losses"] == pytest.approx(plain["losses"], rel=0.05)
-    expect_same(offloaded, plain)
-    expect_near(recomputed, plain)
-    assert half["losses"] == pytest.approx(plain["losses"], rel=0.05) and half["losses"] != plain["losses"]
-
-
-def test_checkpoints_of_engines_move(tmp_path: Path) -> None:
-    def body(rank: int) -> None:
-        engine, *_ = zeroshard.initialize(model=built("DeepSeek-V3"), config=settings(3, 2))
-        trained(engine, rank, range(2))
-        engine.save_checkpoint(tmp_path)
-        whole = trained(engine, rank, range(2, 4))
-        engine.destroy()
-        for stage, ep in ((1, 2), (2, 4), (3, 1)):
-            engine, *_ = zeroshard.initialize(model=built("DeepSeek-V3", seed=1), config=settings(stage, ep))
-            engine.load_checkpoint(tmp_path)
-            run = trained(engine, rank, range(2, 4))
-            if ep == 2:
-                expect_same(run, whole)
-            expect_near(run, whole)
-            engine.destroy()
-
-    on_ranks(body, RANKS)
-
-
-def test_an_optimizer_and_param_groups_of_the_callers() -> None:
-    def body(rank: int) -> None:
-        model = built("Mixtral")
-        decayed = [one for one in model.parameters() if one.ndim > 1]
-        others = [one for one in model.parameters() if one.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-3)
-        config = {key: value for key, value in settings(2, 2).items() if key != "optimizer"}
-        engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
-        listed = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        assert listed == {id(one) for one in model.parameters()}
-        trained(engine, rank, range(2))
-        engine.destroy()
-        engine, *_ = zeroshard.initialize(model=built("Mixtral"), config=settings(2, 2))
-        engine.destroy()
-
-    on_ranks(body, RANKS)
-
-
-def test_experts_that_the_caller_divided() -> None:
+@pytest.mark.ranks(RANKS)
+def test_experts_that_the_caller_divided(rank: int) -> None:
     """With the mesh, or with none: the ranks follow from the DTensors."""
-
-    def body(rank: int) -> list[Any]:
-        found = []
-        config = {key: value for key, value in settings(2, 2).items() if key != "expert_parallel"}
-        for passes in (True, False):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-            model = mixture()
-            divide(model, mesh["ep"])
-            engine, *_ = zeroshard.initialize(model=model, config=config, group=mesh if passes else None)
-            assert (engine.dp_world_size, engine.mp_world_size) == (4, 1)
-            engine.backward(loss_of(engine, tokens(0, rank)))
-            engine.step()
-            found.append((float(engine.get_global_grad_norm()), sharded_of(engine).states.get("blocks.0.experts.up")))
-            engine.destroy()
-        return found
-
-    for (norm, value), (other_norm, other) in on_ranks(body, RANKS):
-        assert norm == other_norm and torch.equal(value, other)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_each_rank_generates_other_lengths(stage: int) -> None:
-    """As the docs say: ranks that have finished take part in the exchange of tokens until all have."""
-
-    def body(rank: int) -> list[Any]:
-        engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2))
-        whole = built("Qwen3-MoE")
-        model: Any = engine.module
-        found = []
-        prompt = torch.arange(2 + rank)[None]
-        how: dict[str, Any] = {"max_new_tokens": 2 + 2 * rank, "do_sample": False}
-        with zeroshard.unsharded(model):
-            found.append(model.generate(prompt, synced_gpus=True, **how))
-        found += [model.generate(prompt, synced_gpus=True, **how), whole.generate(prompt, **how)]
+    found = []
+    config = {key: value for key, value in settings(2, 2).items() if key != "expert_parallel"}
+    for passes in (True, False):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        model = mixture()
+        divide(model, mesh["ep"])
+        engine, *_ = zeroshard.initialize(model=model, config=config, group=mesh if passes else None)
+        assert (engine.dp_world_size, engine.mp_world_size) == (4, 1)
+        engine.backward(loss_of(engine, tokens(0, rank)))
+        engine.step()
+        found.append((float(engine.get_global_grad_norm()), sharded_of(engine).states.get("blocks.0.experts.up")))
         engine.destroy()
-        return found
+    (norm, value), (other_norm, other) = found
+    assert norm == other_norm and torch.equal(value, other)
 
-    for inside, outside, expected in on_ranks(body, RANKS):
-        assert torch.equal(inside, expected) and torch.equal(outside, expected)
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_generates_other_lengths(rank: int, stage: int) -> None:
+    """As the docs say: ranks that have finished take part in the exchange of tokens until all have."""
+    engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, 2))
+    model: Any = engine.module
+    prompt = torch.arange(2 + rank)[None]
+    how: dict[str, Any] = {"max_new_tokens": 2 + 2 * rank, "do_sample": False}
+    with zeroshard.unsharded(model):
+        inside = model.generate(prompt, synced_gpus=True, **how)
+    outside = model.generate(prompt, synced_gpus=True, **how)
+    expected = built("Qwen3-MoE").generate(prompt, **how)
+    assert torch.equal(inside, expected) and torch.equal(outside, expected)
 
 
 # ---------------------------------------------------------------------- refusals
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tensor parallelism too": ({"tensor_parallel": {"autotp_size": 2}}, "Leave one of them out"),
-    "disk": (
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}},
-        "Use CPU memory instead",
-    ),
-    "within": ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "leave it out"),
-    "uneven ranks": ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, "choose a divisor"),
-    "muon": ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "needs whole parameters"),
-}
 
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_configs(case: str) -> None:
-    more, match = REFUSED[case]
-
-    def body(rank: int) -> None:
-        with pytest.raises(UsageError, match=re.escape(match)):
+@pytest.mark.ranks(RANKS)
+def test_refused_configs(rank: int) -> None:
+    """Of what no config is needed for, tests/model/test_experts.py tests the refusal."""
+    both = {"tensor_parallel": {"autotp_size": 2}}
+    uneven = {"expert_parallel": {"enabled": True, "autoep_size": 3}}
+    for more, told in ((both, "Leave one of them out"), (uneven, "choose a divisor")):
+        with pytest.raises(UsageError, match=told):
             zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(2, 2) | more)
-
-    on_ranks(body, RANKS)
 
 
 def test_refused_models() -> None:

@@ -7,8 +7,9 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,8 @@ from models import Stack, tokens
 from quiet import no_warnings
 from ranks import on_ranks
 from simgpu import budgets, server
-from twin import build, engine_steps
+from torch import nn
+from twin import build, engine_steps, gpt_batch, update
 from typer.testing import CliRunner
 
 import zeroshard
@@ -28,7 +30,6 @@ from zeroshard.checkpoint import display as display_module
 from zeroshard.checkpoint.display import Display, ProgressRow
 from zeroshard.engine import training_progress
 from zeroshard.engine.monitors import Sent
-from zeroshard.engine.readings import Readings
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.tools.main import app
 
@@ -84,6 +85,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+@pytest.fixture
+def engine() -> Iterator[zeroshard.Engine]:
+    made, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    yield made
+    made.destroy()
+
+
 # ---------------------------------------------------------------------- what lasts
 
 
@@ -103,15 +111,7 @@ def test_what_takes_more_than_two_seconds_has_a_bar(terminal: Terminal, time: Cl
         assert len(terminal.getvalue()) == before, "drawn again before anybody could have read it"
 
 
-def test_what_is_over_sooner_shows_nothing(terminal: Terminal, time: Clock) -> None:
-    terminal.open()
-    with Display().task("loading", 100) as row:
-        time.now += 1.9
-        row.advance(100)
-    assert terminal.getvalue() == ""
-
-
-@pytest.mark.parametrize("why", ["not rank 0", "switched off", "no terminal"])
+@pytest.mark.parametrize("why", ["over sooner", "not rank 0", "switched off", "no terminal"])
 def test_quiet(why: str, terminal: Terminal, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal.open()
     if why == "switched off":
@@ -119,8 +119,8 @@ def test_quiet(why: str, terminal: Terminal, time: Clock, monkeypatch: pytest.Mo
     if why == "no terminal":
         monkeypatch.setattr(terminal, "isatty", lambda: False)
     with Display(speaks=why != "not rank 0").task("loading", 100) as row:
-        time.now += 10
-        row.advance(50)
+        time.now += 1.9 if why == "over sooner" else 10
+        row.advance(100)
     assert terminal.getvalue() == ""
 
 
@@ -175,24 +175,19 @@ def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
     config = GPTConfig(layers=2, width=64, heads=2, context=16)
     engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})
-    engine.backward(engine(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long)))
-    engine.step()
+    update(engine(*gpt_batch(0, 0)), engine.optimizer)
     engine.save_checkpoint(tmp_path / "checkpoints", "a")
     engine.load_checkpoint(tmp_path / "checkpoints")
     engine.export(tmp_path / "exported")
     engine.destroy()
     zeroshard.load_pretrained(GPT(config), tmp_path / "exported")
+    monkeypatch.chdir(tmp_path)
     for command in (["inspect", "checkpoints"], ["consolidate", "checkpoints", "consolidated"]):
-        done = CliRunner().invoke(app, [command[0], *[str(tmp_path / folder) for folder in command[1:]]])
+        done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
-    names = [
-        'saving "a"',
-        'loading "a"',
-        f'exporting to "{tmp_path}/exported"',
-        f'loading "{tmp_path}/exported"',
-        "verifying",
-    ]
-    assert [row.what for row in Noted.rows] == [*names, f'writing "{tmp_path}/consolidated"']
+    exported = f'"{tmp_path}/exported"'
+    names = ['saving "a"', 'loading "a"', f"exporting to {exported}", f"loading {exported}", "verifying"]
+    assert [row.what for row in Noted.rows] == [*names, 'writing "consolidated"']
     for row in Noted.rows:
         # The headers of files are in one of the two.
         assert row.total and row.done == pytest.approx(row.total, rel=0.05), (row.what, row.done, row.total)
@@ -202,45 +197,41 @@ def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def train(engine: zeroshard.Engine, steps: int, rank: int = 0, *, divides: bool = False) -> list[float]:
+    """Train, as a stock Trainer does if `divides`, and return the losses of the microbatches."""
+    if not divides:
+        return [loss.item() for loss in engine_steps(engine, rank, range(2 * steps))]
     losses = []
     for number in range(2 * steps):
         loss = engine(*tokens(rank, number))
-        if divides:  # as a stock Trainer does
-            engine.backward(loss / 2, scale_wrt_gas=False)
-        else:
-            engine.backward(loss)
+        engine.backward(loss / 2, scale_wrt_gas=False)
         engine.step()
         losses.append(loss.item())
     return losses
 
 
-def test_the_bar_of_an_engine(terminal: Terminal) -> None:
+def test_the_bar_of_an_engine(terminal: Terminal, engine: zeroshard.Engine) -> None:
     terminal.open()
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
     with zeroshard.progress(engine, steps=4, tokens=5, peak_flops=1e12):
         losses = train(engine, 4)
-    with pytest.raises(UsageError, match="with an engine"), zeroshard.progress(engine) as progress:
-        progress.step(1.0)
-    engine.destroy()
     last = next(line for line in reversed(terminal.lines) if "4/4" in line)
     assert f"loss {sum(losses[-2:]) / 2:.4g}" in last
     for figure in (r"[\d.,]+ tokens/s", r"[\d.,]+ samples/s", r"MFU [\d.]+%", "peak", r"lr 1\.00e-02", r"norm [\d.]+"):
         assert re.search(figure, last), (figure, last)
 
 
-def test_without_a_terminal_a_line_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_line_comes_now_and_then(
+    engine: zeroshard.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = io.StringIO()
     monkeypatch.setattr(training_progress, "READ_SECONDS", 0.0)
     monkeypatch.setattr(training_progress, "PLAIN_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.delenv("ZEROSHARD_PROGRESS", raising=False)
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
     with zeroshard.progress(engine, steps=2):
         losses = train(engine, 2)
     monkeypatch.setenv("ZEROSHARD_PROGRESS", "0")
     with zeroshard.progress(engine, steps=2):
         train(engine, 1)
-    engine.destroy()
     lines = plain.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
     assert f"loss {sum(losses[2:]) / 2:.4g}" in lines[1]
@@ -252,82 +243,74 @@ def test_ranks_that_divide_tensors_count_in_mfu() -> None:
     assert {"0.5 samples/s", "MFU 50.0%"} <= set(columns)
 
 
-def test_the_bar_can_be_left_before_the_loop_is(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_can_be_left_before_the_loop_is(
+    terminal: Terminal, engine: zeroshard.Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
     terminal.open()
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
     with zeroshard.progress(engine, steps=4) as progress:
         train(engine, 1)
         progress.print("above", 1)
         progress.stop()
         drawn = terminal.getvalue()
         train(engine, 1)
-    engine.destroy()
     assert terminal.getvalue() == drawn
     assert "1/4" in terminal.lines[-1]
     assert capsys.readouterr().out == "above 1\n"
 
 
-def test_progress_within_progress_of_one_engine(terminal: Terminal) -> None:
+def test_progress_within_progress_of_one_engine(terminal: Terminal, engine: zeroshard.Engine) -> None:
     """As of epochs: the outer bar goes on after the inner one."""
     terminal.open()
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
     with zeroshard.progress(engine, steps=4):
         with zeroshard.progress(engine, steps=2):
             train(engine, 2)
         train(engine, 1)
-    engine.destroy()
     assert any("2/2" in line for line in terminal.lines)
     assert "3/4" in terminal.lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"steps": "4"}, "steps='4'"), ({"steps": -1}, "0 or more"), ({"samples": "many"}, "samples='many'"),
-        ({"peak_flops": 0}, "more than 0"), ({"tokens": -1}, "tokens=-1"),
-    ],
-)  # fmt: skip
-def test_what_progress_is_not_told_so(wrong: dict[str, Any], expected: str, terminal: Terminal) -> None:
-    terminal.open()
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
-    with pytest.raises(UsageError, match=expected):
-        zeroshard.progress(engine, **wrong)
-    with pytest.raises(UsageError, match=r"progress\(\) cannot show a Linear. Pass the engine"):
-        zeroshard.progress(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-    engine.destroy()
+Given = Callable[..., Any]
+WRONG: dict[str, tuple[Callable[[Given, Given], object], str]] = {
+    "steps": (lambda engine, _: engine(steps="4"), "steps='4'"),
+    "fewer than no steps": (lambda engine, _: engine(steps=-1), "0 or more"),
+    "samples": (lambda engine, _: engine(samples="many"), "samples='many'"),
+    "no peak": (lambda engine, _: engine(peak_flops=0), "more than 0"),
+    "tokens": (lambda engine, _: engine(tokens=-1), "tokens=-1"),
+    "a module": (lambda *_: zeroshard.progress(nn.Linear(1, 1)), r"progress\(\) cannot show a Linear. Pass the engine"),
+    "a step of an engine": (lambda engine, _: engine().__enter__().step(1.0), "with an engine"),
+    "a step outside": (lambda _, loop: loop().step(1.0), "outside of `with"),
+    "three losses": (lambda _, loop: loop().__enter__().step(torch.ones(3)), r"a loss of shape \(3,\)"),
+    "a file as a log, engine": (
+        lambda engine, _: engine(log="file").__enter__(),
+        "file/steps.jsonl cannot be written: .*Name a",
+    ),
+    "a file as a log": (
+        lambda _, loop: loop(log="file").__enter__(),
+        "file/steps.jsonl cannot be written: .*Name a folder",
+    ),
+}
+"""A use of progress() of an engine, or of a loop of one's own, and what it is told, at once."""
 
 
-def test_a_step_that_would_be_lost_is_refused(tmp_path: Path) -> None:
-    _, sharded = build(2)
-    progress = zeroshard.progress(sharded)
-    with pytest.raises(UsageError, match="outside of `with"):
-        progress.step(1.0)
-    with progress, pytest.raises(UsageError, match=r"a loss of shape \(3,\)"):
-        progress.step(torch.ones(3))
-    sharded.remove()
-
-
-@pytest.mark.parametrize("how", ["engine", "plain loop"])
-def test_a_log_that_cannot_be_written_is_said_before_the_first_step(how: str, tmp_path: Path) -> None:
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_be_lost_or_wrong_is_refused(
+    name: str, engine: zeroshard.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"the log .*file/steps.jsonl cannot be written: .*\. Name a folder"):
-        if how == "engine":
-            engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
-            with zeroshard.progress(engine, log=tmp_path / "file"):
-                raise AssertionError("a step could have been made")
-        else:
-            plain_loop(0, 0, tmp_path / "file")
-    if how == "engine":
-        train(engine, 1)
-        engine.destroy()
+    _, sharded = build(2)
+    use, told = WRONG[name]
+    with pytest.raises(UsageError, match=told):
+        use(partial(zeroshard.progress, engine), partial(zeroshard.progress, sharded))
+    train(engine, 1)
 
 
 def plain_loop(rank: int, steps: int, log: Path | None = None, begin: int = 0, **more: Any) -> list[float]:
     model, sharded = build(3)
     losses = []
-    with zeroshard.progress(
-        sharded, steps=begin + steps, begin=begin, samples=6, tokens=5, log=log, **more
-    ) as progress:
+    given = {"steps": begin + steps, "begin": begin, "samples": 6, "tokens": 5, "log": log, **more}
+    with no_warnings(), zeroshard.progress(sharded, **given) as progress:  # the loss requires a gradient
         for number in range(steps):
             loss = model(*tokens(rank, number))
             loss.backward()
@@ -341,11 +324,14 @@ def plain_loop(rank: int, steps: int, log: Path | None = None, begin: int = 0, *
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    """Read a log, which is JSON even of settings that JSON lacks, such as infinity."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
-def test_the_log_of_a_plain_loop(tmp_path: Path) -> None:
-    losses = on_ranks(lambda rank: plain_loop(rank, 5, tmp_path / "run"), 2)
+def test_the_log_and_the_monitors_of_a_plain_loop(tmp_path: Path) -> None:
+    monitors = {name: {"output_path": str(tmp_path), "job_name": name} for name in ("csv_monitor", "json_monitor")}
+    monitors |= {"wandb": {"enabled": False}}  # type: ignore[dict-item]
+    losses = on_ranks(lambda rank: plain_loop(rank, 5, tmp_path / "run", monitors=monitors), 2)
     about, *steps = records(tmp_path / "run")
     assert about["run"]["world_size"] == 2
     assert about["run"]["policy"]["parameters"]["sharded"] is True
@@ -355,38 +341,14 @@ def test_the_log_of_a_plain_loop(tmp_path: Path) -> None:
     assert all(one["lr"] == 1e-2 and one["applied"] and one["grad_norm"] > 0 for one in steps)
     assert steps[-1]["memory"]["parameters"] > 0 and steps[-1]["peak"] > 0 and steps[-1]["sent"]
     assert steps[-1]["tokens_per_second"] == pytest.approx(5 * steps[-1]["samples_per_second"])
+    assert [one["loss"] for one in records(tmp_path / "json_monitor")[1:]] == [one["loss"] for one in steps]
+    head, *rows = (tmp_path / "csv_monitor" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert head == "samples,Train/Samples/train_loss"
+    assert [float(row.split(",")[1]) for row in rows] == [one["loss"] for one in steps]
+    assert len([*(tmp_path / "csv_monitor").iterdir()]) == 4
 
 
-@pytest.mark.parametrize("how", ["loop", "engine"])
-def test_a_loop_of_ones_own_has_the_monitors_of_a_config(how: str, tmp_path: Path) -> None:
-    names = ("csv_monitor", "json_monitor")
-    monitors = {name: {"output_path": str(tmp_path), "job_name": name} for name in names} | {
-        "wandb": {"enabled": False}
-    }
-
-    def body(rank: int) -> list[float]:
-        if how == "loop":
-            return plain_loop(rank, 3, monitors=monitors)
-        engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
-        with zeroshard.progress(engine, monitors=monitors):
-            losses = train(engine, 3, rank)
-        train(engine, 1, rank)
-        engine.destroy()
-        return losses
-
-    losses = on_ranks(body, 2)
-    _, *steps = records(tmp_path / "json_monitor")
-    assert [one["step"] for one in steps] == [1, 2, 3]
-    rows = (tmp_path / "csv_monitor" / "Train_Samples_train_loss.csv").read_text().splitlines()
-    assert rows[0] == "samples,Train/Samples/train_loss"
-    assert [float(row.split(",")[1]) for row in rows[1:]] == [one["loss"] for one in steps]
-    if how == "loop":
-        assert [one["loss"] for one in steps] == pytest.approx(losses[0]), "rank 0's"
-    assert {path.name for path in (tmp_path / "csv_monitor").iterdir()} == {
-        f"Train_Samples_{figure}.csv" for figure in ("train_loss", "lr", "loss_scale", "grad_norm")
-    }
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("monitors", "expected"),
     [
@@ -397,14 +359,9 @@ def test_a_loop_of_ones_own_has_the_monitors_of_a_config(how: str, tmp_path: Pat
         ("nowhere.json", "there is no config file"),
     ],
 )
-def test_wrong_monitors_are_an_error_on_every_rank(monitors: Any, expected: str) -> None:
-    def body(rank: int) -> str:
-        with pytest.raises(ConfigError) as caught:
-            plain_loop(rank, 1, monitors=monitors)
-        return str(caught.value)
-
-    for message in on_ranks(body, 2):
-        assert expected in message
+def test_wrong_monitors_are_an_error_on_every_rank(rank: int, monitors: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        plain_loop(rank, 1, monitors=monitors)
 
 
 def test_a_log_goes_on_after_a_line_that_was_half_written(tmp_path: Path) -> None:
@@ -418,14 +375,20 @@ def test_a_log_goes_on_after_a_line_that_was_half_written(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("divides", [False, True])
-@pytest.mark.parametrize("how", ["config", "progress"])
+@pytest.mark.parametrize("how", ["config", "monitors", "log"])
 def test_the_log_of_an_engine(how: str, divides: bool, tmp_path: Path) -> None:
     block = {"json_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}}
+    shown: dict[str, Any] = {"config": {}, "monitors": {"monitors": block}, "log": {"log": tmp_path / "run"}}[how]
 
     def body(rank: int) -> list[float]:
-        config = {**CONFIG, "wall_clock_breakdown": True, "steps_per_print": 1e9, **(block if how == "config" else {})}
+        config = {
+            **CONFIG,
+            "wall_clock_breakdown": True,
+            "steps_per_print": float("inf"),
+            **(block if how == "config" else {}),
+        }
         engine, *_ = zeroshard.initialize(model=Stack(), config=config)
-        with zeroshard.progress(engine, log=tmp_path / "run" if how == "progress" else None):
+        with zeroshard.progress(engine, **shown):
             losses = train(engine, 3, rank, divides=divides)
         train(engine, 1, rank)
         engine.destroy()
@@ -441,25 +404,19 @@ def test_the_log_of_an_engine(how: str, divides: bool, tmp_path: Path) -> None:
     assert all(one["sent"] for one in steps)
 
 
-def test_a_log_goes_on_after_another_progress_has_ended(tmp_path: Path) -> None:
-    engine, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
-
-    def step() -> None:
-        engine_steps(engine, 0, range(engine.gradient_accumulation_steps()))
-
+def test_a_log_goes_on_after_another_progress_has_ended(engine: zeroshard.Engine, tmp_path: Path) -> None:
     shown = zeroshard.progress(engine, steps=3)
     logged = zeroshard.progress(engine, steps=3, log=tmp_path)
     with logged:
         with shown:
-            step()
-        step()
+            train(engine, 1)
+        train(engine, 1)
     shown.__enter__()
     with logged:
-        step()
+        train(engine, 1)
         shown.__exit__(None, None, None)
-        step()
-    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert len([line for line in lines if "step" in line]) == 4
+        train(engine, 1)
+    assert len([line for line in records(tmp_path) if "step" in line]) == 4
 
 
 def test_counters_of_bytes_may_be_cleared_by_others() -> None:
@@ -479,11 +436,3 @@ def test_the_host_never_waits_for_a_figure(tmp_path: Path) -> None:
     assert [one["step"] for one in steps] == list(range(1, len(found["losses"]) + 1))
     assert [one["loss"] for one in steps] == pytest.approx(found["losses"].tolist(), rel=1e-6)
     assert steps[-1]["reserved"] >= steps[-1]["peak"] > steps[-1]["memory"]["parameters"] > 0
-
-
-def test_a_loss_that_requires_a_gradient_is_logged_without_a_warning() -> None:
-    """As in the loop that the documentation shows."""
-    readings = Readings()
-    with no_warnings():
-        readings.add(1, [torch.ones((), requires_grad=True) * 2, 0.5])
-    assert readings.take(wait=True) == [(1, [2.0, 0.5])]

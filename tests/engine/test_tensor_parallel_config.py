@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import divided
 import pytest
 import torch
+import transformers
 from divided import expect_near
 from insides import sharded_of
 from ranks import on_ranks
@@ -21,39 +21,26 @@ from torch.distributed.tensor import DTensor
 import zeroshard
 from zeroshard import ConfigError
 from zeroshard.engine.config.load import load_config
-from zeroshard.model.tensor_parallel import plan_of
 
 
-def qwen() -> nn.Module:
-    """Queries and keys are normalised head by head: each rank's heads give a part of the gradient of one weight."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+def causal(name: str, layers: int, **more: Any) -> Any:
+    """Return a small causal model of transformers."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, max_position_embeddings=16, tie_word_embeddings=True))
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    config = getattr(transformers, f"{name}Config")(**(sizes | heads | more))
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
-def gemma() -> nn.Module:
-    """Its embedding has a buffer, which torch makes a DTensor."""
-    from transformers import GemmaConfig, GemmaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
-    return GemmaForCausalLM(
-        GemmaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
-    )
-
-
-def phi() -> nn.Module:
-    """Its fused matrices are gathered, and cut again."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "pad_token_id": 3}
-    return Phi3ForCausalLM(
-        Phi3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16)
-    )
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama": llama,
+    # Queries and keys are normalised head by head: each rank's heads give a part of the gradient of one weight.
+    "Qwen3": lambda: causal("Qwen3", 2, vocab_size=30, head_dim=8, tie_word_embeddings=True),
+    # Its embedding has a buffer, which torch makes a DTensor.
+    "Gemma": lambda: causal("Gemma", 1, head_dim=8),
+    # Its fused matrices are gathered, and cut again.
+    "Phi3": lambda: causal("Phi3", 1, pad_token_id=3),
+}
 
 
 def settings(stage: int, **more: Any) -> dict[str, Any]:
@@ -73,9 +60,11 @@ def trained(engine: Any, data_rank: int) -> divided.Run:
     return divided.train_engine(engine, loss_of_labels, data_rank, range(STEPS))
 
 
-@pytest.mark.parametrize("build", [llama, qwen, gemma, pytest.param(phi, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", pytest.param("Phi3", marks=pytest.mark.full)])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_a_config_divides_a_model(ranks: int, name: str, tmp_path: Path) -> None:
+    build = MODELS[name]
+
     def body(rank: int) -> list[dict[str, Any]]:
         runs = []
         for stage in (0, 3) if ranks == 2 else (2,):
@@ -99,53 +88,33 @@ def test_a_config_divides_a_model(ranks: int, build: Callable[[], nn.Module], tm
     if ranks == 2:
         values = everyone[0][0]["values"]
         exported = type(build()).from_pretrained(tmp_path / "exported")
-        for name, value in exported.named_parameters():
-            assert torch.equal(value, values[name]), name
+        for fqn, value in exported.named_parameters():
+            assert torch.equal(value, values[fqn]), fqn
         ordinary = {key: value for key, value in settings(1, optimizer=ADAMW).items() if key != "tensor_parallel"}
         engine, *_ = zeroshard.initialize(model=build(), config=ordinary)
         engine.load_checkpoint(tmp_path)
         assert engine.global_steps == STEPS
-        for name, value in values.items():
-            assert torch.equal(sharded_of(engine).states.get(name), value), name
+        for fqn, value in values.items():
+            assert torch.equal(sharded_of(engine).states.get(fqn), value), fqn
         engine.destroy()
 
 
-def by_parameters(model: nn.Module) -> dict[str, Any]:
-    return {
-        "model_parameters": [{"params": list(model.parameters()), "lr": 1e-3}],
-        "config": settings(1, optimizer=ADAMW),
-    }
-
-
-def by_an_optimizer(model: nn.Module) -> dict[str, Any]:
-    return {"optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "config": settings(1)}
-
-
-def by_a_generator(model: nn.Module) -> dict[str, Any]:
-    return {"model_parameters": model.parameters(), "config": settings(1, optimizer=ADAMW)}
-
-
-def divided_before(model: nn.Module) -> dict[str, Any]:
-    """The data-parallel ranks are found from the model, and no key is needed."""
-    divide_layers(model, meshed(2, 2)["tp"])
-    return {"config": {key: value for key, value in settings(2, optimizer=ADAMW).items() if key != "tensor_parallel"}}
-
-
 @pytest.mark.full
-def test_each_way_to_name_parameters_is_one_process() -> None:
-    def body(rank: int) -> list[dict[str, Any]]:
-        runs = []
-        for arguments in (by_parameters, by_an_optimizer, by_a_generator, divided_before):
-            model = llama()
-            engine, *_ = zeroshard.initialize(model=model, **arguments(model))
-            runs.append(trained(engine, rank // 2))
-            engine.destroy()
-        return runs
-
-    expected = in_one_process(llama(), ranks=2)
-    for runs in on_ranks(body, 4):
-        for run in runs:
-            expect_near(run, expected)
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("how", ["a generator", "a group", "divided before"])
+def test_each_way_to_name_parameters_is_one_process(rank: int, how: str) -> None:
+    model = llama()
+    config = settings(1, optimizer=ADAMW)
+    given: dict[str, Any] = {}
+    if how == "divided before":  # the data-parallel ranks are found from the model, and no key is needed
+        divide_layers(model, meshed(2, 2)["tp"])
+        del config["tensor_parallel"]
+    elif how == "a group":
+        given["model_parameters"] = [{"params": list(model.parameters()), "lr": 1e-3}]
+    else:
+        given["model_parameters"] = model.parameters()
+    engine, *_ = zeroshard.initialize(model=model, config=config, **given)
+    expect_near(trained(engine, rank // 2), in_one_process(llama(), ranks=2))
 
 
 @pytest.mark.ranks(2)
@@ -164,57 +133,59 @@ def test_bf16_leaves_buffers_as_they_are(rank: int) -> None:
 
 
 def test_loaders_give_the_ranks_of_one_model_the_same_samples() -> None:
-    def body(rank: int) -> tuple[list[int], int, str]:
+    def body(rank: int) -> list[int]:
         data = [{"input_ids": torch.tensor([number])} for number in range(8)]
-        engine, _, loader, _ = zeroshard.initialize(
-            model=llama(), config=settings(1, optimizer=ADAMW), training_data=data
-        )
+        config = settings(1, optimizer=ADAMW)
+        engine, _, loader, _ = zeroshard.initialize(model=llama(), config=config, training_data=data)
         found = [int(number) for batch in loader for number in batch["input_ids"]]
         engine.destroy()
-        return found, len(loader), ""
+        return found
 
     found = on_ranks(body, 4)
     assert found[0] == found[1] and found[2] == found[3]
-    assert sorted(found[0][0] + found[2][0]) == list(range(8))
+    assert sorted(found[0] + found[2]) == list(range(8))
+
+
+def tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "tensor parallelism of a PEFT model": lambda model: setattr(model, "peft_config", {}),
+    "num_key_value_heads = 1, which 2 tensor-parallel ranks": lambda model: setattr(
+        model.config, "num_key_value_heads", 1
+    ),
+    "mlp.up_proj has out_features = 47, which 2": lambda model: setattr(
+        model.model.layers[0].mlp, "up_proj", nn.Linear(32, 47)
+    ),
+    'as "packed_colwise", which is not supported': lambda model: model.tp_plan.update(
+        {"model.layers.*.mlp.up_proj": "packed_colwise"}
+    ),
+    "is tied to a parameter that the plan of LlamaForCausalLM divides in another way": tied,
+}
+"""By what is told, changes of a Llama that make it indivisible."""
 
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_divided_is_refused_by_name(rank: int) -> None:
-    divide = partial(zeroshard.initialize, config=settings(1, optimizer=ADAMW))
-    assert "has no plan for tensor parallelism" in refusal(lambda: divide(model=nn.Linear(4, 4)))
-    adapted = llama()
-    adapted.peft_config = {}
-    assert "tensor parallelism of a PEFT model" in refusal(lambda: divide(model=adapted))
-    model = llama()
-    model.config.num_key_value_heads = 1
-    assert "num_key_value_heads = 1, which 2 tensor-parallel ranks" in refusal(lambda: divide(model=model))
-    model = llama()
-    model.model.layers[0].mlp.up_proj = nn.Linear(32, 47)
-    assert "mlp.up_proj has out_features = 47, which 2" in refusal(lambda: divide(model=model))
-    three = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 3})
-    assert "3 tensor-parallel ranks do not divide the 2 ranks" in refusal(
-        lambda: zeroshard.initialize(model=llama(), config=three)
-    )
-    group = meshed(1, 2)["dp"].get_group()
-    assert "leave group= (mpu, sp_size) out" in refusal(lambda: divide(model=llama(), group=group))
-    model = llama()
-    model.tp_plan["model.layers.*.mlp.up_proj"] = "packed_colwise"
-    assert 'as "packed_colwise", which is not supported' in refusal(lambda: divide(model=model))
-    model = llama()
-    model.lm_head.weight = model.model.embed_tokens.weight
-    model.tp_plan.pop("model.embed_tokens", None)  # older releases of transformers have none
-    assert "is tied to a parameter that the plan of LlamaForCausalLM divides in another way" in refusal(
-        lambda: divide(model=model)
-    )
+    def told(model: nn.Module, size: int = 2, **more: Any) -> str:
+        config = settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": size})
+        return refusal(lambda: zeroshard.initialize(model=model, config=config, **more))
+
+    for sentence, change in CHANGES.items():
+        model = llama()
+        change(model)
+        assert sentence in told(model)
+    assert "has no plan for tensor parallelism" in told(nn.Linear(4, 4))
+    assert "3 tensor-parallel ranks do not divide the 2 ranks" in told(llama(), 3)
+    assert "leave group= (mpu, sp_size) out" in told(llama(), group=meshed(1, 2)["dp"].get_group())
     model = llama()
     divide_layers(model, meshed(2, 1)["tp"])
-    four = copy.deepcopy(settings(1, optimizer=ADAMW, tensor_parallel={"autotp_size": 4}))
-    assert "autotp_size is 4, but the model is already divided over 2 ranks" in refusal(
-        lambda: zeroshard.initialize(model=model, config=four)
-    )
+    assert "autotp_size is 4, but the model is already divided over 2 ranks" in told(model, 4)
     with zeroshard.sharded_init():
         born = llama()
-    assert "was born sharded" in refusal(lambda: divide(model=born))
+    assert "was born sharded" in told(born)
 
 
 @pytest.mark.ranks(4)
@@ -237,18 +208,9 @@ def test_keys_of_the_block() -> None:
         zeroshard.initialize(model=nn.Linear(1, 1), config={**sizes, "tensor_parallel": {"autotp_sise": 2}})
 
 
-def test_plans_of_common_models_are_carried_out() -> None:
-    for build in (llama, qwen, phi):
-        model = build()
-        styles = plan_of(model, 2)
-        assert len(styles) >= 4 * model.config.num_hidden_layers
-
-
 def test_doors_that_divide_nothing_refuse_the_key(tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
     from zeroshard.integrations.transformers import ZeroTrainer
 
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], per_device_train_batch_size=2)
     with pytest.raises(ConfigError, match=r"autotp_size = 2 is not supported by ZeroTrainer"):
         ZeroTrainer(llama(), arguments, zero=settings(1), train_dataset=[{"input_ids": [1], "labels": [1]}]).train()

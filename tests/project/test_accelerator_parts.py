@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from simgpu import bodies, device, rare
 
 from zeroshard import Policy, Precision
 from zeroshard.engine.config.load import load_config
@@ -36,6 +36,29 @@ EXPECTED = {
 def rehearse(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks/accelerator.py"), "--rehearse", "--out", str(out), *more]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Import a module of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def parts(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the parts, whose traces are left out."""
+    module = load("accelerator_parts")
+    monkeypatch.setattr(module, "_profiled", lambda *_: {})
+    return module
+
+
+def speeds(parts: Any, left: float = 500.0) -> list[dict[str, Any]]:
+    """Run the part `speed` with so many seconds left, and return its rows."""
+    rows: list[dict[str, Any]] = []
+    setting = SimpleNamespace(left=left, rehearse=False, shape=lambda _: None, tokens=lambda *sizes: sizes)
+    parts.speed(setting, lambda **row: rows.append(row))
+    return rows
 
 
 def results(out: Path) -> dict[str, Any]:
@@ -69,9 +92,10 @@ def test_each_part_ends_in_its_time(part: str, tmp_path: Path) -> None:
     assert all(name.endswith(".json.gz") for name in traces)
 
 
-def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    runner = importlib.import_module("accelerator")
+def test_a_part_that_hangs_is_ended_and_others_stay(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load("accelerator")
     known = {"parts": {"facts": {"rows": [{"fact": "x", "value": 1.0}], "end": "done", "seconds": 1.0}}}
     (tmp_path / "results.json").write_text(json.dumps(known))
     (tmp_path / "accelerator.py").write_text("import time; time.sleep(60)")
@@ -83,10 +107,11 @@ def test_a_part_that_hangs_is_ended_and_others_stay(tmp_path: Path, monkeypatch:
     assert found["speed"]["end"].startswith("ended after its 2 s")
 
 
-def test_a_part_counts_its_time_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_a_part_counts_its_time_from_its_start(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    runner = importlib.import_module("accelerator")
+    runner = load("accelerator")
     lines = ["import json, os, sys, time", "end = float(sys.argv[sys.argv.index('--end') + 1])"]
     lines.append("print(json.dumps([end - time.monotonic(), os.environ['GLOO_SOCKET_IFNAME']]))")
     (tmp_path / "accelerator.py").write_text("\n".join(lines))
@@ -99,48 +124,16 @@ def test_a_part_counts_its_time_from_its_start(tmp_path: Path, monkeypatch: pyte
     assert interface == "lo"
 
 
-def test_rows_for_which_there_is_no_time_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
-    rows: list[dict[str, Any]] = []
-    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
-    parts.speed(SimpleNamespace(left=44.0, rehearse=False), lambda **row: rows.append(row))
+def test_rows_for_which_there_is_no_time_are_left_out(parts: Any) -> None:
+    rows = speeds(parts, left=44.0)
     assert len(rows) > 10
     assert all(row["left_out"] == "no time" for row in rows)
 
 
-def test_bodies_that_need_pydantic_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
-    rows: list[dict[str, Any]] = []
-    ran: list[str] = []
-    monkeypatch.setattr(rare, "EVERY_BODY", {name: lambda _, name=name: ran.append(name) for name in rare.EVERY_BODY})
-    monkeypatch.setattr(parts, "_version", lambda _: None)
-    monkeypatch.setattr(device, "use", lambda _: None)
-    setting = SimpleNamespace(rehearse=False, left=500.0, alone=lambda: None, device=None)
-    assert parts._bodies(setting, lambda **row: rows.append(row))
-    left_out = [row["what"] for row in rows if row["result"] == "left out: no pydantic"]
-    assert left_out == [
-        "feature: checkpoints", "feature: asynchronous_checkpoints", "feature: engine", "feature: failing_disk",
-    ]  # fmt: skip
-    assert len(ran) == len(rare.EVERY_BODY) - 4
-
-
-def test_a_real_device_may_round_otherwise_than_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = torch.ones(3)
-    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="cuda"))
-    bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
-    with pytest.raises(AssertionError, match="not close"):
-        bodies.expect_the_cpus((one + 1.0,), (one,), "other bits")
-    monkeypatch.setattr(device, "device", lambda: SimpleNamespace(type="simgpu"))
-    with pytest.raises(AssertionError, match="other bits"):
-        bodies.expect_the_cpus((one + 1e-5,), (one,), "other bits")
-
-
-def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    runner = importlib.import_module("accelerator")
-    part = importlib.import_module("accelerator_offload")
+def test_rows_of_offload_run_one_by_one(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, part = load("accelerator"), load("accelerator_offload")
     monkeypatch.setattr(part, "_in_a_process", lambda _, row: {"tflops": 100.0 if row.where == "device" else 80.0})
     for rows in ((1,), (6, 2), (2,)):
         findings = runner.Findings(tmp_path, "offload")
@@ -160,22 +153,18 @@ def test_rows_of_offload_run_one_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     ("device", "base", "largest"), [(79, "3.2 B", "9.6 B"), (139, "5.4 B", "12.6 B"), (47, "1.3 B", "5.4 B")]
 )
 def test_models_are_those_that_the_device_holds(
-    device: int, base: str, largest: str, monkeypatch: pytest.MonkeyPatch
+    device: int, base: str, largest: str, load: Callable[[str], Any]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    part = importlib.import_module("accelerator_offload")
+    part = load("accelerator_offload")
     gib = 1 << 30
     fitted = [part.fitted(row, device * gib, 118 * gib) for row in part.ROWS]
     assert {row.model for row in fitted[:5]} == {base}
     assert fitted[6].model == largest
-    host = part.host_bytes(fitted[6], part.SHAPES[largest].parameters)
-    assert host < 110 * gib
+    assert part.host_bytes(fitted[6], part.SHAPES[largest].parameters) < 110 * gib
     assert part.fitted(part.ROWS[1], device * gib, 10 * gib) is None
 
 
-def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
+def test_a_system_that_raises_ends_its_row_alone(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[weakref.ref[Any]] = []
     gone: list[bool] = []
 
@@ -184,102 +173,62 @@ def test_a_system_that_raises_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch
         held.append(weakref.ref(model))
         raise AssertionError("a rival's own assertion\nof two lines")
 
-    rows: list[dict[str, Any]] = []
     monkeypatch.setattr(parts, "systems", lambda: {"a rival": fails})
     monkeypatch.setattr(parts, "TURNS", ("a rival",))
     monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: make())
     monkeypatch.setattr(parts, "forget", lambda: gone.append(held[-1]() is None))
-    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
-    setting = SimpleNamespace(left=500.0, rehearse=False, shape=lambda _: None, tokens=lambda *sizes: sizes)
-    parts.speed(setting, lambda **row: rows.append(row))
+    rows = speeds(parts)
     assert [row["failed"] for row in rows] == ["AssertionError a rival's own assertion"] * 4
     assert gone == [True] * 4
     assert [row["tokens"] for row in rows] == ["1 x 512, in turns", "8 x 2048", "1 x 512", "8 x 2048"]
 
 
-def test_systems_that_keep_memory_run_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
-    rows: list[dict[str, Any]] = []
+def test_systems_that_keep_memory_run_last(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "systems", lambda: {"first": 1, parts.KEEP_MEMORY[0]: 2, "last": 3})
     monkeypatch.setattr(parts, "attempted", lambda work: work())
-    monkeypatch.setattr(parts, "_profiled", lambda *_: {})
     monkeypatch.setattr(parts, "_in_turns", lambda *_: None)
     monkeypatch.setattr(parts, "_timed", lambda _setting, make, *_: {"ms": float(make)})
-    parts.speed(SimpleNamespace(left=500.0, rehearse=False), lambda **row: rows.append(row))
+    rows = speeds(parts)
     assert [row["system"] for row in rows] == ["first", "last"] * 3 + [parts.KEEP_MEMORY[0]] * 3
     assert [row["x_first"] for row in rows] == [1.0, 3.0] * 3 + [2.0] * 3
 
 
-def test_traces_move_into_the_archive_and_stay_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    findings = importlib.import_module("accelerator").Findings(tmp_path, "speed")
-    findings.begin()
-    for content in (b"one", b"two"):
-        (tmp_path / "a.json.gz").write_bytes(content)
-        findings.add(system="a")
-        findings.add(system="b")
-        assert not list(tmp_path.glob("*.json.gz"))
-        with tarfile.open(tmp_path / "results.tar.gz") as archive:
-            assert archive.getnames() == ["results.json", "a.json.gz"]
-            found = archive.extractfile("a.json.gz")
-            assert found is not None
-            assert found.read() == content
-
-
-def test_idle_time_counts_overlapping_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
+def test_idle_time_counts_overlapping_kernels_once(parts: Any) -> None:
     assert parts.idle_share([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (6.0, 8.0)]) == 3 / 8
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_plan_is_of_what_is_trained(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    parts = importlib.import_module("accelerator_parts")
+def test_the_plan_is_of_what_is_trained(stage: int, parts: Any) -> None:
     config = load_config(parts.planned_config(stage, 4), world_size=1)
     assert config.precision.resolve(torch.float32) == Precision(torch.bfloat16).resolve(torch.float32)
     assert config.bucket_numel == parts.BUCKET_NUMEL
-    policy = Policy.stage(stage)
-    assert replace(config.policy, max_live_numel=None) == policy  # fewer parameters than the config's limit
+    assert replace(config.policy, max_live_numel=None) == Policy.stage(
+        stage
+    )  # fewer parameters than the config's limit
 
 
-def test_the_page_takes_the_figures(tmp_path: Path) -> None:
-    row = {"system": "a", "ms": 12.345, "mfu": None}
-    part = {"rows": [row], "end": "done", "seconds": 61.2, "about": {"device": "D", "torch": "2", "rehearsal": False}}
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- figures: begin -->\nold\n<!-- figures: end -->\nafter\n")
-    command = [sys.executable, str(ROOT / "benchmarks/accelerator_page.py"), str(tmp_path / "results.json"), str(page)]
-    for is_rehearsal in (True, False):
-        part["about"]["rehearsal"] = is_rehearsal  # type: ignore[index]
-        (tmp_path / "results.json").write_text(json.dumps({"parts": {"speed": part}}))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode != 0) == is_rehearsal
-    text = page.read_text()
-    assert "| a | 12.35 |  |" in text
-    assert "old" not in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "61 s" in text
+def test_a_rehearsals_figures_are_refused(load: Callable[[str], Any]) -> None:
+    part = {"rows": [], "end": "done", "seconds": 61.2, "about": {"device": "D", "torch": "2", "rehearsal": True}}
+    with pytest.raises(ValueError, match="of a rehearsal"):
+        load("accelerator_page").filled("<!-- figures: begin -->\n<!-- figures: end -->\n", {"parts": {"speed": part}})
 
 
-def test_the_page_of_results_shows_the_figures_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_the_page_of_results_shows_the_figures_that_are_kept(load: Callable[[str], Any]) -> None:
     results = json.loads((ROOT / "benchmarks/results/accelerator.json").read_text(encoding="utf-8"))
     text = (ROOT / "benchmarks/results/accelerator.md").read_text(encoding="utf-8")
-    assert importlib.import_module("accelerator_page").filled(text, results) == text
+    assert load("accelerator_page").filled(text, results) == text
 
 
-def test_results_are_counted_and_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    rows = [
-        {"what": "forced: stage 1", "result": "equal"},
-        {"what": "forced: stage 2", "result": "equal"},
-        {"what": "forced: stage 3", "result": "close: differs by 1.0e-04"},
-        {"what": "forced: stage 3, on disk", "result": "WRONG: differs by 2.0e+00"},
-        {"what": "twice", "result": "equal"},
-    ]
-    assert importlib.import_module("accelerator_page").counted(rows) == [
+def test_results_are_counted_and_what_is_wrong_is_named(load: Callable[[str], Any]) -> None:
+    found = {
+        "forced: stage 1": "equal",
+        "forced: stage 2": "equal",
+        "forced: stage 3": "close: differs by 1.0e-04",
+        "forced: stage 3, on disk": "WRONG: differs by 2.0e+00",
+        "twice": "equal",
+    }
+    rows = [{"what": what, "result": result} for what, result in found.items()]
+    assert load("accelerator_page").counted(rows) == [
         {"check": "forced", "result": "2 equal; 1 close; 1 WRONG (stage 3, on disk)", "largest difference": 2.0},
         {"check": "twice", "result": "equal", "largest difference": None},
     ]

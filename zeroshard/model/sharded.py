@@ -23,6 +23,7 @@ from zeroshard.core.parking import STATES, Parking
 from zeroshard.core.schedule import Schedule
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.state_dicts import state_dict_in_memory
+from zeroshard.core.step import Move, StepState, after
 from zeroshard.core.transport.base import Collectives
 from zeroshard.core.transport.members import refuse_no_rank
 from zeroshard.core.unit import UnitState
@@ -116,7 +117,13 @@ class Sharded:
         self._schedule.reductions.is_last_microbatch = is_last
 
     def end_backward(self) -> None:
-        """End this microbatch's backward. Call it only if `backwards_ended` shows that torch did not report it."""
+        """End this microbatch's backward. Call it only if `backwards_ended` shows that torch did not report it.
+
+        Raises:
+            UsageError: an exception has aborted the backward.
+        """
+        if self._schedule.state is StepState.BACKWARD:
+            after(StepState.BACKWARD, Move.STEP)
         self._schedule.end_backward()
 
     def end_accumulation(self) -> None:

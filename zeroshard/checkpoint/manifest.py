@@ -352,8 +352,9 @@ def _refuse_ranges_outside(manifest: Manifest) -> None:
         if offset % itemsize:
             raise ValueError(f"{name} begins in the middle of an element")
 
-    for name, described in [*manifest.parameters.items(), *manifest.tensors.items()]:
-        if prod(max(size, 1) for size in described.shape) >= 1 << 63:
+    shapes = [(name, one.shape) for name, one in manifest.parameters.items()]
+    for name, shape in [*shapes, *((name, one.shape) for name, one in manifest.tensors.items())]:
+        if prod(max(size, 1) for size in shape) >= 1 << 63:
             raise ValueError(f"{name} has more elements than a tensor can have")
     for name, parameter in manifest.parameters.items():
         numel = prod(parameter.shape)

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from ranks import RankError, launched
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import zeroshard
 from zeroshard import ZeroRedundancyOptimizer
@@ -43,16 +43,11 @@ Outcome = tuple[list[float], list[Tensor]]
 SMALL = GPTConfig(vocabulary=32, layers=2, width=16, heads=2, context=9)
 
 
-class Tokens(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(0, 32, (9,), generator=torch.Generator().manual_seed(index))
+TOKENS: Any = [torch.randint(0, 32, (9,), generator=torch.Generator().manual_seed(number)) for number in range(24)]
 
 
 def loader() -> DataLoader[Tensor]:
-    return DataLoader(Tokens(), 2)  # 6 batches a rank, of 2
+    return DataLoader(TOKENS, 2)  # 6 batches a rank, of 2
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -238,7 +233,7 @@ def test_an_optimizer_of_stage_one_is_any_optimizer_under_ddp(tmp_path: Path) ->
 def saves(folder: Path, stage: int, steps: int, resume: str | None = None) -> Outcome:
     module = Module()
     # The batch of all ranks together stays the same.
-    batches = DataLoader(Tokens(), 4 // int(os.environ["WORLD_SIZE"]))
+    batches = DataLoader(TOKENS, 4 // int(os.environ["WORLD_SIZE"]))
     callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=6, save_top_k=-1)]
     limits = {"max_epochs": -1, "max_steps": steps, "enable_checkpointing": True}
     one = trainer(folder, strategy_of(stage), callbacks=callbacks, **limits)
@@ -288,7 +283,7 @@ def test_checkpoints_are_kept_removed_and_read_by_lightning_alone(tmp_path: Path
     for file in (tmp_path / "single.ckpt", tmp_path / "weights" / "epoch=2.ckpt", tmp_path / "after.ckpt"):
         alone = Module.load_from_checkpoint(file, map_location="cpu").eval()
         with torch.no_grad():
-            first = torch.stack([alone(Tokens()[i][None])[0, -1] for i in range(0, 24, 2)])
+            first = torch.stack([alone(TOKENS[i][None])[0, -1] for i in range(0, 24, 2)])
         torch.testing.assert_close(first, predicted, rtol=0, atol=1e-5)
     saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
     assert "optimizer_states" not in saved
@@ -707,10 +702,9 @@ def loop(
     if resume:
         assert made.load(folder / "state.ckpt", state) == {"note": "kept"}
     losses = []
-    data = [Tokens()[index] for index in range(24)]
     for step in range(state["step"], steps):
         for half in range(2):
-            rows = torch.stack(data[(4 * (2 * step + half)) % 24 :][:4])[made.global_rank :: made.world_size]
+            rows = torch.stack(TOKENS[(4 * (2 * step + half)) % 24 :][:4])[made.global_rank :: made.world_size]
             with made.no_backward_sync(model, enabled=half == 0):
                 loss = model(rows[:, :-1], rows[:, 1:])
                 made.backward(loss / 2)
@@ -762,7 +756,7 @@ def test_fabric_builds_sharded_evaluates_and_refuses(tmp_path: Path) -> None:
             born = GPT(SMALL)
         assert {type(p).__name__ for p in born.blocks.parameters()} == {"BornSharded"}
         model = made.setup(born)
-        rows = torch.stack([Tokens()[0]])
+        rows = torch.stack([TOKENS[0]])
         with torch.no_grad():
             assert torch.isfinite(model(rows)).all()
         with pytest.raises(UsageError, match="together with its optimizer"):

@@ -229,7 +229,7 @@ def test_a_checkpoint_has_bytes_and_scales(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_what_is_refused(rank: int) -> None:
+def test_what_is_refused(rank: int, tmp_path: Path) -> None:
     model, _ = build(four_bit(torch.bfloat16))
     weight = model.blocks[0].up.base.weight.requires_grad_(True)
     text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
@@ -251,7 +251,7 @@ def test_what_is_refused(rank: int) -> None:
     with pytest.raises(UsageError, match="Params4bit"):
         sharded.update_trainable({"params": [model.blocks[0].up.base.weight]})
     model.blocks[0].up.base.weight.requires_grad_(False)
-    text = refusal(lambda: sharded.offload_states(place=DISK))
+    text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
     assert "whose readers would see" in text
 
 

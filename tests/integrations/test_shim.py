@@ -102,14 +102,19 @@ def optimizers_are_torchs_with_deepspeeds_names() -> None:
     def adamw(p: Any, lr: float = 1e-3, decay: float = 0.1) -> Any:
         return torch.optim.AdamW(p, lr, weight_decay=decay, fused=True)
 
+    def groups_of(kind: Any, p: Any) -> list[dict[str, Any]]:
+        """Return groups that name other kernels than fused ones."""
+        groups: list[dict[str, Any]] = kind(p, 3e-3, weight_decay=0.1).param_groups
+        return groups
+
     same: list[tuple[Callable[[list[nn.Parameter]], Any], Callable[[list[nn.Parameter]], Any]]] = [
         (FusedAdam, lambda p: adamw(p, decay=0)),
         (DeepSpeedCPUAdam, lambda p: adamw(p, decay=0)),
         (lambda p: FusedAdam(p, weight_decay=0.1), adamw),
         (lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1), adam),
         (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1), adam),
-        (lambda p: DeepSpeedCPUAdam(adam(p, 3e-3).param_groups, adamw_mode=False), lambda p: adam(p, 3e-3)),
-        (lambda p: DeepSpeedCPUAdam(adamw(p, 3e-3).param_groups), lambda p: adamw(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.Adam, p), adamw_mode=False), lambda p: adam(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.AdamW, p)), lambda p: adamw(p, 3e-3)),
         (lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1)),
     ]
     for number, (ours, torchs) in enumerate(same):

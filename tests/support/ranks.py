@@ -106,7 +106,7 @@ def launched(function: Callable[..., Any], world_size: int, *args: Any) -> list[
         )  # fmt: skip
         return function(*args)
 
-    return run_ranks(body, world_size, initialise=False, timeout=120)
+    return run_ranks(body, world_size, initialise=False, timeout=300)
 
 
 class Ranks:

@@ -35,7 +35,8 @@ def train(stage: int | None, folder: Path) -> list[float]:
     model = Stack()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    loader: Any = DataLoader([tokens(0, number) for number in range(8)], batch_size=None)  # type: ignore[arg-type]
+    rows: Any = [tokens(0, number) for number in range(8)]
+    loader: Any = DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
     if stage is None:
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     else:

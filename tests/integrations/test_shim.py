@@ -103,7 +103,7 @@ def optimizers_are_torchs_with_deepspeeds_names() -> None:
         return torch.optim.AdamW(p, lr, weight_decay=decay, fused=True)
 
     def groups_of(kind: Any, p: Any) -> list[dict[str, Any]]:
-        """Return groups that name other kernels than fused ones."""
+        """Return groups that name their own kernels and kind of decay."""
         groups: list[dict[str, Any]] = kind(p, 3e-3, weight_decay=0.1).param_groups
         return groups
 
@@ -115,6 +115,7 @@ def optimizers_are_torchs_with_deepspeeds_names() -> None:
         (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1), adam),
         (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.Adam, p), adamw_mode=False), lambda p: adam(p, 3e-3)),
         (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.AdamW, p)), lambda p: adamw(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.Adam, p)), lambda p: adamw(p, 3e-3)),
         (lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1)),
     ]
     for number, (ours, torchs) in enumerate(same):

@@ -38,15 +38,14 @@ from simgpu import server  # noqa: E402
 from simgpu.device import MODES  # noqa: E402
 
 SERVED = (
-    ("test_accelerate_contract", "test_trainer_contract", "test_sequence_contract", "test_tensor_parallel_contract",
-     "test_experts_contract", "test_preference_contract"),
+    ("test_accelerate_contract", "test_trainer_contract", "test_divided_contract", "test_preference_contract"),
     ("test_simgpu", "test_simgpu_budgets", "test_simgpu_faults", "test_simgpu_host", "test_simgpu_plans",
      "test_accelerator_collectives", "test_accelerator_storage"),
 )  # fmt: skip
 """Files whose tests share a server that takes seconds to start: for trainers, and for the simulated accelerator. One process begins
 with each group, so that few processes start its server."""
 LONG = (
-    ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer", "test_trainers"),
+    ("test_lightning", "test_hosts", "test_elastic", "test_zero_trainer"),
     ("test_compile", "test_compile_strangers", "test_plan", "test_plan_cli"),
 )  # fmt: skip
 """Files with tests of many seconds. Other processes begin with them, so that none starts such a test at the end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models import Stack, tokens
-from ports import free_port
-from ranks import run_ranks
+from ranks import launched
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from twin import build, steps
 
 import zeroshard
 from zeroshard import UsageError
-
-
-class Rows(Dataset[Any]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, number: int) -> Any:
-        return tokens(0, number)
 
 
 def saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
@@ -39,17 +29,14 @@ def saved(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Non
     assert all(torch.equal(value, expected[fqn]) for fqn, value in found.items())
 
 
-def only(rows: list[Any]) -> Any:
-    return rows[0]
-
-
 def train(stage: int | None, folder: Path) -> list[float]:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = Stack()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    loader: Any = DataLoader(Rows(), batch_size=1, collate_fn=only)
+    rows: Any = [tokens(0, number) for number in range(8)]
+    loader: Any = DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
     if stage is None:
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     else:
@@ -71,24 +58,11 @@ def train(stage: int | None, folder: Path) -> list[float]:
     return losses
 
 
-def ranks(stage: int | None, folder: Path) -> list[Any]:
-    port = free_port()
-
-    def body(rank: int) -> list[float]:
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )  # fmt: skip
-        return train(stage, folder)
-
-    return run_ranks(body, 2, initialise=False, timeout=120)
-
-
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full), 2, 3]
 )
 def test_losses_are_ddps_and_the_saved_model_is_whole(stage: int, tmp_path: Path) -> None:
-    for found, expected in zip(ranks(stage, tmp_path), ranks(None, tmp_path), strict=True):
+    for found, expected in zip(launched(train, 2, stage, tmp_path), launched(train, 2, None, tmp_path), strict=True):
         assert len(found) == 4
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,23 +90,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
         return Plugin
 
-    distributed, optimizers = family(), family()
-    parts = ROOT.split(".")
-    for name in [
-        *(".".join(parts[: n + 1]) for n in range(len(parts))),
-        f"{ROOT}.distributed",
-        f"{ROOT}.optimizers",
-    ]:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules[name].__path__ = []  # type: ignore[attr-defined]
-    for name, attribute, value in (
-        (f"{ROOT}.distributed.interface", "DistributedPlugin", distributed),
-        (f"{ROOT}.optimizers.optimizer", "OptimizerPlugin", optimizers),
-    ):
-        module = ModuleType(name)
-        setattr(module, attribute, value)
-        monkeypatch.setitem(sys.modules, name, module)
-    return distributed, optimizers
+    plugins = family(), family()
+    names = ("distributed.interface", "DistributedPlugin"), ("optimizers.optimizer", "OptimizerPlugin")
+    for (name, attribute), plugin in zip(names, plugins, strict=True):
+        parts = f"{ROOT}.{name}".split(".")
+        for length in range(1, len(parts) + 1):
+            module = ModuleType(".".join(parts[:length]))
+            module.__path__ = []  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        setattr(module, attribute, plugin)
+    return plugins
 
 
 def train(rank: int, plugins: tuple[Any, Any], folder: Path) -> list[float]:
@@ -152,32 +146,25 @@ def test_a_copy_of_the_model_runs(rank: int) -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(2, 2)
-    for config, message in (
-        ({"stag": 1}, "stag has no meaning here"),
-        ({"cp_size": 2}, "cp_size is 1 here"),
-        ({"stage": 4}, "a ZeRO stage is"),
-    ):
-        with pytest.raises((UsageError, ValueError), match=message):
-            llama_factory.shard_model(model, {"name": "fsdp2", **config})
-    with pytest.raises(UsageError, match="the model's backend is not zeroshard's"):
-        llama_factory.make_optimizer(model, {"name": "zeroshard", "lr": 0.1})
-    with pytest.raises(UsageError, match=r"dist_config names zeroshard.*name: fsdp2"):
-        llama_factory.make_optimizer(model, {"name": "zeroshard"}, bf16=False)
-    with pytest.raises(UsageError, match="was not sharded by zeroshard"):
-        llama_factory.save_model(model, "out", None)
-    assert llama_factory.shard_model(model, {"name": "fsdp2"}) is model
-    with pytest.raises(UsageError, match="optim_config does not name zeroshard"):
-        model(torch.zeros(1, 2))
-    with pytest.raises(UsageError, match="has no lr"):
-        llama_factory.make_optimizer(model, {"name": "zeroshard"})
+    zero, no_values = {"name": "zeroshard", "lr": 0.1}, nn.Linear(2, 2)
+    no_values._init_mode = "init_on_rank0"  # type: ignore[assignment]
+    model, shard_model, make_optimizer = nn.Linear(2, 2), llama_factory.shard_model, llama_factory.make_optimizer
+
+    def refused(words: str, call: Callable[[], object]) -> None:
+        with pytest.raises((UsageError, ValueError), match=words):
+            call()
+
+    refused("stag has no meaning here", lambda: shard_model(model, {"name": "fsdp2", "stag": 1}))
+    refused("cp_size is 1 here", lambda: shard_model(model, {"name": "fsdp2", "cp_size": 2}))
+    refused("a ZeRO stage is", lambda: shard_model(model, {"name": "fsdp2", "stage": 4}))
+    refused("Leave init_config out", lambda: shard_model(no_values, {"name": "fsdp2"}))
+    refused("the model's backend is not zeroshard's", lambda: make_optimizer(model, zero))
+    refused(
+        r"dist_config names zeroshard.*name: fsdp2", lambda: make_optimizer(model, {"name": "zeroshard"}, bf16=False)
+    )
+    refused("was not sharded by zeroshard", lambda: llama_factory.save_model(model, "out", None))
+    assert shard_model(model, {"name": "fsdp2"}) is model
+    refused("optim_config does not name zeroshard", lambda: model(torch.zeros(1, 2)))
+    refused("has no lr", lambda: make_optimizer(model, {"name": "zeroshard"}))
     monkeypatch.setitem(sys.modules, "llamafactory", None)
-    with pytest.raises(UsageError, match="pip install llamafactory"):
-        llama_factory.register()
-
-
-def test_a_model_without_values_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    model._init_mode = "init_on_rank0"  # type: ignore[assignment]
-    with pytest.raises(UsageError, match="Leave init_config out"):
-        llama_factory.shard_model(model, {"name": "fsdp2"})
+    refused("pip install llamafactory", llama_factory.register)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from insides import units as units_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import CPU, DISK, refusal
+from twin import CPU, DISK, refusal, update
 
 import zeroshard
 from zeroshard import CheckpointError, Offload, Policy, Precision, UsageError
 from zeroshard.core.quantised import scales_of
 
 bnb = pytest.importorskip("bitsandbytes")
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
 WIDTH = 64
 STORAGES = {"uint8": torch.uint8, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,21 +66,11 @@ class Adapters(nn.Module):
 
 
 def four_bit(storage: torch.dtype = torch.uint8, nested: bool = True) -> Callable[..., nn.Module]:
-    def make(inputs: int, outputs: int) -> nn.Module:
-        return bnb.nn.Linear4bit(
-            inputs,
-            outputs,
-            compute_dtype=torch.float32,
-            quant_storage=storage,
-            compress_statistics=nested,
-            quant_type="nf4",
-        )
-
-    return make
+    how = {"quant_type": "nf4", "quant_storage": storage, "compress_statistics": nested, "compute_dtype": torch.float32}
+    return partial(bnb.nn.Linear4bit, **how)
 
 
-def eight_bit(inputs: int, outputs: int) -> nn.Module:
-    return bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False)
+eight_bit = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
 
 
 def build(
@@ -95,13 +87,7 @@ def build(
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
     """Train on batches that are the same on every rank, so that the mean gradient is each rank's own; then evaluate."""
-    found = []
-    for number in range(steps):
-        loss = model(batch(number)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
+    found = [update(model(batch(number)).pow(2).mean(), optimizer).item() for number in range(steps)]
     model.eval()
     with torch.no_grad():
         found.append(model(batch(99)).sum().item())
@@ -113,21 +99,25 @@ def batch(number: int) -> Tensor:
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(number))
 
 
-def quantised_units(sharded: zeroshard.Sharded) -> list[Any]:
-    return [unit for unit in units_of(sharded) if unit.group.is_quantised]
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_losses_are_those_of_the_unsharded_model(rank: int, storage: str, nested: bool, recomputes: bool) -> None:
-    make = four_bit(STORAGES[storage], nested)
+def test_losses_are_those_of_the_unsharded_model(
+    rank: int, storage: str, nested: bool, recomputes: bool, tmp_path: Path
+) -> None:
+    make, how = four_bit(STORAGES[storage], nested), Offload(str(tmp_path))
     expected = losses(*build(make, recomputes=recomputes))
-    for policy in (*range(4), Policy.stage(3).offloaded(parameters=CPU), Policy.stage(2).offloaded(parameters=CPU)):
+    policies = [Policy.stage(stage) for stage in range(4)]
+    policies += [Policy.stage(stage).offloaded(parameters=CPU) for stage in (2, 3)]
+    policies += [Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=how)]
+    for policy in policies:
         # Other values on rank 1: all start from rank 0's.
         model, optimizer = build(make, recomputes=recomputes, seed=rank)
-        zeroshard.shard(model, optimizer, policy)
+        sharded = zeroshard.shard(model, optimizer, policy)
+        if policy == Policy.stage(3):
+            sharded.offload_states(place=DISK, offload=how)
+            sharded.reload_states()
         assert losses(model, optimizer) == expected, policy
 
 
@@ -155,7 +145,7 @@ def test_bytes_are_sharded_and_freed_after_each_block(rank: int, recomputes: boo
     model, optimizer = build(four_bit(), recomputes=recomputes)
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, bnb.nn.Params4bit))
     sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-    units = quantised_units(sharded)
+    units = [unit for unit in units_of(sharded) if unit.group.is_quantised]
     at_rest = sum(one.numel() for unit in units for bucket in unit.buckets for one in bucket.tensors("parameters"))
     assert at_rest == numel // 2  # bytes, on each of two ranks
     assert sum(unit.flat.nbytes for unit in units) == 0
@@ -238,26 +228,8 @@ def test_a_checkpoint_has_bytes_and_scales(rank: int, tmp_path: Path) -> None:
         sharded.load(tmp_path / "4 bits", "three")
 
 
-@pytest.mark.ranks(2)
-def test_places_and_parking(rank: int, tmp_path: Path) -> None:
-    expected = losses(*build(four_bit()))
-    policy = Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=Offload(str(tmp_path)))
-    model, optimizer = build(four_bit())
-    sharded = zeroshard.shard(model, optimizer, policy)
-    assert losses(model, optimizer) == expected
-    model, optimizer = build(four_bit())
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-    sharded.offload_states(place=DISK, offload=Offload(str(tmp_path)))
-    sharded.reload_states()
-    assert losses(model, optimizer) == expected
-    model, optimizer = build(four_bit())
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(2))
-    text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
-    assert "whose readers would see" in text
-
-
 @pytest.mark.ranks(1)
-def test_what_is_refused(rank: int) -> None:
+def test_what_is_refused(rank: int, tmp_path: Path) -> None:
     model, _ = build(four_bit(torch.bfloat16))
     weight = model.blocks[0].up.base.weight.requires_grad_(True)
     text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
@@ -276,9 +248,11 @@ def test_what_is_refused(rank: int) -> None:
     sharded = zeroshard.shard(model, optimizer, 2)
     assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
     model.blocks[0].up.base.weight.requires_grad_(True)
-    group = {"params": [model.blocks[0].up.base.weight]}
     with pytest.raises(UsageError, match="Params4bit"):
-        sharded.update_trainable(group)
+        sharded.update_trainable({"params": [model.blocks[0].up.base.weight]})
+    model.blocks[0].up.base.weight.requires_grad_(False)
+    text = refusal(lambda: sharded.offload_states(place=DISK, offload=Offload(str(tmp_path))))
+    assert "whose readers would see" in text
 
 
 class Scaled(Tensor):
@@ -319,90 +293,40 @@ def test_tensors_that_hold_others_are_refused(rank: int) -> None:
     assert remedy in text
 
 
-TORCHAO = {
-    "int8": "Int8WeightOnlyConfig()",
-    "int8 activations": "Int8DynamicActivationInt8WeightConfig()",
-    "int4": "IntxWeightOnlyConfig(torch.int4, granularity.PerGroup(32))",
-    "fp8": "Float8WeightOnlyConfig()",
-}
-
-
-@pytest.mark.parametrize("config", TORCHAO)
-def test_torchaos_weights_are_refused(config: str) -> None:
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-
-    def body(rank: int) -> None:
-        for stage in range(4):
-            model, optimizer = build(lambda *sizes: nn.Linear(*sizes, bias=False))
-            found = eval(TORCHAO[config], {**vars(quantization), "torch": torch})
-            quantization.quantize_(model, found, lambda _, name: name.endswith(".base"))
-            kind = type(model.blocks[0].up.base.weight).__name__
-            assert kind not in ("Tensor", "Parameter")
-            text = refusal(lambda: zeroshard.shard(model, optimizer, stage))  # noqa: B023
-            assert f"blocks.0.up.base.weight is of torchao's class {kind}" in text
-
-    on_ranks(body, 2)
-
-
-def test_torchaos_weights_under_peft_are_refused(tmp_path: Path) -> None:
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+def save_llama(folder: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-
-    def body(rank: int) -> None:
-        how = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig())
-        for stage in (0, 3):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                tmp_path, device_map={"": "cpu"}, quantization_config=how
-            )
-            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-            text = refusal(lambda: zeroshard.shard(model, optimizer, stage))  # noqa: B023
-            assert "q_proj.base_layer.weight is of torchao's class Int8Tensor" in text
-
-    on_ranks(body, 2)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
-    """QLoRA as its users write it: from_pretrained, PEFT, recomputation; then the adapter's file, and a merge."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    """QLoRA as its users write it; then the adapter's file, and a merge."""
+    save_llama(tmp_path / "base")
+    how: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:
+        how = {
+            "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_storage": torch.bfloat16,
+        }  # fmt: skip
 
     def make() -> tuple[Any, torch.optim.Optimizer]:
-        how = {"load_in_8bit": True}
-        if bits == 4:
-            how = {
-                "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-                "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_storage": torch.bfloat16,
-            }  # type: ignore[dict-item]  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "base", dtype=torch.float32, device_map={"": "cpu"},
             quantization_config=transformers.BitsAndBytesConfig(**how),
         )  # fmt: skip
         model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
         torch.manual_seed(1)
-        lora = peft.LoraConfig(
-            r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights="gaussian"
-        )
-        model = peft.get_peft_model(model, lora)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return model, torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+        options = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": "gaussian"}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
 
     def trained(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         found = []
         for number in range(3):
             ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(number))
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
+            found.append(update(model(input_ids=ids, labels=ids).loss, optimizer).item())
         return found
 
     def body(rank: int) -> None:
@@ -427,12 +351,7 @@ def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_stock_trainer_with_deepspeeds_config(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes))
-    base.save_pretrained(tmp_path / "base")
+    save_llama(tmp_path / "base")
     script = Path(__file__).parent / "contracts" / "quantised.py"
     found = []
     for stage in (2, 3):

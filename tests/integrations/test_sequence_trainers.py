@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 from families import SIZES
-from test_lightning import ranks, trainer
-from test_zero_trainer import arguments, history, run
+from ranks import launched
+from test_lightning import trainer
+from test_zero_trainer import arguments, history
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from zeroshard.integrations.accelerate import count_samples_once
 from zeroshard.integrations.lightning import ZeroStrategy
@@ -28,17 +29,15 @@ LENGTH = 21
 """An odd one: slices are padded."""
 
 
-class Texts(Dataset[dict[str, Tensor]]):
-    """Of each, another number of labels counts."""
+def text(number: int) -> dict[str, Tensor]:
+    """Return a text, of which each has another number of labels that count."""
+    tokens = torch.randint(2, 64, (LENGTH,), generator=torch.Generator().manual_seed(number))
+    labels = tokens.clone()
+    labels[: 2 * number] = -100
+    return {"input_ids": tokens, "labels": labels}
 
-    def __len__(self) -> int:
-        return 8
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(2, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        labels = tokens.clone()
-        labels[: 2 * index] = -100
-        return {"input_ids": tokens, "labels": labels}
+TEXTS: Any = [text(number) for number in range(8)]
 
 
 def llama() -> Any:
@@ -76,18 +75,19 @@ class Long(InOrder, ZeroTrainerMixin, transformers.Trainer):  # type: ignore[mis
 OPTIONS = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "num_train_epochs": 2}
 
 
-def trained(rank: int, world: int, port: int, out: Path, stage: int | None, size: int) -> dict[str, Any]:
+def trained(out: Path, stage: int | None, size: int) -> dict[str, Any]:
     """Train; stage None is the stock Trainer."""
-    args = arguments(out, rank, world, port, **OPTIONS)
+    args = arguments(out, **OPTIONS)
     model = llama()
-    given = {"model": model, "args": args, "train_dataset": Texts(), "eval_dataset": Texts()}
+    given = {"model": model, "args": args, "train_dataset": TEXTS, "eval_dataset": TEXTS}
     if stage is None:
         made: Any = Stock(**given)
     else:
         made = Long(**given, zero=stage)
-        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "sp"))
+        groups = args.world_size // size
+        mesh = init_device_mesh("cpu", (groups, size), mesh_dim_names=("dp", "sp"))
         made.sequences = Sequences(mesh["sp"]).attach(model)
-        made.replica = (world // size, mesh.get_local_rank("dp"))
+        made.replica = (groups, mesh.get_local_rank("dp"))
         tile(model, "*.mlp", tokens=4)
     made.train()
     return history(made)
@@ -95,19 +95,14 @@ def trained(rank: int, world: int, port: int, out: Path, stage: int | None, size
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_mixin_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> None:
-    expected = run(trained, 1, tmp_path / "one", None, 1)[0]
-    found = run(trained, 2, tmp_path / "two", stage, 2)
-    assert found[0] == found[1]
-    compare(found[0], expected)
-
-
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+    (expected,) = launched(trained, 1, tmp_path / "one", None, 1)
+    found, other = launched(trained, 2, tmp_path / "two", stage, 2)
+    assert found == other and found.keys() == expected.keys()
     assert any("loss" in entry for entry in expected.values())
     for number, entry in expected.items():
-        for name, value in entry.items():
-            if name != "eval_loss":  # a mean of the ranks' means
-                assert found[number][name] == pytest.approx(value, rel=1e-5), (number, name)
+        found[number].pop("eval_loss", None)  # a mean of the ranks' means
+        entry.pop("eval_loss", None)
+        assert found[number] == pytest.approx(entry, rel=1e-5), number
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -135,7 +130,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 def alone() -> list[float]:
     model, losses = llama(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    for batch in DataLoader(Texts(), 2):
+    for batch in DataLoader(TEXTS, 2):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -150,10 +145,10 @@ def test_lightning_has_the_losses_of_one_process(stage: int, tmp_path: Path) -> 
     def fit() -> list[float]:
         module = Module()
         options = {"use_distributed_sampler": False, "gradient_clip_val": 0.1}
-        trainer(tmp_path, ZeroStrategy(stage), **options).fit(module, DataLoader(Texts(), 2), DataLoader(Texts(), 2))
+        trainer(tmp_path, ZeroStrategy(stage), **options).fit(module, DataLoader(TEXTS, 2), DataLoader(TEXTS, 2))
         return module.losses
 
-    first, second = ranks(fit)
+    first, second = launched(fit, 2)
     assert first == second
     assert first == pytest.approx(alone(), rel=1e-5)
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,32 +46,23 @@ def python(code: str, *path: Path, cwd: Path | None = None, status: int = 0, **e
 
 # ---------------------------------------------------------------------- what it has
 
-CASES: dict[str, Callable[[], None]] = {}
+CASES: list[Callable[[], None]] = []
 """They run one after another in one child, in which the package named deepspeed is on the path."""
 
 
 def in_the_child(case: Callable[[], None]) -> Callable[[], None]:
-    CASES[case.__name__] = case
+    CASES.append(case)
     return case
 
 
 def run_cases() -> None:
     """Run all of them, and print the traceback of each that fails."""
-    told = {}
-    for name, case in CASES.items():
-        told[name] = ""
+    for case in CASES:
         try:
             case()
         except BaseException:  # pytest's own is no Exception
-            told[name] = traceback.format_exc()
-    print(json.dumps(told))
-
-
-@pytest.fixture(scope="module")
-def told() -> dict[str, str]:
-    said = python("import test_shim; test_shim.run_cases()", shim_path(), Path(__file__).parent)
-    tracebacks: dict[str, str] = json.loads(said.splitlines()[-1])
-    return tracebacks
+            print(f"{case.__name__} failed:\n{traceback.format_exc()}")
+    print(f"{len(CASES)} cases ended")
 
 
 MODEL_CONFIG = {
@@ -100,62 +90,39 @@ def raised(call: Callable[[], object], kind: type[BaseException]) -> str:
 
 
 @in_the_child
-def adam_decays_apart_from_the_gradient_and_by_default_not() -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    plain = stepped(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0, fused=True))
-    assert torch.equal(stepped(FusedAdam), plain)
-    assert torch.equal(stepped(DeepSpeedCPUAdam), plain)
-    decayed = stepped(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.1, fused=True))
-    assert torch.equal(stepped(lambda p: FusedAdam(p, weight_decay=0.1)), decayed)
-    assert not torch.equal(decayed, plain)
-
-
-@in_the_child
-def adam_decays_in_the_gradient_when_it_is_told() -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    wanted = stepped(lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.1, fused=True))
-    assert torch.equal(stepped(lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1)), wanted)
-    assert torch.equal(stepped(lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1)), wanted)
-
-
-@in_the_child
-def adam_takes_the_groups_that_accelerate_hands_over() -> None:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    for kind, adamw_mode in ((torch.optim.Adam, False), (torch.optim.AdamW, True)):
-        wanted = stepped(lambda p, kind=kind: kind(p, 3e-3, weight_decay=0.1, fused=True))
-
-        def ours(p: list[nn.Parameter], kind: Any = kind, adamw_mode: bool = adamw_mode) -> Any:
-            return DeepSpeedCPUAdam(kind(p, 3e-3, weight_decay=0.1).param_groups, adamw_mode=adamw_mode)
-
-        assert torch.equal(stepped(ours), wanted)
-
-
-@in_the_child
-def adagrad_is_torchs() -> None:
+def optimizers_are_torchs_with_deepspeeds_names() -> None:
+    """Adam decays apart from the gradient, and by default not; it takes the groups of other Adams, which accelerate passes."""
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-
-    wanted = stepped(lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1))
-    assert torch.equal(stepped(lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1)), wanted)
-
-
-@in_the_child
-def lion_has_deepspeeds_defaults() -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
+    def adam(p: Any, lr: float = 1e-3, decay: float = 0.1) -> Any:
+        return torch.optim.Adam(p, lr, weight_decay=decay, fused=True)
+
+    def adamw(p: Any, lr: float = 1e-3, decay: float = 0.1) -> Any:
+        return torch.optim.AdamW(p, lr, weight_decay=decay, fused=True)
+
+    def groups_of(kind: Any, p: Any) -> list[dict[str, Any]]:
+        """Return groups that name their own kernels and kind of decay."""
+        groups: list[dict[str, Any]] = kind(p, 3e-3, weight_decay=0.1).param_groups
+        return groups
+
+    same: list[tuple[Callable[[list[nn.Parameter]], Any], Callable[[list[nn.Parameter]], Any]]] = [
+        (FusedAdam, lambda p: adamw(p, decay=0)),
+        (DeepSpeedCPUAdam, lambda p: adamw(p, decay=0)),
+        (lambda p: FusedAdam(p, weight_decay=0.1), adamw),
+        (lambda p: FusedAdam(p, adam_w_mode=False, weight_decay=0.1), adam),
+        (lambda p: DeepSpeedCPUAdam(p, adamw_mode=False, weight_decay=0.1), adam),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.Adam, p), adamw_mode=False), lambda p: adam(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.AdamW, p)), lambda p: adamw(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdam(groups_of(torch.optim.Adam, p)), lambda p: adamw(p, 3e-3)),
+        (lambda p: DeepSpeedCPUAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, 1e-2, weight_decay=0.1)),
+    ]
+    for number, (ours, torchs) in enumerate(same):
+        assert torch.equal(stepped(ours), stepped(torchs)), number
+    assert not torch.equal(stepped(adam), stepped(adamw)) and not torch.equal(stepped(FusedAdam), stepped(adamw))
     for kind in (DeepSpeedCPULion, FusedLion):
-        made = kind([nn.Parameter(torch.ones(1))])
-        assert made.defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-
-
-@in_the_child
-def optimizers_refuse_what_they_cannot_do() -> None:
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
+        assert kind([nn.Parameter(torch.ones(1))]).defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     for wrong in (
         lambda p: FusedAdam(p, bias_correction=False),
         lambda p: FusedAdam(p, amsgrad=True),
@@ -167,21 +134,14 @@ def optimizers_refuse_what_they_cannot_do() -> None:
 
 
 @in_the_child
-def its_version_is_the_one_that_trainers_ask_for() -> None:
+def its_version_and_arguments_are_deepspeeds() -> None:
     import deepspeed
 
     assert deepspeed.__version__ == importlib.metadata.version("deepspeed") == deepspeed.version == "0.19.8"
     assert deepspeed.__implementation__.startswith("zeroshard")
-
-
-@in_the_child
-def config_arguments_are_parsed() -> None:
-    import deepspeed
-
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json"])
-    assert args.deepspeed
-    assert args.deepspeed_config == "a.json"
+    assert (args.deepspeed, args.deepspeed_config) == (True, "a.json")
 
 
 @in_the_child
@@ -241,31 +201,25 @@ def its_config_class_reads_a_config() -> None:
 
 
 @in_the_child
-def a_repeating_loader_begins_anew() -> None:
+def small_helpers_do_what_deepspeeds_do() -> None:
     import deepspeed
+    from deepspeed.runtime.utils import move_to_device
 
     repeating = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
-
-
-@in_the_child
-def a_clone_for_torch_save_has_no_more_memory_than_it_shows() -> None:
-    import deepspeed
-
     flat = torch.arange(100.0)
     copy = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": [flat[:2]], "b": (1, flat[2:4])})
-    assert copy["a"][0].untyped_storage().nbytes() == 8
+    assert copy["a"][0].untyped_storage().nbytes() == 8, "no more memory than it shows"
     assert torch.equal(copy["b"][1], flat[2:4])
-
-
-@in_the_child
-def other_values_than_tensors_are_not_moved() -> None:
-    from deepspeed.runtime.utils import move_to_device
-
     x = torch.ones(2)
     moved = move_to_device({"x": [x], "step": 3, "name": None}, "meta")
     assert moved["x"][0].is_meta and moved["step"] == 3 and moved["name"] is None and not x.is_meta
     assert move_to_device((x,), "meta", lambda value: False)[0] is x and not x.is_meta
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        deepspeed.utils.logging.print_dist("said", ranks=[0])
+        deepspeed.utils.logging.print_dist("not said", ranks=[1])
+    assert said.getvalue() == "[Rank 0] said\n"
 
 
 @in_the_child
@@ -276,22 +230,10 @@ def on_device_builds_there_and_leaves_the_defaults() -> None:
     for _ in range(2):
         with there:
             made = nn.Linear(2, 2)
-        assert made.weight.is_meta
-        assert made.weight.dtype is torch.bfloat16
+        assert made.weight.is_meta and made.weight.dtype is torch.bfloat16
         assert torch.zeros(1).dtype is torch.float32
     with deepspeed.OnDevice(dtype=torch.bfloat16, enabled=False):
         assert nn.Linear(2, 2).weight.dtype is torch.float32
-
-
-@in_the_child
-def print_dist_prints_on_the_ranks_that_are_named() -> None:
-    import deepspeed
-
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        deepspeed.utils.logging.print_dist("said", ranks=[0])
-        deepspeed.utils.logging.print_dist("not said", ranks=[1])
-    assert said.getvalue() == "[Rank 0] said\n"
 
 
 @in_the_child
@@ -315,14 +257,9 @@ def its_accelerator_is_torchs() -> None:
     assert accelerator.available_memory() <= accelerator.total_memory()
     accelerator.synchronize()
     accelerator.empty_cache()
+    accelerator.range_push("forward")
+    accelerator.range_pop()
     deepspeed.runtime.utils.see_memory_usage("here", force=True)
-
-
-@in_the_child
-def its_accelerator_keeps_random_states() -> None:
-    import deepspeed
-
-    accelerator = deepspeed.get_accelerator()
     accelerator.manual_seed(0)
     state = accelerator.get_rng_state()
     first = torch.rand(3, device=accelerator.current_device_name())
@@ -345,39 +282,46 @@ def a_name_that_is_missing_is_told_at_a_look_and_at_an_import() -> None:
 @in_the_child
 def a_feature_that_is_missing_says_what_to_use() -> None:
     import deepspeed
-
-    assert not isinstance(nn.Linear(1, 1), deepspeed.PipelineModule)
-    assert "stage 3" in raised(lambda: exec("from deepspeed import PipelineEngine"), ImportError)
-    tiled = "from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP"
-    assert "zeroshard.sequence.tile" in raised(lambda: exec(tiled), ImportError)
-    assert "stage 3" in raised(lambda: deepspeed.PipelineModule([]), NotImplementedError)
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
-
-    preferences = {"input_ids": torch.ones(2, 4, dtype=torch.long), "completion_mask": torch.ones(2, 4)}
-    cut = UlyssesSPDataLoaderAdapter([preferences], 0, None, 1, torch.device("cpu"))
-    assert "Sequences.log_probabilities" in raised(lambda: next(iter(cut)), zeroshard.UsageError)
+    import deepspeed.linear
     from accelerate import ParallelismConfig
     from accelerate.state import AcceleratorState
-
-    AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(tp_size=2)
-    assert "tp_size=2) is not supported" in raised(
-        lambda: deepspeed.initialize(model=nn.Linear(1, 1)), zeroshard.UsageError
-    )
-    del AcceleratorState._shared_state["parallelism_config"]
-    assert "do not divide the 1 ranks" in raised(
-        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2), zeroshard.UsageError
-    )
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-    linear = parallelize_module(nn.Linear(1, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
-    assert deepspeed.tp_model_init(linear, 1) is linear
-    assert "already divided over 1 ranks" in raised(lambda: deepspeed.tp_model_init(linear, 2), zeroshard.UsageError)
-    assert "tp_group=...) is not supported" in raised(
-        lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2, tp_group=1), zeroshard.UsageError
-    )
-    assert "engine.export" in raised(lambda: deepspeed.init_inference(None), NotImplementedError)
-    assert "AdamW" in raised(lambda: deepspeed.ops.lamb.FusedLamb([]), NotImplementedError)
+    refused = zeroshard.UsageError
+    preferences = {"input_ids": torch.ones(2, 4, dtype=torch.long), "completion_mask": torch.ones(2, 4)}
+    cut = UlyssesSPDataLoaderAdapter([preferences], 0, None, 1, torch.device("cpu"))
+    divided = parallelize_module(nn.Linear(1, 1), init_device_mesh("cpu", (1,)), ColwiseParallel())
+    cases: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: deepspeed.PipelineModule([]), NotImplementedError, "stage 3"),
+        (lambda: next(iter(cut)), refused, "Sequences.log_probabilities"),
+        (lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2), refused, "do not divide the 1 ranks"),
+        (lambda: deepspeed.tp_model_init(divided, 2), refused, "already divided over 1 ranks"),
+        (lambda: deepspeed.tp_model_init(nn.Linear(1, 1), 2, tp_group=1), refused, "tp_group=...) is not supported"),
+        (lambda: deepspeed.init_inference(None), NotImplementedError, "engine.export"),
+        (lambda: deepspeed.ops.lamb.FusedLamb([]), NotImplementedError, "AdamW"),
+        (MonitorMaster, NotImplementedError, "tensorboard"),
+        (deepspeed.linear.OptimizedLinear, NotImplementedError, "PEFT"),
+        (lambda: deepspeed.zero.MiCS_Init, AttributeError, "mics_shard_size"),
+    ]
+    names = {
+        "deepspeed.PipelineEngine": "stage 3",
+        "deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP": "zeroshard.sequence.tile",
+        "deepspeed.runtime.zero.mics.MiCS_Init": "mics_shard_size",
+        "deepspeed.utils.comms_logging.CommsLogger": "comms_logger",
+    }
+    for call, kind, words in cases:
+        assert words in raised(call, kind)
+    for name, words in names.items():
+        module, _, attribute = name.rpartition(".")
+        assert words in raised(lambda line=f"from {module} import {attribute}": exec(line), ImportError)
+    assert not isinstance(nn.Linear(1, 1), deepspeed.PipelineModule)
+    assert deepspeed.tp_model_init(divided, 1) is divided
+    AcceleratorState._shared_state["parallelism_config"] = ParallelismConfig(tp_size=2)
+    assert "tp_size=2) is not supported" in raised(lambda: deepspeed.initialize(model=nn.Linear(1, 1)), refused)
+    del AcceleratorState._shared_state["parallelism_config"]
 
 
 @in_the_child
@@ -430,32 +374,10 @@ def its_finder_is_there_once_and_finds_nothing_for_others() -> None:
     assert importlib.import_module("deepspeed.moe.layer").MoE is deepspeed.moe.layer.MoE
 
 
-@in_the_child
-def what_is_not_there_names_what_to_use() -> None:
-    import deepspeed
-    import deepspeed.linear
-    import deepspeed.monitor
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.monitor.monitor import MonitorMaster
-
-    with pytest.raises(NotImplementedError, match="tensorboard"):
-        MonitorMaster()
-    with pytest.raises(NotImplementedError, match="PEFT"):
-        deepspeed.linear.OptimizedLinear()
-    with pytest.raises(ImportError, match="mics_shard_size"):
-        from deepspeed.runtime.zero.mics import MiCS_Init  # noqa: F401
-    with pytest.raises(AttributeError, match="mics_shard_size"):
-        deepspeed.zero.MiCS_Init  # noqa: B018
-    with pytest.raises(ImportError, match="comms_logger"):
-        from deepspeed.utils.comms_logging import CommsLogger  # noqa: F401
-    get_accelerator().range_push("forward")
-    get_accelerator().range_pop()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_it_does_what_scripts_expect(case: str, told: dict[str, str]) -> None:
-    if told[case]:
-        pytest.fail(told[case], pytrace=False)
+def test_it_does_what_scripts_expect() -> None:
+    said = python("import test_shim; test_shim.run_cases()", shim_path(), Path(__file__).parent)
+    if " failed:" in said or f"{len(CASES)} cases ended" not in said:
+        pytest.fail(said, pytrace=False)
 
 
 # ---------------------------------------------------------------------- the guard
@@ -509,15 +431,10 @@ print(json.dumps([problems, found, refused]))
 def test_every_name_that_trainers_touch_is_there_or_refused_on_purpose(tmp_path: Path) -> None:
     """A new release of one of them that touches another name fails here."""
     names: dict[str, str] = {}
-    seen = set()
     for trainer in TRAINERS:
         spec = importlib.util.find_spec(trainer)
         if spec is not None and spec.origin is not None:
-            for name, where in touched(Path(spec.origin).parent):
-                names[name] = where
-                seen.add(trainer)
-    if not {"accelerate", "transformers"} <= seen:
-        pytest.skip("accelerate and transformers are not installed")
+            names |= dict(touched(Path(spec.origin).parent))
     (tmp_path / "names.json").write_text(json.dumps(names))
     (tmp_path / "resolve.py").write_text(RESOLVE)
     code = "import sys; sys.argv = ['', 'names.json']; exec(open('resolve.py').read())"
@@ -529,10 +446,9 @@ def test_every_name_that_trainers_touch_is_there_or_refused_on_purpose(tmp_path:
 
 
 def test_the_engine_has_what_accelerate_calls() -> None:
-    spec = importlib.util.find_spec("accelerate")
-    if spec is None or spec.origin is None:
-        pytest.skip("accelerate is not installed")
-    tree = ast.parse((Path(spec.origin).parent / "utils" / "deepspeed.py").read_text(encoding="utf-8"))
+    import accelerate.utils.deepspeed as theirs
+
+    tree = ast.parse(inspect.getsource(theirs))
     called = {
         node.attr
         for node in ast.walk(tree)
@@ -569,9 +485,7 @@ sys.exit(7)
     ("before", "sentence"),
     [
         ("import deepspeed", "DeepSpeed is loaded"),
-        pytest.param(
-            "import accelerate", "accelerate is loaded already, and found no deepspeed", marks=pytest.mark.full
-        ),
+        pytest.param("import accelerate", "is loaded already, and found no deepspeed", marks=pytest.mark.full),
         pytest.param(
             "import transformers.integrations.deepspeed",
             "is loaded already, and found no deepspeed",
@@ -584,28 +498,7 @@ def test_as_deepspeed_too_late_is_an_error(tmp_path: Path, before: str, sentence
     if before == "import deepspeed":
         (tmp_path / "deepspeed.py").write_text("")
         path = [tmp_path]
-    elif importlib.util.find_spec(before.removeprefix("import ").partition(".")[0]) is None or importlib.util.find_spec(
-        "deepspeed"
-    ):
-        pytest.skip("needs the library, and no DeepSpeed")
+    elif importlib.util.find_spec("deepspeed"):
+        pytest.skip("needs no DeepSpeed")
     *_, last = python(f"{before}\nimport zeroshard.as_deepspeed", *path, status=1).splitlines()
     assert "UsageError" in last and "comes too late" in last and sentence in last
-
-
-@pytest.mark.full
-def test_the_wheel_holds_it(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    build = "import os, sys; from hatchling.build import build_wheel; os.chdir(sys.argv[1]); print(build_wheel(sys.argv[2]))"
-    python(
-        f"import sys; sys.argv = ['', {str(ROOT)!r}, {str(tmp_path)!r}]; {build}", *map(Path, filter(None, sys.path))
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    installed = tmp_path / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
-    expected = {path.relative_to(ROOT) for path in shim_path().rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert len(expected) > 10
-    assert {path for path in expected if not (installed / path).is_file()} == set()
-    code = "import zeroshard.as_deepspeed, deepspeed, importlib.metadata as m; print(deepspeed.__file__, m.version('deepspeed'))"
-    file, version = python(code, installed, cwd=tmp_path).split()
-    assert Path(file).is_relative_to(installed) and version == "0.19.8"

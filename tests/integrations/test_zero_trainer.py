@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import os
 from collections.abc import Callable
@@ -11,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ports import free_port
+from ranks import launched
 from test_refused_optimizers import ScheduleFree
-from test_trainers import Tokens, as_torchrun, gpt2
 from torch import Tensor, nn
 
 import zeroshard
@@ -27,11 +28,19 @@ from zeroshard.integrations.transformers import (
     ZeroTrainerMixin,
     read_settings,
 )
-from zeroshard.testing import run_ranks
 
 transformers.logging.set_verbosity_error()
 
 Losses = dict[str, dict[str, float]]
+full = pytest.mark.full
+
+
+def row(number: int) -> dict[str, Tensor]:
+    tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+ROWS = [row(number) for number in range(24)]
 
 
 def llama() -> Any:
@@ -43,10 +52,16 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def arguments(out: Path, rank: int, world: int, port: int, **kwargs: Any) -> Any:
-    if world > 1:
-        as_torchrun(rank, world, port)
-    else:  # plain python
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+    )
+
+
+def arguments(out: Path, **kwargs: Any) -> Any:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:  # plain python
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
     given = {
@@ -59,7 +74,7 @@ def arguments(out: Path, rank: int, world: int, port: int, **kwargs: Any) -> Any
 
 
 def history(trainer: Any) -> Losses:
-    """Numbers of the log, by step and by name."""
+    """Return the numbers of the log, by step and by name."""
     return {
         f"{number}": {k: float(v) for k, v in entry.items() if k in ("loss", "grad_norm", "learning_rate", "eval_loss")}
         for number, entry in enumerate(trainer.state.log_history)
@@ -74,20 +89,27 @@ def assert_close(one: Losses, other: Losses, tolerance: float = 1e-6) -> None:
             assert math.isclose(value, other[number][name], rel_tol=0, abs_tol=tolerance), (number, name, entry, other)
 
 
-def run(body: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
-    return run_ranks(body, world, world, free_port(), *args, initialise=False, timeout=timeout)
+def fit(out: Path, zero: Any, kwargs: dict[str, Any], look: Callable[[Any], Any] | None = None) -> tuple[Losses, Any]:
+    """Return the log of a training, and what `look(trainer)` finds after it.
 
-
-def train(rank: int, world: int, port: int, out: Path, zero: Any, kwargs: dict[str, Any]) -> Losses:
-    """One training; `zero` "stock" is transformers' own Trainer, with DDP."""
+    Args:
+        zero: ZeroTrainer's argument; "stock" is transformers' own Trainer, with DDP.
+        kwargs: arguments of the training, apart from `model`, `resume`, and `more`, which returns a Trainer's further arguments
+            for a model.
+    """
     given = dict(kwargs)
-    model = given.pop("model", llama)()
-    resume = given.pop("resume", None)
-    args = arguments(out, rank, world, port, **given)
-    both = {"model": model, "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
+    model, resume, more = given.pop("model", llama)(), given.pop("resume", None), given.pop("more", lambda _: {})
+    args = arguments(out, **given)
+    both = {"model": model, "args": args, "train_dataset": ROWS, "eval_dataset": ROWS, **more(model)}
     trainer = transformers.Trainer(**both) if zero == "stock" else ZeroTrainer(**both, zero=zero)
     trainer.train(resume_from_checkpoint=resume)
-    return history(trainer)
+    return history(trainer), None if look is None else look(trainer)
+
+
+def train(world: int, out: Path, zero: Any, kwargs: dict[str, Any]) -> Losses:
+    """Return rank 0's log of a training on so many ranks."""
+    losses: Losses = launched(fit, world, out, zero, kwargs)[0][0]
+    return losses
 
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
@@ -95,14 +117,14 @@ EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
 
 def test_losses_are_ddps_under_every_stage(tmp_path: Path) -> None:
     """Three batches a rank and epoch in windows of four: the last window of each epoch is short."""
-    stock = run(train, 2, tmp_path, "stock", EVALUATES)
-    assert any("eval_loss" in entry for entry in stock[0].values())
+    stock = launched(fit, 2, tmp_path, "stock", EVALUATES)
+    assert any("eval_loss" in entry for entry in stock[0][0].values())
     for zero in (0, 1, 2, 3):
-        for mine, theirs in zip(run(train, 2, tmp_path, zero, EVALUATES), stock, strict=True):
+        for (mine, _), (theirs, _) in zip(launched(fit, 2, tmp_path, zero, EVALUATES), stock, strict=True):
             assert_close(mine, theirs)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -117,25 +139,11 @@ def test_losses_are_ddps_under_every_stage(tmp_path: Path) -> None:
     ids=lambda kwargs: next(iter(kwargs)),
 )
 def test_losses_are_ddps_with(tmp_path: Path, kwargs: dict[str, Any]) -> None:
-    stock = run(train, 2, tmp_path, "stock", kwargs)
-    assert_close(run(train, 2, tmp_path, 3, kwargs)[0], stock[0])
-    assert_close(run(train, 1, tmp_path, Policy.stage(2), kwargs)[0], run(train, 1, tmp_path, "stock", kwargs)[0])
+    for world, zero in ((2, 3), (1, Policy.stage(2))):
+        assert_close(train(world, tmp_path, zero, kwargs), train(world, tmp_path, "stock", kwargs))
 
 
 # ---------------------------------------------------------------------- checkpoints
-
-
-def fit(rank: int, world: int, port: int, out: Path, zero: Any, kwargs: dict[str, Any], look: Any = None) -> Any:
-    """One training, and what `look(trainer)` finds after it."""
-    given = dict(kwargs)
-    model = given.pop("model", llama)()
-    resume, callbacks = given.pop("resume", None), given.pop("callbacks", [])
-    args = arguments(out, rank, world, port, **given)
-    trainer = ZeroTrainer(
-        model, args, train_dataset=Tokens(), eval_dataset=Tokens(), zero=zero, callbacks=[make() for make in callbacks]
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return history(trainer), look(trainer) if look is not None else None
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
@@ -144,38 +152,33 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
+BEST = {**EVALUATES, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
 
 
 @pytest.mark.parametrize(
     ("zero", "then", "world"),
     [
         (3, 1, 1),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in ((3, 3, 2), (2, 3, 2), (0, 2, 2))),
+        *(pytest.param(*one, marks=full) for one in ((3, 3, 2), (2, 3, 2), (0, 2, 2))),
     ],
 )
 def test_resumes_at_another_stage_and_world_size(tmp_path: Path, zero: int, then: int, world: int) -> None:
-    whole = run(fit, 2, tmp_path, zero, SAVES, weights)
+    losses, expected = launched(fit, 2, tmp_path, zero, SAVES, weights)[0]
     folder = tmp_path / "checkpoint-2"
     files = {path.name for path in folder.iterdir()}
     assert {"model.safetensors", "config.json", "scheduler.pt", "trainer_state.json", "global_step2", "latest"} <= files
     assert not any(name.startswith("optimizer") for name in files)
     kwargs = {**SAVES, "resume": str(folder), "per_device_train_batch_size": 4 // world}
-    resumed = run(fit, world, tmp_path, then, kwargs, weights)
-    steps, again = ([one for one in losses.values() if "loss" in one] for losses in (whole[0][0], resumed[0][0]))
-    assert len(steps) == len(again) == 4
-    for one, other in zip(steps, again, strict=True):
-        assert math.isclose(one["loss"], other["loss"], abs_tol=1e-5 if world == 1 else 1e-6), (steps, again)
-    for name, value in whole[0][1].items():
-        torch.testing.assert_close(resumed[0][1][name], value, rtol=0, atol=1e-4)
+    again, found = launched(fit, world, tmp_path, then, kwargs, weights)[0]
+    steps, resumed = ([one["loss"] for one in log.values() if "loss" in one] for log in (losses, again))
+    assert len(steps) == 4
+    assert resumed == pytest.approx(steps, rel=0, abs=1e-5 if world == 1 else 1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def test_checkpoints_load_with_from_pretrained(tmp_path: Path) -> None:
     """Ties once, in the true dtype; the best comes back at the end."""
     from safetensors import safe_open
-
-    kwargs = {
-        **SAVES, **EVALUATES, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True,
-    }  # fmt: skip
 
     def look(trainer: Any) -> Any:
         trainer.save_model()
@@ -183,7 +186,7 @@ def test_checkpoints_load_with_from_pretrained(tmp_path: Path) -> None:
 
     for zero in (2, 3):
         out = tmp_path / str(zero)
-        losses, (best, found, at_best) = run(fit, 2, out, zero, kwargs, look)[0]
+        losses, (best, found, at_best) = launched(fit, 2, out, zero, {**SAVES, **BEST}, look)[0]
         assert best == str(out / "checkpoint-2"), "the loss falls, and greater is better"
         assert math.isclose(at_best, losses["2"]["eval_loss"], abs_tol=1e-6)
         for folder in (out / "checkpoint-2", out):
@@ -194,70 +197,46 @@ def test_checkpoints_load_with_from_pretrained(tmp_path: Path) -> None:
                 assert torch.equal(parameter, found[name]), (folder, name)
 
 
-@pytest.mark.full
+@full
 def test_only_the_model_is_saved(tmp_path: Path) -> None:
-    kwargs = {
-        **SAVES, **EVALUATES, "save_only_model": True, "load_best_model_at_end": True, "greater_is_better": True,
-        "metric_for_best_model": "eval_loss",
-    }  # fmt: skip
+    kwargs = {**SAVES, **BEST, "save_only_model": True}
     for zero in (1, 3):
         out = tmp_path / str(zero)
-        losses, again = run(fit, 2, out, zero, kwargs, lambda trainer: trainer.evaluate()["eval_loss"])[0]
+        losses, again = launched(fit, 2, out, zero, kwargs, lambda trainer: trainer.evaluate()["eval_loss"])[0]
         assert not (out / "checkpoint-2" / "latest").exists()
         assert math.isclose(again, losses["2"]["eval_loss"], abs_tol=1e-6)
-        resumed = run(fit, 1, out, zero, {**kwargs, "resume": str(out / "checkpoint-4"), "num_train_epochs": 3})
-        assert any("loss" in one for one in resumed[0][0].values())
+        resumed = train(1, out, zero, {**kwargs, "resume": str(out / "checkpoint-4"), "num_train_epochs": 3})
+        assert any("loss" in one for one in resumed.values())
 
 
-@pytest.mark.full
-def test_adapters_are_saved_whole(tmp_path: Path) -> None:
+def adapter(kind: str) -> Any:
+    """Return PEFT's model. It runs and reads some of these modules itself while it saves, on the rank that writes."""
     import peft
 
-    def adapted() -> Any:
-        base = llama()
-        torch.manual_seed(1)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-        return peft.get_peft_model(base, config)
-
-    kwargs = {"model": adapted, "gradient_checkpointing": True, **SAVES}
-    stock = run(train, 2, tmp_path, "stock", {**kwargs, "save_strategy": "no"})[0]
-    for zero in (2, 3):
-        out = tmp_path / str(zero)
-        losses, found = run(fit, 2, out, zero, kwargs, weights)[0]
-        assert_close(losses, stock)
-        files = {path.name for path in (out / "checkpoint-4").iterdir()}
-        assert "adapter_model.safetensors" in files
-        assert "model.safetensors" not in files
-        loaded = peft.PeftModel.from_pretrained(llama(), out / "checkpoint-4")
-        assert any("lora" in name for name in found)
-        for name, parameter in loaded.named_parameters():
-            assert torch.equal(parameter, found[name]), name
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-        more = {**kwargs, **EVALUATES, **best, "resume": str(out / "checkpoint-2")}
-        resumed, _after = run(fit, 2, out, zero, more, weights)[0]
-        last, again = ([one["loss"] for one in log.values() if "loss" in one] for log in (losses, resumed))
-        assert torch.allclose(torch.tensor(last), torch.tensor(again), atol=1e-6)
+    task: dict[str, Any] = {"task_type": "CAUSAL_LM"}
+    configs = {
+        "lora": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **task),
+        "modules_to_save": lambda: peft.LoraConfig(
+            r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], **task
+        ),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, **task),
+        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, **task),
+        "shared_buffers": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], **task),
+    }
+    base = llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, configs[kind]())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["modules_to_save", "prompt", "prefix", "shared_buffers"])
-@pytest.mark.quick(2)
-def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: str) -> None:
-    """PEFT runs and reads such modules itself while it saves, on the rank that writes."""
+@full
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [("modules_to_save", 3), ("prompt", 3), ("prefix", 3), ("shared_buffers", 3), ("lora", 2), ("lora", 3)],
+)
+def test_adapters_are_saved_whole(tmp_path: Path, kind: str, zero: int) -> None:
     import peft
 
-    def adapted() -> Any:
-        base = llama()
-        torch.manual_seed(1)
-        configs = {
-            "modules_to_save": peft.LoraConfig(
-                task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]
-            ),
-            "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-            "shared_buffers": peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]),
-        }
-        return peft.get_peft_model(base, configs[kind])
+    kwargs = {"model": lambda: adapter(kind), "gradient_checkpointing": kind == "lora"}
 
     def look(trainer: Any) -> dict[str, Tensor]:
         trainer.save_model()
@@ -266,71 +245,75 @@ def test_adapters_of_whole_modules_and_prompts_are_saved(tmp_path: Path, kind: s
             trainer.sharded.export(tmp_path / "export")
         return weights(trainer)
 
-    losses, found = run(fit, 2, tmp_path, 3, {"model": adapted, **SAVES}, look)[0]
-    assert_close(losses, run(train, 2, tmp_path / "stock", "stock", {"model": adapted})[0])
+    losses, found = launched(fit, 2, tmp_path, zero, {**kwargs, **SAVES}, look)[0]
+    assert_close(losses, train(2, tmp_path / "stock", "stock", kwargs))
     for folder in (tmp_path, tmp_path / "checkpoint-4", *tmp_path.glob("export")):
+        files = {path.name for path in folder.iterdir()}
+        assert "adapter_model.safetensors" in files and "model.safetensors" not in files
         loaded = peft.PeftModel.from_pretrained(llama(), folder)
         for name, parameter in loaded.named_parameters():
             assert torch.equal(parameter, found[name]), (folder, name)
+    if kind == "lora":
+        resumed = train(2, tmp_path, zero, {**kwargs, **SAVES, **BEST, "resume": str(tmp_path / "checkpoint-2")})
+        last, again = ([one["loss"] for one in log.values() if "loss" in one] for log in (losses, resumed))
+        assert again == pytest.approx(last, rel=0, abs=1e-6)
 
 
-@pytest.mark.full
-def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
-    run(train, 1, tmp_path, "stock", SAVES)
+@pytest.mark.parametrize(
+    ("zero", "error", "words"),
+    [
+        pytest.param("stock", UsageError, "another Trainer", marks=full),
+        (2, CheckpointError, "checkpoint-2 has no file 'latest'"),
+    ],
+)
+def test_a_checkpoint_without_our_states_is_refused(
+    tmp_path: Path, zero: Any, error: type[Exception], words: str
+) -> None:
+    """Otherwise the optimizer would start anew."""
+    train(1, tmp_path, zero, SAVES)
+    (tmp_path / "checkpoint-2" / "latest").unlink(missing_ok=zero == "stock")
 
-    def body(rank: int, world: int, port: int) -> None:
-        with pytest.raises(UsageError, match="another Trainer"):
-            fit(rank, world, port, tmp_path, 2, {**SAVES, "resume": str(tmp_path / "checkpoint-2")})
+    def body() -> None:
+        with pytest.raises(error, match=words):
+            fit(tmp_path, 2, {**SAVES, "resume": str(tmp_path / "checkpoint-2")})
 
-    run(body, 1)
-
-
-def test_a_checkpoint_that_lost_its_latest_is_named(tmp_path: Path) -> None:
-    """Its optimizer states are there, so the optimizer must not start anew."""
-    run(fit, 1, tmp_path, 2, SAVES)
-    (tmp_path / "checkpoint-2" / "latest").unlink()
-
-    def body(rank: int, world: int, port: int) -> None:
-        with pytest.raises(CheckpointError, match="checkpoint-2 has no file 'latest'"):
-            fit(rank, world, port, tmp_path, 2, {**SAVES, "resume": str(tmp_path / "checkpoint-2")})
-
-    run(body, 1)
+    launched(body, 1)
 
 
 # ---------------------------------------------------------------------- precision and configs
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
+@full
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp16", marks=full)])
 def test_sixteen_bits(tmp_path: Path, kind: str) -> None:
     """Parameters in 16 bits, fp32 masters; the stages agree, and a resumed training goes on with the same numbers."""
     kwargs: dict[str, Any] = {kind: True, "learning_rate": 1e-3, **SAVES, **EVALUATES}
-    plain = run(train, 2, tmp_path, "stock", {"learning_rate": 1e-3, **EVALUATES})[0]
+    plain = train(2, tmp_path, "stock", {"learning_rate": 1e-3, **EVALUATES})
 
     def look(trainer: Any) -> Any:
         with zeroshard.unsharded(trainer.model):
             dtypes = {str(p.dtype) for p in trainer.model.parameters()}
         scaler = getattr(trainer.accelerator, "scaler", None)
-        return sorted(dtypes), scaler.state_dict()["scale"] if scaler is not None else None, str(trainer.model.dtype)
+        return sorted(dtypes), scaler.state_dict()["scale"] if scaler is not None else None
 
     dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[kind]
     seen = []
     for zero in (1, 3):
         out = tmp_path / f"{zero}"
-        losses, (dtypes, scale, _) = run(fit, 2, out, zero, kwargs, look)[0]
+        losses, (dtypes, scale) = launched(fit, 2, out, zero, kwargs, look)[0]
         assert dtypes == [dtype]
         assert (scale is not None) == (kind == "fp16")
         assert_close(losses, plain, tolerance=5e-2)
         seen.append(losses)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-4")
         assert str(loaded.dtype) == dtype
-        again, (_, scale_again, _) = run(fit, 2, out, zero, {**kwargs, "resume": str(out / "checkpoint-2")}, look)[0]
+        again, (_, scale_again) = launched(fit, 2, out, zero, {**kwargs, "resume": str(out / "checkpoint-2")}, look)[0]
         assert scale_again == scale
         assert_close(again, losses)
     assert_close(*seen, tolerance=1e-3)
 
 
-@pytest.mark.full
+@full
 def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
     """The rate stays, and the scale halves, until gradients are finite."""
     config = {
@@ -339,11 +322,10 @@ def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
     }
 
     def look(trainer: Any) -> Any:
-        before = weights(trainer)
-        return before, trainer.accelerator.scaler.state_dict()["scale"]
+        return trainer.accelerator.scaler.state_dict()["scale"]
 
-    losses, (_after, scale) = run(fit, 2, tmp_path, config, {"fp16": True, "lr_scheduler_type": "constant_with_warmup",
-                                                             "warmup_steps": 10}, look)[0]  # fmt: skip
+    kwargs = {"fp16": True, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10}
+    losses, scale = launched(fit, 2, tmp_path, config, kwargs, look)[0]
     norms = [one["grad_norm"] for one in losses.values() if "grad_norm" in one]
     skipped = sum(not math.isfinite(norm) for norm in norms)
     assert skipped >= 2
@@ -363,8 +345,6 @@ FULL: dict[str, Any] = {
 
 
 def test_a_deepspeed_config_with_autos(tmp_path: Path) -> None:
-    import json
-
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(FULL))
 
@@ -372,80 +352,77 @@ def test_a_deepspeed_config_with_autos(tmp_path: Path) -> None:
         return type(trainer.lr_scheduler).__name__, trainer.sharded.policy.parameters.sharded
 
     kwargs = {"warmup_steps": 2, "weight_decay": 0.1, **SAVES}
-    losses, (scheduler, sharded) = run(fit, 2, tmp_path, str(path), kwargs, look)[0]
+    losses, (scheduler, sharded) = launched(fit, 2, tmp_path, str(path), kwargs, look)[0]
     assert (scheduler, sharded) == ("WarmupDecayLR", True)
     rates = [one["learning_rate"] for one in losses.values() if "learning_rate" in one]
     assert rates == [0.0, 0.0, 1e-2, 1e-2], "DeepSpeed's: two steps at the smallest"
     dictionary = {**FULL, "zero_optimization": {"stage": 1}}
-    assert_close(run(fit, 2, tmp_path / "other", dictionary, kwargs)[0][0], losses)
-    resumed = run(fit, 2, tmp_path, str(path), {**kwargs, "resume": str(tmp_path / "checkpoint-2")}, look)[0][0]
-    assert_close(resumed, losses)
+    assert_close(train(2, tmp_path / "other", dictionary, kwargs), losses)
+    resume = {"resume": str(tmp_path / "checkpoint-2")}
+    assert_close(train(2, tmp_path, str(path), {**kwargs, **resume}), losses)
+
+
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"gradient_accumulation_steps": 3, "train_batch_size": 6},
+     "gradient_accumulation_steps = 3, and gradient_accumulation_steps=4"),
+    ({"gradient_clipping": 2.0}, "gradient_clipping = 2.0, and max_grad_norm=0.5"),
+    ({"bf16": {"enabled": True}}, "bf16.enabled = True, and bf16=False"),
+    ({"train_micro_batch_size_per_gpu": 7, "train_batch_size": 28, "gradient_accumulation_steps": 4},
+     "per_device_train_batch_size=2"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}}, "optimizer.params.lr = 3.0, and learning_rate=0.01"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+     "optimizer.params.betas = [0.9, 0.95], and adam_beta1=0.9, adam_beta2=0.999 in"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}},
+     "scheduler.params.warmup_max_lr = 0.1, and learning_rate=0.01"),
+]  # fmt: skip
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero": {**FULL, "gradient_allreduce_op": "sum"}}, "averages gradients"),
+    ({"zero": {**FULL, "checkpoint": {"use_node_local_storage": True}}}, "saves to a folder that all ranks can read"),
+    ({"zero": {**FULL, "activation_checkpointing": {"checkpoint_units": "auto"}}}, "activation_checkpointing=True"),
+    ({"bf16_full_eval": True}, "bf16_full_eval"),
+    ({"optim": "adalomo"}, "lomo"),
+    ({"zero": True}, "zero is True: pass"),
+    ({"zero": 4}, "0, 1, 2 or 3"),
+]
 
 
 def test_contradictions_and_what_cannot_be_had(tmp_path: Path) -> None:
-    def body(rank: int, world: int, port: int) -> None:
+    def body() -> None:
         def make(zero: Any = 2, optimizers: Any = (None, None), **kwargs: Any) -> Any:
-            args = arguments(tmp_path, rank, world, port, **kwargs)
-            return ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=zero, optimizers=optimizers)
+            args = arguments(tmp_path, **kwargs)
+            return ZeroTrainer(llama(), args, train_dataset=ROWS, zero=zero, optimizers=optimizers)
 
-        for change, words in (
-            (
-                {"gradient_accumulation_steps": 3, "train_batch_size": 6},
-                "gradient_accumulation_steps = 3, and gradient_accumulation_steps=4",
-            ),
-            ({"gradient_clipping": 2.0}, "gradient_clipping = 2.0, and max_grad_norm=0.5"),
-            ({"bf16": {"enabled": True}}, "bf16.enabled = True, and bf16=False"),
-            (
-                {"train_micro_batch_size_per_gpu": 7, "train_batch_size": 28, "gradient_accumulation_steps": 4},
-                "per_device_train_batch_size=2",
-            ),
-            (
-                {"optimizer": {"type": "AdamW", "params": {"lr": 3.0}}},
-                "optimizer.params.lr = 3.0, and learning_rate=0.01",
-            ),
-            (
-                {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
-                "optimizer.params.betas = [0.9, 0.95], and adam_beta1=0.9, adam_beta2=0.999 in",
-            ),
-            (
-                {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}},
-                "scheduler.params.warmup_max_lr = 0.1, and learning_rate=0.01",
-            ),
-        ):
+        for change, words in CONTRADICTIONS:
             with pytest.raises(ConfigError, match="contradict") as caught:
                 make({**FULL, **change})
             assert words in str(caught.value)
-        for change, words in (
-            ({"gradient_allreduce_op": "sum"}, "averages gradients"),
-            ({"checkpoint": {"use_node_local_storage": True}}, "saves to a folder that all ranks can read"),
-        ):
-            with pytest.raises(ConfigError, match=words):
-                make({**FULL, **change})
-        with pytest.raises(ConfigError, match="activation_checkpointing=True"):
-            make({**FULL, "activation_checkpointing": {"checkpoint_units": "auto"}})
-        for kwargs, words in (
-            ({"bf16_full_eval": True}, "bf16_full_eval"),
-            ({"optim": "adalomo"}, "lomo"),
-            ({"zero": True}, "zero is True: pass"),
-            ({"zero": 4}, "0, 1, 2 or 3"),
-        ):
+        for kwargs, words in REFUSED:
             with pytest.raises(zeroshard.ZeroshardError, match=words):
                 make(**kwargs)
         with pytest.raises(UsageError, match="schedule-free"):
             make(optimizers=(ScheduleFree(nn.Linear(2, 2).parameters(), lr=0.1), None)).train()
-        args = arguments(tmp_path, rank, world, port)
+        args = arguments(tmp_path)
         args.sync_ref_model = True  # one of TRL's arguments
-        ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=2)
+        ZeroTrainer(llama(), args, train_dataset=ROWS, zero=2)
         with pytest.raises(UsageError, match="sync_ref_model"):
-            ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=3)
+            ZeroTrainer(llama(), args, train_dataset=ROWS, zero=3)
 
-    run(body, 1)
+    launched(body, 1)
+
+
+@full
+def test_a_config_that_names_no_accumulation_sums_in_fp32(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    args = arguments(tmp_path, bf16=True, gradient_accumulation_steps=4)
+    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is None  # fp32
+    args.gradient_accumulation_steps = 1
+    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is torch.bfloat16
 
 
 # ---------------------------------------------------------------------- loops
 
 
-@pytest.mark.full
+@full
 def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
     """Under sharded parameters, each rank's answers are those of the whole model."""
 
@@ -457,29 +434,28 @@ def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
         )  # fmt: skip
         return transformers.T5ForConditionalGeneration(config)
 
-    def body(rank: int, world: int, port: int, zero: Any) -> Any:
-        args = arguments(tmp_path, rank, world, port, learning_rate=1e-5)
-        args = transformers.Seq2SeqTrainingArguments(**{
-            **{k: v for k, v in args.to_dict().items() if k in ("output_dir", "use_cpu", "per_device_train_batch_size",
-               "report_to", "disable_tqdm", "ddp_backend", "learning_rate", "save_strategy")},
-            "num_train_epochs": 1, "predict_with_generate": True, "generation_max_length": 12, "per_device_eval_batch_size": 1,
-        })  # fmt: skip
-        both = {"model": t5(), "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
+    def body(zero: Any) -> Any:
+        args = transformers.Seq2SeqTrainingArguments(
+            str(tmp_path), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, save_strategy="no",
+            learning_rate=1e-5, per_device_train_batch_size=2, per_device_eval_batch_size=1, num_train_epochs=1,
+            predict_with_generate=True, generation_max_length=12,
+        )  # fmt: skip
+        both = {"model": t5(), "args": args, "train_dataset": ROWS, "eval_dataset": ROWS}
         trainer = transformers.Seq2SeqTrainer(**both) if zero == "stock" else ZeroSeq2SeqTrainer(**both, zero=zero)
         trainer.train()
-        found = trainer.predict(Tokens(), num_beams=1)
+        found = trainer.predict(ROWS, num_beams=1)
         lengths = {int((row != 0).sum()) for row in torch.as_tensor(found.predictions)}
         return torch.as_tensor(found.predictions), sorted(lengths), found.metrics["test_loss"]
 
-    stock = run(body, 2, "stock")[0]
+    stock = launched(body, 2, "stock")[0]
     for zero in (2, 3):
-        mine = run(body, 2, zero)[0]
+        mine = launched(body, 2, zero)[0]
         assert len(mine[1]) > 1, "ranks stop at different lengths"
         assert torch.equal(mine[0], stock[0])
         assert math.isclose(mine[2], stock[2], abs_tol=1e-6)
 
 
-@pytest.mark.full
+@full
 def test_training_again_in_one_process(tmp_path: Path) -> None:
     """As a hyperparameter search does, and as one who calls train() twice; and after an exception in the middle."""
 
@@ -490,11 +466,11 @@ def test_training_again_in_one_process(tmp_path: Path) -> None:
             if self.armed:
                 raise RuntimeError("in the middle")
 
-    def body(rank: int, world: int, port: int) -> None:
+    def body() -> None:
         for zero in (1, 3):
-            args = arguments(tmp_path, rank, world, port)
+            args = arguments(tmp_path)
             stops = Stops()
-            trainer = ZeroTrainer(args=args, model_init=llama, train_dataset=Tokens(), zero=zero, callbacks=[stops])
+            trainer = ZeroTrainer(args=args, model_init=llama, train_dataset=ROWS, zero=zero, callbacks=[stops])
             with pytest.raises(RuntimeError, match="in the middle"):
                 trainer.train()
             stops.armed = False
@@ -502,26 +478,24 @@ def test_training_again_in_one_process(tmp_path: Path) -> None:
             for _ in range(2):
                 trainer.train()
                 logs.append(history(trainer))
-                first = trainer.model
-            assert logs[0].keys() == logs[1].keys()
             assert_close(logs[0], logs[1], 0.0)
             with pytest.raises(UsageError, match="sharded by another"):
-                ZeroTrainer(first, args, train_dataset=Tokens(), zero=zero)
-            trainer = ZeroTrainer(llama(), args, train_dataset=Tokens(), zero=zero, callbacks=[Stops()])
+                ZeroTrainer(trainer.model, args, train_dataset=ROWS, zero=zero)
+            stops.armed = True
+            trainer = ZeroTrainer(llama(), args, train_dataset=ROWS, zero=zero, callbacks=[stops])
             with pytest.raises(RuntimeError, match="in the middle"):
                 trainer.train()
-            trainer.callback_handler.callbacks[-2].armed = trainer.callback_handler.callbacks[-1].armed = False
-            trainer.remove_callback(Stops)
+            stops.armed = False
             trainer.train()
             assert_close(history(trainer), logs[0], 1e-6)
             trainer.train()  # goes on from there
             assert history(trainer)["0"]["loss"] < logs[0]["0"]["loss"]
             assert sum(isinstance(module, OuterModel) for module in trainer.model_wrapped.modules()) == 1
 
-    run(body, 2)
+    launched(body, 2)
 
 
-@pytest.mark.full
+@full
 def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
     class TooLarge(ZeroTrainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -529,34 +503,32 @@ def test_a_batch_that_is_too_large(tmp_path: Path) -> None:
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def body(rank: int, world: int, port: int) -> Any:
-        args = arguments(
-            tmp_path, rank, world, port, per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=3
-        )
-        trainer = TooLarge(llama(), args, train_dataset=Tokens(), zero=3)
+    def body() -> Any:
+        args = arguments(tmp_path, per_device_train_batch_size=4, auto_find_batch_size=True, max_steps=3)
+        trainer = TooLarge(llama(), args, train_dataset=ROWS, zero=3)
         trainer.train()
         return trainer.state.global_step, trainer.state.train_batch_size
 
-    assert run(body, 1)[0] == (3, 2)
+    assert launched(body, 1)[0] == (3, 2)
 
 
-@pytest.mark.full
+@full
 def test_evaluation_without_training(tmp_path: Path) -> None:
-    def body(rank: int, world: int, port: int, kind: str, evaluates: bool) -> Any:
-        args = arguments(tmp_path, rank, world, port)
-        both = {"model": llama(), "args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
+    def body(kind: str, evaluates: bool) -> Any:
+        args = arguments(tmp_path)
+        both = {"model": llama(), "args": args, "train_dataset": ROWS, "eval_dataset": ROWS}
         trainer = transformers.Trainer(**both) if kind == "stock" else ZeroTrainer(**both, zero=3)
         before = trainer.evaluate()["eval_loss"] if evaluates else None
         trainer.train()
         return before, trainer.evaluate()["eval_loss"]
 
-    before, after = run(body, 2, "ours", True)[0]
-    assert before == pytest.approx(run(body, 2, "stock", True)[0][0], abs=1e-6)
+    before, after = launched(body, 2, "ours", True)[0]
+    assert before == pytest.approx(launched(body, 2, "stock", True)[0][0], abs=1e-6)
     # After an evaluation, the stock Trainer trains without DDP: each rank its own model.
-    assert after == pytest.approx(run(body, 2, "stock", False)[0][1], abs=1e-6)
+    assert after == pytest.approx(launched(body, 2, "stock", False)[0][1], abs=1e-6)
 
 
-@pytest.mark.full
+@full
 def test_every_rank_evaluates_with_rank_0s_running_statistics(tmp_path: Path) -> None:
     """Rank 0's are those that are saved."""
 
@@ -581,13 +553,13 @@ def test_every_rank_evaluates_with_rank_0s_running_statistics(tmp_path: Path) ->
         return own, trainer.model.norm.running_mean.clone()
 
     for zero in (2, 3):
-        (own, mean), (other, same) = (found for _, found in run(fit, 2, tmp_path, zero, {"model": normed}, look))
+        (own, mean), (other, same) = (found for _, found in launched(fit, 2, tmp_path, zero, {"model": normed}, look))
         assert not torch.equal(own, other)
         assert torch.equal(mean, own)
         assert torch.equal(same, own)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("checks", [True, False])
 def test_batches_without_a_gradient_are_skipped(checks: bool, tmp_path: Path) -> None:
     """A gradient that is not finite leaves the model, the optimizer and the rate as they are; not where bf16 asks for no check."""
@@ -599,9 +571,9 @@ def test_batches_without_a_gradient_are_skipped(checks: bool, tmp_path: Path) ->
             poisoned = self.state.global_step == 1 and self.args.process_index == 1
             return loss * float("nan") if poisoned and isinstance(loss, Tensor) else loss
 
-    def body(rank: int, world: int, port: int) -> None:
-        args = arguments(tmp_path, rank, world, port, bf16=not checks)
-        trainer = Poisons(llama(), args, train_dataset=Tokens(), zero=2 if checks else bf16)
+    def body() -> None:
+        args = arguments(tmp_path, bf16=not checks)
+        trainer = Poisons(llama(), args, train_dataset=ROWS, zero=2 if checks else bf16)
         trainer.train()
         is_finite = all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
         assert is_finite == checks
@@ -610,87 +582,81 @@ def test_batches_without_a_gradient_are_skipped(checks: bool, tmp_path: Path) ->
         rates = [one["learning_rate"] for one in history(trainer).values() if "learning_rate" in one]
         assert len(set(rates)) == len(rates) - 1
 
-    run(body, 2)
+    launched(body, 2)
 
 
 # ---------------------------------------------------------------------- a stock Trainer with ZeroRedundancyOptimizer
 
 
-def stage_one(rank: int, world: int, port: int, out: Path, how: str, kwargs: dict[str, Any]) -> Losses:
-    """No integration at all; the callback is for what checkpoints hold."""
-    given = dict(kwargs)
-    resume, callbacks = given.pop("resume", None), given.pop("callbacks", [ZeroConsolidateCallback])
-    args, model = arguments(out, rank, world, port, **given), llama()
-    both: dict[str, Any] = {"args": args, "train_dataset": Tokens(), "eval_dataset": Tokens()}
-    if not how.startswith("stock"):
-        both["callbacks"] = [make() for make in callbacks]
-    if how == "class":
-        both["optimizer_cls_and_kwargs"] = (
-            ZeroRedundancyOptimizer,
-            {"optimizer_class": torch.optim.AdamW, "lr": 1e-2},
-        )
-    if how == "object":
-        both["optimizers"] = (
-            ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
-            None,
-        )
-    if how == "stock object":
-        both["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0), None)
-    trainer = transformers.Trainer(model, **both)
-    trainer.train(resume_from_checkpoint=resume)
-    return history(trainer)
+def by_class(model: nn.Module) -> dict[str, Any]:
+    return {
+        "optimizer_cls_and_kwargs": (ZeroRedundancyOptimizer, {"optimizer_class": torch.optim.AdamW, "lr": 1e-2}),
+        "callbacks": [ZeroConsolidateCallback()],
+    }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("how", ["class", pytest.param("object", marks=pytest.mark.full)])
-def test_stage_one_in_a_stock_trainer(tmp_path: Path, how: str) -> None:
-    stock = run(stage_one, 2, tmp_path / "stock", "stock", SAVES)[0]
-    out = tmp_path / how
-    assert_close(run(stage_one, 2, out, how, SAVES)[0], stock)
-    state = torch.load(out / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+def by_object(model: nn.Module) -> dict[str, Any]:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    return {"optimizers": (optimizer, None), "callbacks": [ZeroConsolidateCallback()]}
+
+
+def plain_object(model: nn.Module) -> dict[str, Any]:
+    return {"optimizers": (torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0), None)}
+
+
+def test_stage_one_in_a_stock_trainer_has_ddps_bits(tmp_path: Path) -> None:
+    """No integration at all."""
+    plain, ours = (launched(fit, 2, tmp_path, "stock", {"more": more}, weights) for more in (plain_object, by_object))
+    assert_close(ours[0][0], plain[0][0], 0.0)
+    for _, found in ours:
+        torch.testing.assert_close(found, plain[0][1], rtol=0, atol=0)
+
+
+@full
+@pytest.mark.parametrize(
+    ("more", "plain"), [(by_object, plain_object), (by_class, lambda _: {})], ids=["object", "class"]
+)
+def test_checkpoints_of_stage_one_are_stock(tmp_path: Path, more: Any, plain: Any) -> None:
+    """The callback is for what checkpoints hold."""
+    stock = train(2, tmp_path / "stock", "stock", {**SAVES, "more": plain})
+    assert_close(train(2, tmp_path, "stock", {**SAVES, "more": more}), stock)
+    folder = tmp_path / "checkpoint-2"
+    state = torch.load(folder / "optimizer.pt", weights_only=True)["state"]
     assert state[0]["exp_avg"].shape == (64, 32), "the whole, as AdamW's own"
-    for world in (2, 1):
-        resume = {"resume": str(out / "checkpoint-2"), "per_device_train_batch_size": 4 // world}
-        again = run(stage_one, world, out, how, {**SAVES, **resume})[0]
-        assert_close(again, stock, 1e-4)
-    plain = run(
-        stage_one,
-        2,
-        out,
-        "stock object" if how == "object" else "stock",
-        {**SAVES, "resume": str(out / "checkpoint-2")},
-    )[0]
-    assert_close(plain, stock, 1e-4)
+    for world, kind in ((2, more), (1, more), (2, plain)):
+        resume = {"resume": str(folder), "per_device_train_batch_size": 4 // world}
+        assert_close(train(world, tmp_path, "stock", {**SAVES, **resume, "more": kind}), stock, 1e-4)
 
 
-@pytest.mark.full
+@full
 def test_the_best_checkpoint_is_consolidated_too(tmp_path: Path) -> None:
-    kwargs = {**EVALUATES, "save_strategy": "best", "metric_for_best_model": "eval_loss"}
-    run(stage_one, 2, tmp_path, "class", kwargs)
+    train(
+        2,
+        tmp_path,
+        "stock",
+        {**EVALUATES, "save_strategy": "best", "metric_for_best_model": "eval_loss", "more": by_class},
+    )
     saved = sorted(tmp_path.glob("checkpoint-*"))
     assert saved
     for folder in saved:
         assert "zeroshard" not in torch.load(folder / "optimizer.pt", weights_only=True)
 
 
-@pytest.mark.full
+@full
 def test_shards_alone_are_not_loaded_elsewhere(tmp_path: Path) -> None:
-    run(stage_one, 2, tmp_path, "class", {**SAVES, "callbacks": []})
+    def without_callback(model: nn.Module) -> dict[str, Any]:
+        return {**by_class(model), "callbacks": []}
 
-    def body(rank: int, world: int, port: int) -> None:
+    train(2, tmp_path, "stock", {**SAVES, "more": without_callback})
+
+    def body() -> None:
+        resume = {"resume": str(tmp_path / "checkpoint-2"), "more": without_callback}
         with pytest.raises(UsageError, match="consolidate_state_dict"):
-            kwargs = {**SAVES, "callbacks": [], "resume": str(tmp_path / "checkpoint-2")}
-            stage_one(rank, world, port, tmp_path, "class", kwargs)
-
-    run(body, 1)
-
-    def other(rank: int, world: int, port: int) -> None:
-        args = arguments(tmp_path, rank, world, port, **SAVES)
-        trainer = transformers.Trainer(llama(), args, train_dataset=Tokens(), callbacks=[ZeroConsolidateCallback()])
+            fit(tmp_path, "stock", {**SAVES, **resume})
         with pytest.raises(UsageError, match="is for zeroshard"):
-            trainer.train()
+            fit(tmp_path, "stock", {**SAVES, "more": lambda _: {"callbacks": [ZeroConsolidateCallback()]}})
 
-    run(other, 1)
+    launched(body, 1)
 
 
 # ---------------------------------------------------------------------- TRL
@@ -707,12 +673,11 @@ def words_tokenizer() -> Any:
     )
 
 
-def tune(rank: int, world: int, port: int, out: Path, kind: str, adapted: bool, zero: Any) -> Losses:
+def tune(out: Path, kind: str, adapted: bool, zero: Any) -> Losses:
     import datasets
     import peft
     import trl
 
-    as_torchrun(rank, world, port)
     kwargs = {
         "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": 3, "report_to": [], "disable_tqdm": True, "bf16": False,
         "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "gradient_accumulation_steps": 2, "max_length": 32,
@@ -739,24 +704,24 @@ def tune(rank: int, world: int, port: int, out: Path, kind: str, adapted: bool, 
     return history(trainer)
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_trl(tmp_path: Path, kind: str, adapted: bool) -> None:
-    stock = run(tune, 2, tmp_path, kind, adapted, "stock")[0]
+    stock = launched(tune, 2, tmp_path, kind, adapted, "stock")[0]
     for zero in (2, 3):
-        assert_close(run(tune, 2, tmp_path, kind, adapted, zero)[0], stock)
+        assert_close(launched(tune, 2, tmp_path, kind, adapted, zero)[0], stock)
 
 
-@pytest.mark.full
+@full
 def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
     """TRL calls `generate` itself: under sharded parameters ranks go on until the last is done, else each as it likes."""
 
-    def body(rank: int, world: int, port: int) -> list[int]:
-        import copy
-
+    def body() -> list[int]:
         import datasets
         import trl
+
+        rank = int(os.environ["RANK"])
 
         class Ends(transformers.LogitsProcessor):  # type: ignore[misc]
             def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
@@ -768,7 +733,6 @@ def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
             def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
                 return transformers.LogitsProcessorList([*super()._get_logits_processor(*args, **kwargs), Ends()])
 
-        as_torchrun(rank, world, port)
         lengths: list[int] = []
 
         def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -796,14 +760,5 @@ def test_grpo_completions_of_different_lengths(tmp_path: Path) -> None:
         assert not model._is_fsdp_managed_module
         return lengths
 
-    short, long = run(body, 2)
+    short, long = launched(body, 2)
     assert max(short) < max(long), "the ranks' completions end at different lengths"
-
-
-@pytest.mark.full
-def test_a_config_that_names_no_accumulation_sums_in_fp32(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    args = arguments(tmp_path, 0, 1, 0, bf16=True, gradient_accumulation_steps=4)
-    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is None  # fp32
-    args.gradient_accumulation_steps = 1
-    assert read_settings(config, args, nn.Linear(2, 2)).precision.accumulate_dtype is torch.bfloat16

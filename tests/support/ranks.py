@@ -34,11 +34,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from insides import GRACE_SECONDS_OF_RANKS
+from ports import free_port
 
 from zeroshard.testing import RankError, run_ranks
 from zeroshard.testing.ranks import join_store
 
-__all__ = ["Lines", "RankError", "on_ranks", "run_ranks", "run_until_all_end", "until"]
+__all__ = ["Lines", "RankError", "launched", "on_ranks", "run_ranks", "run_until_all_end", "until"]
 
 PATCHED = (
     types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod, int, float, str,
@@ -98,6 +99,20 @@ def run_until_all_end(function: Callable[..., Any], world_size: int, **options: 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(GRACE_SECONDS_OF_RANKS, float("inf"))
         return run_ranks(function, world_size, **{"timeout": 180.0, "collective_timeout": 600.0, **options})
+
+
+def launched(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Call `function(*args)` on fresh ranks as torchrun starts them: trainers initialise torch.distributed themselves."""
+    port = free_port()
+
+    def body(rank: int) -> Any:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test", ACCELERATE_USE_CPU="true",
+        )  # fmt: skip
+        return function(*args)
+
+    return run_ranks(body, world_size, initialise=False, timeout=300)
 
 
 class Ranks:

@@ -15,10 +15,10 @@ import transformers
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, skip_first_batches
 from accelerate.state import AcceleratorState
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from cases import llama, run_all
+from cases import config_of, llama, run_all, tokens
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 transformers.logging.set_verbosity_error()
 MICROBATCHES = 2
@@ -27,14 +27,8 @@ OPTIONS: dict[str, Any] = {"tie_word_embeddings": True, "attention_dropout": 0.1
 """Options of the model."""
 
 
-class Tokens(Dataset[Tensor]):
-    """Twenty sequences of one length. Two ranks get five batches of two each, so the last step has one microbatch."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
+TOKENS: Any = [tokens(number) for number in range(20)]
+"""Sequences of one length. Two ranks get five batches of two each, so the last step has one microbatch."""
 
 
 class Count:
@@ -57,22 +51,13 @@ def plugin(case: dict[str, Any], stage: int) -> Any:
             zero_stage=stage, gradient_accumulation_steps=MICROBATCHES, gradient_clipping=CLIP, zero3_save_16bit_model=True,
             zero3_init_flag=case["born"],
         )  # fmt: skip
-    config = {
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": CLIP,
-        "train_micro_batch_size_per_gpu": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "warmup_type": "linear",
-            },
-        },
-    }
+    warmup = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    config = config_of(
+        stage,
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {**warmup, "warmup_type": "linear"}},
+    )
+    config["gradient_clipping"] = CLIP
     return DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=MICROBATCHES, zero3_init_flag=case["born"])
 
 
@@ -93,7 +78,7 @@ class Run:
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(case, step))
-        loader = DataLoader(Tokens(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        loader = DataLoader(TOKENS, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
         )
@@ -109,10 +94,10 @@ class Run:
     def epoch(self, skip: int = 0) -> Iterator[tuple[float, float | None, float]]:
         """Yield (loss over ranks, norm, rate) for each microbatch."""
         self.model.train()
-        for tokens in skip_first_batches(self.loader, skip):
+        for batch in skip_first_batches(self.loader, skip):
             torch.manual_seed(self.count.value)  # for dropout; each rank has its own rows
             with self.accelerator.accumulate(self.model):
-                loss = self.model(input_ids=tokens, labels=tokens).loss
+                loss = self.model(input_ids=batch, labels=batch).loss
                 self.accelerator.backward(loss)
                 norm = None
                 if self.accelerator.sync_gradients:
@@ -127,14 +112,14 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         self.model.eval()
-        loader = self.accelerator.prepare(DataLoader(Tokens(), batch_size=3))
+        loader = self.accelerator.prepare(DataLoader(TOKENS, batch_size=3))
         losses = []
-        for tokens in loader:
-            logits = self.model(input_ids=tokens).logits[:, :-1]
-            each = nn.functional.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none").mean(1)
+        for batch in loader:
+            logits = self.model(input_ids=batch).logits[:, :-1]
+            each = nn.functional.cross_entropy(logits.transpose(1, 2).float(), batch[:, 1:], reduction="none").mean(1)
             losses.append(self.accelerator.gather_for_metrics(each))
         whole = torch.cat(losses)
-        assert len(whole) == len(Tokens())
+        assert len(whole) == len(TOKENS)
         return float(whole.mean())
 
 
@@ -192,7 +177,7 @@ def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         accelerator = Accelerator(deepspeed_plugins=plugins)
     student = llama(**OPTIONS)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, fused=True)
-    loader = DataLoader(Tokens(), batch_size=2)
+    loader = DataLoader(TOKENS, batch_size=2)
     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
     if case["stage"] is not None:
         accelerator.state.select_deepspeed_plugin("teacher")
@@ -200,11 +185,11 @@ def two_models(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if case["stage"] is not None:
         accelerator.state.select_deepspeed_plugin("student")
     told = []
-    for tokens in loader:
+    for batch in loader:
         torch.manual_seed(len(told))
         with torch.no_grad():
-            wanted = looks_on(input_ids=tokens).logits.softmax(-1)
-        loss = nn.functional.cross_entropy(student(input_ids=tokens).logits.flatten(0, 1), wanted.flatten(0, 1))
+            wanted = looks_on(input_ids=batch).logits.softmax(-1)
+        loss = nn.functional.cross_entropy(student(input_ids=batch).logits.flatten(0, 1), wanted.flatten(0, 1))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(student.parameters(), CLIP)
         optimizer.step()

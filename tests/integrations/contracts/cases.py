@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch import Tensor
 
 
 def llama(seed: int = 0, **options: Any) -> Any:
@@ -24,6 +25,10 @@ def llama(seed: int = 0, **options: Any) -> Any:
         "num_key_value_heads": 1, "max_position_embeddings": 16,
     }  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **options}))
+
+
+def tokens(seed: int, length: int = 8) -> Tensor:
+    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def config_of(stage: int, **blocks: Any) -> dict[str, Any]:

@@ -9,28 +9,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from cases import figures, llama, run_all
+from cases import config_of, figures, llama, run_all, tokens
 from torch import Tensor
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 transformers.logging.set_verbosity_error()
 
 
-class Tokens(Dataset[dict[str, Tensor]]):
-    """Eight sequences, of which each has fewer tokens that count than the one before."""
+def row(number: int) -> dict[str, Tensor]:
+    """Return a sequence that has fewer tokens that count than the one before."""
+    labels = tokens(number, 14)
+    labels[:number] = -100
+    return {"input_ids": tokens(number, 14), "labels": labels}
 
-    def __len__(self) -> int:
-        return 8
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, 64, (14,), generator=torch.Generator().manual_seed(index))
-        labels = tokens.clone()
-        labels[:index] = -100
-        return {"input_ids": tokens, "labels": labels}
+ROWS: Any = [row(number) for number in range(8)]
 
 
 class InOrder(transformers.Trainer):
@@ -58,7 +54,7 @@ def tuner(**arguments: Any) -> Any:
 
     rows = [
         {
-            "input_ids": Tokens()[n]["input_ids"][n:].tolist(),
+            "input_ids": tokens(n, 14)[n:].tolist(),
             "completion_mask": [0] * (2 + n // 2) + [1] * (12 - n - n // 2),
         }
         for n in range(8)
@@ -73,15 +69,9 @@ def parallelism(case: dict[str, Any]) -> dict[str, Any]:
     if case["stage"] is None:
         return {}
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    config = {
-        "zero_optimization": {"stage": case["stage"]},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-    }
     return {
         "parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler),
-        "deepspeed": config,
+        "deepspeed": config_of(case["stage"]),
     }
 
 
@@ -97,9 +87,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         trainer = tuner(model=model, options=options)
     else:
         options |= {"eval_strategy": "steps", "gradient_checkpointing": case["checkpointing"]}
-        trainer = InOrder(
-            model, transformers.TrainingArguments(**options), train_dataset=Tokens(), eval_dataset=Tokens()
-        )
+        trainer = InOrder(model, transformers.TrainingArguments(**options), train_dataset=ROWS, eval_dataset=ROWS)
     trainer.train()
     found: dict[str, Any] = {**figures(trainer.state.log_history), "saved": None}
     trainer.save_model(str(folder / "final"))

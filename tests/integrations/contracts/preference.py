@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
-from cases import config_of, llama, run_all
+from cases import config_of, figures, llama, run_all, tokens
 from datasets import Dataset, load_from_disk
-from peft import LoraConfig, PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.models import unwrap_model_for_generation
@@ -34,10 +34,22 @@ def model_of_words() -> Any:
 
 
 def sentences(seed: int) -> list[str]:
-    generator = torch.Generator().manual_seed(seed)
     return [
-        " ".join(WORDS[index] for index in torch.randint(3, len(WORDS), (5,), generator=generator)) for _ in range(16)
+        " ".join(WORDS[3 + int(token) % (len(WORDS) - 3)] for token in tokens(100 * seed + n, 5)) for n in range(16)
     ]
+
+
+def adapter(kind: str) -> Any:
+    """Return the adapter of a case. PEFT itself runs or reads some while it saves."""
+    if kind == "prompt":
+        return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    if kind == "prefix":
+        return peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    if kind == "modules":
+        options: dict[str, Any] = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    else:
+        options = {"target_modules": ["q_proj", "v_proj"]}
+    return peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, task_type="CAUSAL_LM", **options)
 
 
 def make(case: dict[str, Any], folder: Path) -> Any:
@@ -51,25 +63,22 @@ def make(case: dict[str, Any], folder: Path) -> Any:
     }  # fmt: skip
     if case["stage"] is not None:
         common["deepspeed"] = config_of(case["stage"])
-    lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     rows = {"prompt": sentences(1), "chosen": [" " + one for one in sentences(2)]}
-    if case["trainer"] == "sft":
+    kind, _, way = case["trainer"].partition("-")
+    if kind == "sft":
         data = Dataset.from_dict({"prompt": rows["prompt"], "completion": rows["chosen"]})
+        arguments = SFTConfig(**common, packing=False)
         return SFTTrainer(
-            model_of_words(),
-            SFTConfig(**common, packing=False),
-            train_dataset=data,
-            processing_class=tokenizer(),
-            peft_config=lora,
+            model_of_words(), arguments, train_dataset=data, processing_class=tokenizer(), peft_config=adapter(way)
         )
     data = Dataset.from_dict({**rows, "rejected": [" " + one for one in sentences(3)]})
-    if case["trainer"] == "dpo":
+    if not way:
         arguments = DPOConfig(**common, beta=0.5)
         return DPOTrainer(
-            model_of_words(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=lora
+            model_of_words(), args=arguments, train_dataset=data, processing_class=tokenizer(), peft_config=adapter(way)
         )
     # Train every weight. The reference is a second model, or the same one before it is trained.
-    before = case["trainer"] == "dpo-before"
+    before = way == "before"
     arguments = DPOConfig(**common, beta=0.5, precompute_ref_log_probs=before)
     if before:  # ranks find the figures in the folder of the data
         with arguments.main_process_first():
@@ -86,11 +95,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train, generate and save. Then load the adapters, or all weights, onto an ordinary model."""
     trainer = make(case, folder)
     trainer.train(resume_from_checkpoint=case.get("resume"))
-    history = trainer.state.log_history
-    found: dict[str, Any] = {
-        "losses": {str(entry["step"]): entry["loss"] for entry in history if "loss" in entry},
-        "norms": {str(entry["step"]): entry["grad_norm"] for entry in history if "grad_norm" in entry},
-    }
+    found: dict[str, Any] = figures(trainer.state.log_history)
     prompt = tokenizer()(sentences(4)[0], return_tensors="pt", return_token_type_ids=False).to(trainer.args.device)
     with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         # Each rank generates a different number of tokens.
@@ -99,16 +104,18 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer.save_model(str(folder / "final"))
     trainer.accelerator.wait_for_everyone()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
-    read: Any = model_of_words()
-    if case["trainer"] in ("sft", "dpo"):
-        read = PeftModel.from_pretrained(read, str(folder / "final"))
-        trained = {name: value for name, value in read.named_parameters() if "lora_B" in name}
-        assert len(trained) == 4 and all(value.abs().sum() > 0 for value in trained.values())
-    else:
-        read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
-    with torch.no_grad():
-        logits = read(**{name: value.cpu() for name, value in prompt.items()}).logits
-    found["read"] = float(logits.double().abs().sum())
+    found["read"] = []
+    for name in ("final", "checkpoint-4"):
+        if case["trainer"] in ("dpo-full", "dpo-before"):
+            read: Any = transformers.LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        else:
+            read = peft.PeftModel.from_pretrained(model_of_words(), str(folder / name)).eval()
+        if case["trainer"] in ("sft", "dpo"):
+            trained = {name: value for name, value in read.named_parameters() if "lora_B" in name}
+            assert len(trained) == 4 and all(value.abs().sum() > 0 for value in trained.values())
+        with torch.no_grad():
+            logits = read(**{name: value.cpu() for name, value in prompt.items()}).logits
+        found["read"].append(float(logits.double().abs().sum()))
     trainer.accelerator.wait_for_everyone()
     return found
 

@@ -19,7 +19,7 @@ from folders import PYTHONPATH as TESTS
 from served import Server, answer
 
 CONTRACTS = Path(__file__).parent
-SECONDS = 200.0
+SECONDS = 400.0
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from cases import config_of, llama, run_all
-from torch import Tensor
-from torch.utils.data import Dataset
+from cases import config_of, figures, llama, run_all, tokens
+from safetensors.torch import load_file
 
 transformers.logging.set_verbosity_error()
 
 
-class Tokens(Dataset[dict[str, Tensor]]):
-    """Sixteen sequences of one length."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+ROWS = [{"input_ids": tokens(number), "labels": tokens(number)} for number in range(16)]
 
 
 def deepspeed_config(case: dict[str, Any]) -> dict[str, Any] | str | None:
@@ -69,26 +60,19 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     assert arguments.world_size == ranks, (arguments.world_size, ranks)
     model = llama(tie_word_embeddings=True)
     optimizers = late_schedule(model) if case["stage"] is None and case["scheduler"] else (None, None)
-    trainer = transformers.Trainer(
-        model, arguments, train_dataset=Tokens(), eval_dataset=Tokens(), optimizers=optimizers
-    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS, optimizers=optimizers)
     if case.get("only_evaluates"):
         return {
             "evaluated": trainer.evaluate()["eval_loss"],
-            "predicted": float(trainer.predict(Tokens()).predictions.astype("float64").sum()),
+            "predicted": float(trainer.predict(ROWS).predictions.astype("float64").sum()),
         }
     trainer.train(resume_from_checkpoint=case.get("resume"))
-    history = trainer.state.log_history
     found = {
-        "losses": {str(entry["step"]): entry["loss"] for entry in history if "loss" in entry},
-        "norms": {str(entry["step"]): entry["grad_norm"] for entry in history if "grad_norm" in entry},
-        "rates": {str(entry["step"]): entry["learning_rate"] for entry in history if "learning_rate" in entry},
-        "evaluations": {str(entry["step"]): entry["eval_loss"] for entry in history if "eval_loss" in entry},
+        **figures(trainer.state.log_history),
         "best": trainer.state.best_model_checkpoint,
         "evaluated": trainer.evaluate()["eval_loss"],
-        "predicted": float(trainer.predict(Tokens()).predictions.astype("float64").sum()),
     }
-    prompt = Tokens()[0]["input_ids"][None, :4].to(arguments.device)
+    prompt = tokens(0)[None, :4].to(arguments.device)
     with torch.no_grad():
         found["generated"] = trainer.model.generate(
             input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, synced_gpus=ranks > 1
@@ -97,24 +81,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # the loaded model is an ordinary one
     read = transformers.LlamaForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
-    assert "lm_head.weight" not in files(folder / "final"), "ties once"
+    assert "lm_head.weight" not in load_file(folder / "final" / "model.safetensors"), "ties once"
     with torch.no_grad():
-        tokens = Tokens()[0]["input_ids"][None]
-        found["read"] = float(read(input_ids=tokens, labels=tokens).loss)
+        found["read"] = float(read(input_ids=tokens(0)[None], labels=tokens(0)[None]).loss)
     trainer.accelerator.wait_for_everyone()
     assert math.isfinite(found["evaluated"])
     return found
-
-
-def files(folder: Path) -> set[str]:
-    """Return the names of the tensors in a folder's safetensors files."""
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names
 
 
 if __name__ == "__main__":

@@ -7,8 +7,15 @@ first time. That differs by megabytes from machine to machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+
+def resident(key: str) -> int:
+    """Return bytes of this process that are resident: VmRSS, or VmHWM, their peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(key))) * 1024
 
 
 def allocated_peak(work: Callable[[], object]) -> int:

@@ -29,7 +29,7 @@ GROUPS = {
     "checkpoint": ("checkpoint.values", "checkpoint.saving"),
     "construction": ("model.born",),
     "step": ("core.parking", "core.resident", "core.travelling", "core.model_states"),
-    "schedule": ("core.unit", "core.schedule"),
+    "schedule": ("core.unit", "core.writes", "core.schedule"),
     "zero_redundancy": ("model.zero_redundancy.gathered_bucket",),
 }
 """The modules with waits on the accelerator's path, by their task."""

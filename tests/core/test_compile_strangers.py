@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from test_compile import CONFIG, adamw, compiled, kept_code, texts  # noqa: F401
 from torch import Tensor, nn
-from twin import same, update, whole
+from twin import LARGE_BUCKETS, build, engine_steps, same, update, whole
 
 import zeroshard
 from zeroshard import UsageError
@@ -32,8 +33,9 @@ def make(how: str | None = None, config: GPTConfig = SMALL, backend: str = "aot_
     return compiled(model, how, **options if "mode" in options else {"backend": backend, **options})
 
 
-def shard(model: nn.Module, stage: int) -> zeroshard.Sharded:
-    return zeroshard.shard(model, adamw(model.parameters()), stage)
+def sharded_of(stage: int, *how: Any, **options: Any) -> tuple[Any, zeroshard.Sharded]:
+    """Return what `make` makes of the other arguments, sharded."""
+    return build(stage, make_model=partial(make, *how, **options), make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
 
 
 def ended(losses: Iterable[Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -73,8 +75,7 @@ def test_compiled_after_shard(rank: int) -> None:
     for stage in (1, 3):
         for how in ("wrapped blocks", "wrapped model", "step"):
             for late in (False, True):
-                model = make(None if late or how == "step" else how)
-                sharded = shard(model, stage)
+                model, sharded = sharded_of(stage, None if late or how == "step" else how)
                 if late and how != "step":
                     model = compiled(model, how, backend="aot_eager")
                 backward = loop(model, rank)
@@ -89,11 +90,9 @@ def test_a_compiled_step_with_the_optimizer_inside(rank: int) -> None:
     """Its graphs end at the hooks of the optimizer's step."""
     ends = []
     for stage, compiles in ((0, False), (1, True), (3, True)):
-        model = make()
-        own = adamw(model.parameters())
-        sharded = zeroshard.shard(model, own, stage)
+        model, sharded = sharded_of(stage)
 
-        def step(number: int, model: nn.Module = model, own: torch.optim.Optimizer = own) -> Tensor:
+        def step(number: int, model: nn.Module = model, own: Any = sharded.optimizer) -> Tensor:
             return update(model(*texts(rank, number)), own)
 
         taken = torch.compile(step, backend="eager") if compiles else step
@@ -120,13 +119,7 @@ def test_an_engine_compiles_and_is_compiled(rank: int) -> None:
                 engine.compile(backend="aot_eager")
             elif door == "torch.compile(engine)":
                 called = torch.compile(engine, backend="aot_eager")
-            losses = []
-            for microbatch in range(6):
-                loss = called(*texts(rank, microbatch))
-                called.backward(loss)
-                called.step()
-                losses.append(loss.detach())
-            ends.append(ended(losses, model))
+            ends.append(ended(engine_steps(called, rank, range(6), texts), model))
             engine.destroy()
             assert same(ends[-1], ends[0]), (door, stage)
 
@@ -137,17 +130,17 @@ def test_hooks_of_users_run_as_without_us(rank: int, how: str) -> None:
     whole_calls, part_calls = [], []
     for stage in (None, 1, 3):
         torch._dynamo.reset()
-        model = make(how)
+        model, sharded = (make(how), None) if stage is None else sharded_of(stage, how)
         block = model.blocks[0]
         calls: list[str] = []
         block.register_forward_hook(lambda *_, calls=calls: calls.append("whole"))
         inner = getattr(block, "_orig_mod", block).norm1
         inner.register_forward_pre_hook(lambda *_, calls=calls: calls.append("part"))
-        if stage is None:
+        if sharded is None:
             for number in range(3):
                 loop(model, rank)(number)
         else:
-            trained(shard(model, stage), loop(model, rank))
+            trained(sharded, loop(model, rank))
         whole_calls.append(calls.count("whole"))
         part_calls.append(calls.count("part"))
     assert whole_calls == [3, 3, 3]
@@ -160,8 +153,7 @@ def test_parts_that_run_alone_in_compiled_functions(rank: int) -> None:
     """`model.head(x)` outside of the model's forward: brought together, also where the function was compiled while it was whole."""
     ends = []
     for stage in (0, 3):
-        model = make()
-        sharded = shard(model, stage)
+        model, sharded = sharded_of(stage)
         score = torch.compile(lambda x, model=model: model.head(x).sin().mean(), backend="aot_eager")
         x = torch.randn(3, SMALL.width, generator=torch.Generator().manual_seed(1))
         with zeroshard.unsharded(model), torch.no_grad():
@@ -175,8 +167,7 @@ def test_units_are_given_back_under_stage_3(rank: int) -> None:
     """Compiled or not, as much is whole between forward and backward."""
     live: list[list[int]] = []
     for how in (None, "wrapped blocks", "blocks in place"):
-        model = make(how, CONFIG)
-        sharded = shard(model, 3)
+        model, sharded = sharded_of(3, how, CONFIG)
         live.append([])
 
         def backward(number: int, model: nn.Module = model, sharded: zeroshard.Sharded = sharded) -> Tensor:
@@ -199,11 +190,10 @@ def test_units_are_given_back_under_stage_3(rank: int) -> None:
 def test_cuda_graphs_are_refused_by_name(rank: int, mode: str) -> None:
     for how in HOWS:
         with pytest.raises(UsageError, match=r"CUDA graphs.*max-autotune-no-cudagraphs"):
-            shard(make(how, mode=mode), 0)
+            sharded_of(0, how, mode=mode)
     for stage in (1, 3):
         for how in HOWS:
-            model = make()
-            sharded = shard(model, stage)
+            model, sharded = sharded_of(stage)
             late = compiled(model, how, mode=mode)
             with pytest.raises(UsageError, match="CUDA graphs"):
                 late(*texts(rank, 0))
@@ -215,8 +205,7 @@ def test_cuda_graphs_are_refused_by_name(rank: int, mode: str) -> None:
 @ON_ONE_RANK
 @pytest.mark.parametrize("how", ["wrapped model", "model in place"])
 def test_a_graph_of_the_whole_model_is_refused_by_name(rank: int, how: str) -> None:
-    model = make(how, backend="eager", fullgraph=True)
-    shard(model, 3)
+    model, _ = sharded_of(3, how, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="zeroshard gathers a unit's parameters"):
         model(*texts(rank, 0))
 

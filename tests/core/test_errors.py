@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens, workload
+from models import Stack, sgd, tokens, workload
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -40,10 +41,6 @@ REMEDIES = (
 """What a message asks its reader to do, after a stop or `or`."""
 
 SGD = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-
-
-def shard(model: nn.Module, *more: Any, **options: Any) -> zeroshard.Sharded:
-    return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), *more, **options)
 
 
 def test_a_wait_with_a_timeout_of_months() -> None:
@@ -83,14 +80,15 @@ DIFFERENT: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_with_different_settings_are_refused(rank: int, what: str) -> None:
-    text = refusal(lambda: shard(nn.Sequential(nn.ModuleList([nn.Linear(3, 3)])), **DIFFERENT[what](rank)))
+    layers = {"policy": 1, "make_model": lambda: nn.Sequential(nn.ModuleList([nn.Linear(3, 3)]))}
+    text = refusal(lambda: build(**layers | DIFFERENT[what](rank)))
     assert "ranks [1] differ from rank 0" in text
     assert what in text
 
 
 @pytest.mark.ranks(2)
 def test_different_models_are_refused(rank: int) -> None:
-    text = refusal(lambda: shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 + rank))))
+    text = refusal(lambda: build(1, make_model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4 + rank))))
     assert "the ranks built different models" in text
     assert "1.weight" in text
 
@@ -99,39 +97,41 @@ def test_different_models_are_refused(rank: int) -> None:
 def test_groups_that_are_none_of_this_ranks(rank: int) -> None:
     group: Any = torch.distributed.new_group([0])
     if rank == 1:
-        model = Stack()
-        assert "this rank is not in the group" in refusal(lambda: shard(model, 2, group=group))
-        assert "group= is a list" in refusal(lambda: shard(model, 2, group=[0, 1]))
+        assert "this rank is not in the group" in refusal(lambda: build(2, group=group))
+        assert "group= is a list" in refusal(lambda: build(2, group=[0, 1]))
         make = zeroshard.ZeroRedundancyOptimizer
-        assert "not in the group" in refusal(lambda: make(model.parameters(), torch.optim.SGD, group, lr=0.1))
+        assert "not in the group" in refusal(lambda: make(Stack().parameters(), torch.optim.SGD, group, lr=0.1))
     torch.distributed.barrier()
 
 
 def test_models_and_optimizers_that_cannot_be_sharded() -> None:
-    model = Stack()
-    own, others = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, Stack()))
-    assert "no parameters" in refusal(lambda: zeroshard.shard(nn.ReLU(), own))
-    assert "not parameters of the model" in refusal(lambda: zeroshard.shard(model, others))
-    assert "optimizer is a Policy" in refusal(lambda: zeroshard.shard(model, Policy.stage(2)))  # type: ignore[arg-type]
-    assert "a Policy, or the number of a ZeRO stage" in refusal(lambda: shard(model, "2"))
-    assert "not a torch.nn.Module" in refusal(lambda: zeroshard.shard(own, model))  # type: ignore[arg-type]
-    assert "0, 1, 2 or 3" in refusal(lambda: shard(model, 4))
-    assert "DataParallel" in refusal(lambda: shard(nn.DataParallel(model)))
-    unknown = torch.optim.Optimizer(model.parameters(), {})
-    assert "elementwise=True" in refusal(lambda: zeroshard.shard(model, unknown))
+    model, frozen = Stack(), Stack().requires_grad_(False)
     with torch.device("meta"):
         meta = Stack()
-    assert "meta device" in refusal(lambda: shard(meta))
-    assert "nothing to train" in refusal(lambda: shard(Stack().requires_grad_(False)))
-    stepped = torch.optim.AdamW(model.parameters())
-    model(*tokens(0, 0)).backward()
+    own, others, of_meta, of_frozen = (sgd(one.parameters()) for one in (model, Stack(), meta, frozen))
+    in_use = Stack()
+    stepped = torch.optim.AdamW(in_use.parameters())
+    in_use(*tokens(0, 0)).backward()
     stepped.step()
-    assert "stepped already" in refusal(lambda: zeroshard.shard(model, stepped))
-    assert "already has a gradient" in refusal(lambda: shard(model))
-    model.zero_grad()
-    sharded = shard(model, 3)
+    cases: list[tuple[str, Any, Any, Any]] = [
+        ("no parameters", nn.ReLU(), own, 1),
+        ("not parameters of the model", model, others, 1),
+        ("optimizer is a Policy", model, Policy.stage(2), None),
+        ("a Policy, or the number of a ZeRO stage", model, own, "2"),
+        ("not a torch.nn.Module", own, model, 1),
+        ("0, 1, 2 or 3", model, own, 4),
+        ("DataParallel", nn.DataParallel(model), own, 1),
+        ("elementwise=True", model, torch.optim.Optimizer(model.parameters(), {}), 1),
+        ("meta device", meta, of_meta, 1),
+        ("nothing to train", frozen, of_frozen, 1),
+        ("stepped already", in_use, stepped, 1),
+        ("already has a gradient", in_use, sgd(in_use.parameters()), 1),
+    ]
+    for text, *of_shard in cases:
+        assert text in refusal(partial(zeroshard.shard, *of_shard))
+    _, sharded = build(3, make_model=lambda: model)
     assert sharded.policy == Policy.stage(3)
-    assert "sharded already" in refusal(lambda: shard(model))
+    assert "sharded already" in refusal(lambda: build(3, make_model=lambda: model))
     again = {"params": [model.embedding.weight]}
     assert "were in another group when zeroshard took" in refusal(lambda: sharded.optimizer.add_param_group(again))
 
@@ -139,13 +139,16 @@ def test_models_and_optimizers_that_cannot_be_sharded() -> None:
 @pytest.mark.ranks(2)
 def test_models_in_the_hands_of_torchs_wrappers_are_refused(rank: int) -> None:
     ddp = nn.parallel.DistributedDataParallel(Stack())
-    assert "DistributedDataParallel" in refusal(lambda: shard(ddp))
     fsdp = nn.Sequential(nn.Linear(4, 4))
     fully_shard(fsdp[0])
-    assert "0 is managed by FSDPModule" in refusal(lambda: shard(fsdp))
     cut = nn.Linear(4, 4)
     parallelize_module(cut, init_device_mesh("cpu", (2,)), ColwiseParallel())
-    assert "parameter weight is a DTensor over ranks [0, 1]" in refusal(lambda: shard(cut))
+    for model, text in (
+        (ddp, "DistributedDataParallel"),
+        (fsdp, "0 is managed by FSDPModule"),
+        (cut, "parameter weight is a DTensor over ranks [0, 1]"),
+    ):
+        assert text in refusal(lambda model=model: build(1, make_model=lambda: model))  # type: ignore[misc]
 
 
 def test_policies_without_meaning() -> None:

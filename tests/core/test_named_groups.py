@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from models import Stack
 from torch import Tensor, nn
-from twin import same, whole
+from twin import engine_steps, same, whole
 
 import zeroshard
 from zeroshard import Policy
@@ -128,12 +129,11 @@ def test_only_some_of_several_optimizers_have_names() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Muon"])
 def test_a_configs_optimizer_of_named_parameters(name: str) -> None:
     def run(kind: str) -> dict[str, Tensor]:
-        model = make()
+        torch.manual_seed(0)
+        model = Stack()
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": name, "params": {"lr": 0.1}}}
         engine, *_ = zeroshard.initialize(model=model, model_parameters=LISTS[kind](model), config=config)
-        for number in range(2):
-            engine.backward(engine(torch.full((2, 4), 1.0 + number)).square().sum())
-            engine.step()
+        engine_steps(engine, 0, range(2))
         return whole(model)
 
     assert same(run("named"), run("unnamed"))

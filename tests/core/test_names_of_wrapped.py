@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-from twin import update
+from twin import build, update
 
 import zeroshard
-from zeroshard import Policy, UsageError
+from zeroshard import UsageError
 
 Wrap = Callable[[nn.Module], nn.Module]
 WRAPS: dict[str, Wrap] = {
@@ -74,11 +75,6 @@ def wrapped(kind: str) -> Any:
     return torch.compile(model, backend="eager") if kind.endswith("the model") else model
 
 
-def shard(stage: int, model: nn.Module, **more: Any) -> zeroshard.Sharded:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return zeroshard.shard(model, torch.optim.AdamW(trained, lr=0.1), Policy.stage(stage), **more)
-
-
 def step(sharded: zeroshard.Sharded) -> None:
     update(sharded.model(torch.ones(2, 4)).square().sum(), sharded.optimizer)
 
@@ -91,7 +87,7 @@ def shows_a_wrapper(text: str) -> bool:
 @pytest.mark.parametrize("kind", WRAPS)
 def test_names(kind: str, stage: int, tmp_path: Path) -> None:
     plain = [name for name in Model().state_dict() if not name.endswith("_extra_state")]
-    sharded = shard(stage, wrapped(kind))
+    _, sharded = build(stage, make_model=partial(wrapped, kind))
     step(sharded)
     once = sorted(set(plain) - {"head.weight"})
     assert sorted(name for name, _ in sharded.named_weights()) == once
@@ -107,7 +103,7 @@ def test_names(kind: str, stage: int, tmp_path: Path) -> None:
         state = sharded.consolidated_state_dict()
         assert state is not None and {*plain} < {*state}
         assert state["head.weight"] is state["first.weight"]
-    other, again = shard(stage, Model()), shard(stage, wrapped(kind))
+    (_, other), (_, again) = (build(stage, make_model=make) for make in (Model, partial(wrapped, kind)))
     other.load(tmp_path / "saved", "one")
     other.save(tmp_path / "plain", "one")
     again.load(tmp_path / "plain", "one")
@@ -144,18 +140,19 @@ def test_names_in_errors_and_patterns(kind: str) -> None:
     )
     made = wrapped(kind)
     inner(made.blocks[1]).scale = torch.ones(1, device="meta")
-    assert "buffer blocks.1.scale" in refusal(lambda: shard(2, made))
+    take = partial(build, 2, make_model=lambda: made)
+    assert "buffer blocks.1.scale" in refusal(take)
     made = wrapped(kind)
     inner(made.blocks[1]).alias = nn.Parameter(inner(inner(made.blocks[1]).one).weight[0])
-    assert "blocks.1." in refusal(lambda: shard(2, made))
+    assert "blocks.1." in refusal(take)
     made = wrapped(kind)
-    sharded = shard(2, made)
-    assert "first" in refusal(lambda: shard(2, made))
+    _, sharded = take()
+    assert "first" in refusal(take)
     assert "no parameter" in refusal(lambda: sharded.states.get("blocks.9.one.weight"))
     inner(made.blocks[0]).late = nn.Linear(4, 4)
     assert "blocks.0.late.weight" in refusal(lambda: step(sharded))
     patterns = zeroshard.Units(leaf_names=("blocks.1", f"blocks.{PARTS[0]}.0"))
-    shard(3, wrapped(kind), units=patterns)  # would raise for a pattern without a module
+    build(3, make_model=partial(wrapped, kind), units=patterns)  # would raise for a pattern without a module
 
 
 def test_a_file_of_wrapped_modules_loads(tmp_path: Path) -> None:
@@ -185,4 +182,4 @@ def test_a_file_of_wrapped_modules_loads(tmp_path: Path) -> None:
 @pytest.mark.ranks(2)
 def test_ranks_may_not_wrap_differently(rank: int) -> None:
     with pytest.raises(UsageError, match="built different models"):
-        shard(3, Model(WRAPS["checkpoint_wrapper"]) if rank else Model())
+        build(3, make_model=partial(Model, WRAPS["checkpoint_wrapper"]) if rank else Model)

@@ -463,8 +463,7 @@ def test_a_model_that_is_collected_in_the_middle_of_a_step_breaks_nothing_off(is
     """torch goes through the hooks of all optimizers, and the garbage collector may run in any of them."""
 
     def sharded() -> zeroshard.Sharded:
-        model = nn.Linear(2, 2)
-        return zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        return build(1, make_model=partial(nn.Linear, 2, 2), make_optimizer=partial(torch.optim.SGD, lr=0.1))[1]
 
     def collect(*_: object) -> None:
         gc.collect()
@@ -600,10 +599,9 @@ class Named(torch.optim.SGD):
 
 
 def test_a_subclass_with_a_step_of_its_own_is_unknown() -> None:
-    model = Stack()
     with pytest.raises(UsageError, match=r"Twice may need whole parameters.*pass elementwise=True"):
-        zeroshard.shard(model, Twice(model.parameters(), lr=0.1))
-    zeroshard.shard(model, Named(model.parameters(), lr=0.1))
+        build(2, make_optimizer=partial(Twice, lr=0.1))
+    build(2, make_optimizer=partial(Named, lr=0.1))
 
 
 def test_an_optimizer_of_unknown_states_has_none_on_disk(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +20,6 @@ import zeroshard
 from zeroshard import Place, Policy, Precision
 
 EVERY_STAGE = pytest.mark.parametrize("stage", range(4))
-
-
-def shard(model: nn.Module, policy: Policy | int = 2, **options: Any) -> zeroshard.Sharded:
-    return zeroshard.shard(model, sgd(model.parameters()), policy, **options)
 
 
 # ------------------------------------------------------------------ what cannot be sharded
@@ -87,19 +84,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_models_that_cannot_be_sharded_are_refused_by_name(rank: int, stage: int, name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(zeroshard.UsageError, match=message):
-        shard(make(), stage)
+        build(stage, make_model=make, make_optimizer=sgd)
 
 
 def test_sharding_inside_inference_mode_is_refused() -> None:
     with torch.inference_mode():
-        assert "inside torch.inference_mode" in refusal(lambda: shard(Net()))
+        assert "inside torch.inference_mode" in refusal(lambda: build(2, make_model=Net))
 
 
 @pytest.mark.ranks(1)
 @EVERY_STAGE
 def test_a_sparse_gradient_is_refused_by_name(rank: int, stage: int) -> None:
-    model = nn.Sequential(nn.Embedding(7, 8, sparse=True), nn.Linear(8, 1))
-    shard(model, stage)
+    model, _ = build(stage, make_model=lambda: nn.Sequential(nn.Embedding(7, 8, sparse=True), nn.Linear(8, 1)))
     with pytest.raises(zeroshard.UsageError, match=r"0\.weight got a sparse gradient.*sparse=False"):
         model(torch.tensor([rank, 2])).sum().backward()
 
@@ -110,14 +106,13 @@ def test_trained_embeddings_that_a_forward_rescales_are_refused_on_several_ranks
 
     def body(rank: int, is_refused: bool) -> None:
         model = nn.Sequential(kind(23, 4, max_norm=1.0), nn.Linear(4, 1))
-        if not is_refused:
-            shard(model)
-            return
-        with pytest.raises(zeroshard.UsageError, match=r"0 has max_norm=1\.0.*Pass max_norm=None"):
-            shard(model)
-        zeroshard.shard(model, None, 2).remove()
-        model[0].weight.requires_grad_(False)
-        shard(model)
+        take = partial(build, 2, make_model=lambda: model)
+        if is_refused:
+            with pytest.raises(zeroshard.UsageError, match=r"0 has max_norm=1\.0.*Pass max_norm=None"):
+                take()
+            zeroshard.shard(model, None, 2).remove()
+            model[0].weight.requires_grad_(False)
+        take()
 
     on_ranks(body, 2, True)
     on_ranks(body, 1, False)
@@ -131,13 +126,14 @@ def test_a_batch_norm_of_two_dtypes_is_refused(rank: int) -> None:
         Precision(torch.bfloat16, buffer_dtype=torch.bfloat16),
         Precision(),
     ):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+        layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False)
+        take = partial(build, 2, make_model=partial(nn.Sequential, *layers), precision=precision)
         if precision.param_dtype and not precision.buffer_dtype:
             with pytest.raises(zeroshard.UsageError, match=r"1 is a BatchNorm1d.*buffer_dtype"):
-                shard(model, precision=precision)
+                take()
         else:
-            shard(model, precision=precision)
-            model(torch.randn(5, 3, dtype=precision.param_dtype)).float().sum().backward()
+            model, sharded = take()
+            update(model(torch.randn(5, 3, dtype=precision.param_dtype)).float().sum(), sharded.optimizer)
 
 
 # ------------------------------------------------------------------ buffers, and parameters of unusual memory
@@ -154,7 +150,7 @@ def test_buffers_of_every_kind_are_rank_0s_and_keep_their_layout(rank: int) -> N
     model.register_buffer("base", torch.full((3, 4), float(rank + 1)))
     model.register_buffer("transposed", model.base.t())
     model.register_buffer("image", torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last))
-    shard(model)
+    build(2, make_model=lambda: model)
     assert model.expanded.tolist() == [0.0] * 5 and model.numbers.tolist() == [0, 1, 2]
     assert model.flags.item() and model.scalar.item() == 1.5 and model.eighths.float().tolist() == [1.0] * 4
     model.expanded[0] = 1.0
@@ -171,9 +167,8 @@ def test_buffers_keep_their_dtype_unless_another_is_named(rank: int, stage: int)
     """Rotary frequencies rounded to bf16 turn positions by other angles."""
     frequencies = 10000.0 ** -torch.linspace(0, 1, 7)
     for dtype in (None, torch.float16):
-        model = Net()
-        model.register_buffer("frequencies", frequencies.clone())
-        shard(model, stage, precision=Precision(torch.bfloat16, buffer_dtype=dtype))
+        make = changed(lambda model: model.register_buffer("frequencies", frequencies.clone()))
+        model, _ = build(stage, make_model=make, precision=Precision(torch.bfloat16, buffer_dtype=dtype))
         assert torch.equal(model.frequencies, frequencies.to(dtype or torch.float32))
 
 
@@ -186,7 +181,7 @@ def test_frozen_parameters_of_eight_bits_stay_as_they_are(rank: int, stage: int)
     model.blocks[0].eighths = nn.Parameter(eighths if rank == 0 else eighths.clone().zero_(), requires_grad=False)
     model.blocks[0].register_forward_pre_hook(lambda block, args: (args[0] + block.eighths.float().sum(0),))
     plain = copy.deepcopy(model)
-    sharded = shard(model, stage)
+    _, sharded = build(stage, make_model=lambda: model)
     found = model(batch(0, 0))
     if rank == 0:
         assert torch.equal(found, plain(batch(0, 0)))
@@ -207,7 +202,7 @@ def test_parts_of_one_memory_are_no_tie(rank: int) -> None:
     model.blocks[1].down.weight = model.blocks[0].down.weight
     model.register_buffer("one", torch.zeros(3))
     model.register_buffer("other", model.one[1:])
-    step(model, shard(model), rank, 0, lambda *of: (batch(*of),))
+    step(*build(2, make_model=lambda: model), rank, 0, lambda *of: (batch(*of),))
 
 
 @pytest.mark.ranks(2)
@@ -257,8 +252,7 @@ class Scripted(Block):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reads_another", [False, True])
 def test_a_function_of_torchscript_reads_values_or_is_refused(rank: int, reads_another: bool) -> None:
-    model: Any = Net(Scripted)
-    shard(model, 3)
+    model, _ = build(3, make_model=partial(Net, Scripted))
     if reads_another:
         model.blocks[2].others = (model.blocks[0],)
         with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.weight is sharded at rest.*jit\.script"):  # torch's own

@@ -276,11 +276,11 @@ def steps(
     return [step(model, optimizer, rank, number, make_batch) for number in numbers]
 
 
-def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
+def engine_steps(engine: Any, rank: int, numbers: Iterable[int], make_batch: Batches = tokens) -> list[Tensor]:
     """Run an engine on this rank's batch of each number, a microbatch, and return the losses."""
     losses = []
     for number in numbers:
-        loss = engine(*tokens(rank, number))
+        loss = engine(*make_batch(rank, number))
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

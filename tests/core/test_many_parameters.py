@@ -14,7 +14,20 @@ from oracles import train_reference
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import LARGE_BUCKETS, SMALL_BUCKETS, STAGES, Setting, abort, build, close, expect_equal, same, step, whole
+from twin import (
+    LARGE_BUCKETS,
+    SMALL_BUCKETS,
+    STAGES,
+    Setting,
+    abort,
+    build,
+    close,
+    expect_equal,
+    same,
+    step,
+    update,
+    whole,
+)
 
 import zeroshard
 from zeroshard import Policy, Units, UsageError
@@ -248,10 +261,7 @@ def test_tiny_blocks_are_one_unit_where_there_are_many() -> None:
         for stage, rule in ((0, Units(min_numel=0)), (0, None), (2, None), (3, None)):
             model, sharded = build(stage, make_model=Deep, units=rule)
             for number in range(2):
-                model(batch(rank, number)[0]).backward()
-                sharded.clip_grad_norm_(0.1)
-                sharded.optimizer.step()
-                sharded.optimizer.zero_grad()
+                update(model(batch(rank, number)[0]), sharded.optimizer, partial(sharded.clip_grad_norm_, 0.1))
             ends.append(whole(model))
             assert same(ends[-1], ends[0]), stage
 

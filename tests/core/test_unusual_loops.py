@@ -175,16 +175,6 @@ def test_a_model_whose_modules_changed_is_refused_by_name(rank: int, stage: int,
             model(*tokens(rank, 2))
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.count = nn.Dropout(0.0)
-
-    def forward(self, *args: Any) -> Any:
-        return self.inner(*args)
-
-
 @pytest.mark.ranks(2)
 @FEW_STAGES
 def test_a_module_that_is_wrapped_in_another_trains_on(rank: int, stage: int, tmp_path: Path) -> None:
@@ -193,7 +183,7 @@ def test_a_module_that_is_wrapped_in_another_trains_on(rank: int, stage: int, tm
         model, sharded = build(stage, make_optimizer=sgd)
         step(model, sharded, rank, 0)
         if wraps:
-            model.blocks[1] = Wrapped(model.blocks[1])
+            model.blocks[1] = nn.Sequential(model.blocks[1], nn.Dropout(0.0))
         step(model, sharded, rank, 1)
         sharded.save(tmp_path, f"wrapped {wraps}")
         found.append([*whole(model).values()])
@@ -498,8 +488,8 @@ def test_a_unit_of_empty_parameters_trains(stage: int) -> None:
 
 
 def test_forwards_without_a_backward_leave_one_hook_on_a_users_leaf() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
-    zeroshard.shard(model, None, 3)
+    layers = nn.Linear(8, 8), nn.Linear(8, 8)
+    model, _ = build(3, make_model=lambda: nn.Sequential(*layers).requires_grad_(False), make_optimizer=None)
     prompt = nn.Parameter(torch.randn(2, 8))
     for _ in range(5):
         loss = model(prompt).sum()
@@ -565,23 +555,25 @@ def interrupt_at(line: int, function: Callable[[], None]) -> bool:
 def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: int, every: int) -> None:
     """The next step is that of plain PyTorch. Among the lines that run, each of this distance is interrupted."""
 
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
+    make_optimizer = partial(sgd, lr=0.01)
+
+    def make() -> nn.Module:
         model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), nn.Linear(8, 1))
         model.forward = lambda x: model[1](model[0][2](model[0][1](model[0][0](x)))).sum()  # type: ignore[method-assign]
-        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return model
 
     def forward_and_backward(model: nn.Module, number: int) -> None:
         model(torch.full((2, 8), 0.01 * number)).backward()
 
-    plain, own = build()
-    model, optimizer = build()
-    sharded = zeroshard.shard(model, optimizer, stage)
+    model, sharded = build(stage, make_model=make, make_optimizer=make_optimizer)
+    torch.manual_seed(0)
+    plain = make()
+    own = make_optimizer(plain.parameters())
     line = 1
     came = True
     while came:
         came = interrupt_at(line, partial(forward_and_backward, model, line))
-        for one, its in ((model, optimizer), (plain, own)):
+        for one, its in ((model, sharded.optimizer), (plain, own)):
             its.zero_grad()
             forward_and_backward(one, line)
             its.step()

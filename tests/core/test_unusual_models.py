@@ -378,8 +378,7 @@ def test_a_graph_from_before_remove_leaves_the_model_alone(rank: int) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_optimised_input_of_a_frozen_model_gathers_no_hooks(rank: int, stage: int) -> None:
-    model = Net().requires_grad_(False)
-    zeroshard.shard(model, None, stage)
+    model, _ = build(stage, make_model=lambda: Net().requires_grad_(False), make_optimizer=None)
     x = batch(rank, 0).requires_grad_()
     for _ in range(4):
         model(x).backward()

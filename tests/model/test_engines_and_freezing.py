@@ -14,7 +14,7 @@ from models import Stack, Untied, tokens
 from oracles import average_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, same, step, steps, whole
+from twin import build, engine_steps, microbatch, same, step, steps, whole
 
 import zeroshard
 from zeroshard import Policy, UsageError
@@ -89,10 +89,13 @@ def test_masters_keep_their_digits_and_references_die(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_freed_parameters_that_the_optimizer_does_not_know_get_a_group(rank: int) -> None:
-    model = Stack(tied=False)
-    model.embedding.requires_grad_(False)
-    model.blocks.requires_grad_(False)
-    sharded = zeroshard.shard(model, make_optimizer(model.head.parameters()), Policy.stage(3))
+    def make() -> Untied:
+        model = Untied()
+        model.embedding.requires_grad_(False)
+        model.blocks.requires_grad_(False)
+        return model
+
+    model, sharded = build(3, make_model=make, make_optimizer=make_optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
     model(*tokens(rank, 0)).backward()
     with pytest.raises(UsageError, match="End the step first"):
@@ -212,9 +215,7 @@ def distilled(student: Any, teacher: Any, rank: int) -> list[Tensor]:
         with torch.no_grad():
             target = teacher.eval()(batch).softmax(-1)
         loss = F.kl_div(student(batch).log_softmax(-1), target, reduction="batchmean")
-        student.backward(loss)
-        student.step()
-        losses.append(loss.detach())
+        losses.append(microbatch(student, loss))
     with torch.inference_mode():
         return [*losses, teacher(*tokens(rank, 9)).sum()]
 
@@ -243,11 +244,14 @@ def test_a_teacher_for_evaluation_and_a_student(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_actor_and_critic_share_a_loss(rank: int, stage: int) -> None:
     """Two engines whose backwards are one: gradients of a sum reach both."""
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
     results = []
     for engines_at in (0, stage):
-        torch.manual_seed(0)
-        models = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)) for _ in range(2)]
-        made = [zeroshard.shard(m, make_optimizer(m.parameters()), engines_at) for m in models]
+        take = partial(build, engines_at, make_model=layers, make_optimizer=make_optimizer)
+        models, made = zip(*(take(seed=seed) for seed in (0, 1)), strict=True)
         for number in range(3):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank))
             value, advantage = models[0](x), models[1](x)

@@ -16,7 +16,7 @@ from models import Stack, sgd, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
-from twin import same_on_all_ranks, step, steps, whole
+from twin import same_on_all_ranks, step, steps, update, whole
 
 import zeroshard
 
@@ -47,11 +47,12 @@ def clipping_over_the_groups(model: nn.Module, take: Take, rank: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     forward = take(model, optimizer)
     norms = []
-    for number in range(STEPS):
-        forward(*tokens(rank, number)).backward()
+
+    def clip() -> None:
         norms.append(float(nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
+
+    for number in range(STEPS):
+        update(forward(*tokens(rank, number)), optimizer, clip)
     return norms
 
 

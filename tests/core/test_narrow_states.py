@@ -23,6 +23,7 @@ from twin import (
     LOSS_SCALES,
     Setting,
     build,
+    engine_steps,
     every_state,
     expect_equal,
     gpt_batch,
@@ -438,9 +439,7 @@ def test_a_plan_has_the_bytes_that_a_run_measures(stage: int, dtype: str) -> Non
 
     def body(rank: int) -> dict[str, int]:
         engine, *_ = zeroshard.initialize(model=make(), config=config)
-        for _ in range(2):
-            engine.backward(engine(*batch))
-            engine.step()
+        engine_steps(engine, rank, range(2), lambda *_: batch)
         report: dict[str, int] = engine.memory_report()
         return report
 
@@ -627,7 +626,7 @@ def test_parts_that_are_divided_inside_a_block_are_refused(rank: int) -> None:
     def take(width: int, how: Any) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         model = parallelize_module(nn.Sequential(nn.Linear(width, 64, bias=False)), mesh["tp"], {"0": how()})
-        zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 2, precision=KINDS["uint8"], group=mesh["dp"])
+        build(2, precision=KINDS["uint8"], make_model=lambda: model, group=mesh["dp"])
 
     take(256, ColwiseParallel)
     divided = "0.weight is divided over 2 ranks in dimension"

@@ -14,12 +14,24 @@ from typing import Any
 import pytest
 import torch
 from insides import sharded_of, units
-from models import Stack, tokens, two_groups, workload
+from models import Stack, sgd, tokens, two_groups, workload
 from safetensors.torch import load_file
 from test_config import ZERO2
 from test_offload import keep_places_apart, take_steps
 from torch import Tensor, nn
-from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, engine_steps, every_state, refusal, same, update
+from twin import (
+    CPU,
+    DISK,
+    LARGE_BUCKETS,
+    PRECISIONS,
+    SMALL_BUCKETS,
+    build,
+    engine_steps,
+    every_state,
+    refusal,
+    same,
+    update,
+)
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
@@ -141,8 +153,7 @@ def test_ratio(ratio: float, tmp_path: Path) -> None:
 def test_a_unit_beyond_the_ratio_stays_and_smaller_ones_leave() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(size, 1, bias=False)) for size in (10, 100, 5)))
     policy = Policy.stage(2).offloaded(optimizer=Place.CPU, offload=Offload(ratio=0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = zeroshard.shard(model, optimizer, policy, units=Units(leaf_names=("0", "1", "2")))
+    _, sharded = build(policy, make_model=lambda: model, make_optimizer=sgd, units=Units(leaf_names=("0", "1", "2")))
     assert [unit.policy.optimizer.place for unit in units(sharded)] == [Place.CPU, Place.ACCELERATOR, Place.CPU]
 
 
@@ -191,7 +202,7 @@ def test_a_step_moves_the_bytes_that_docs_name(
     is_narrow = precision == "bf16"
     bits = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if is_narrow else Precision()
     bits = replace(bits, state_dtype=states)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), policy, precision=bits)
+    _, sharded = build(policy, make_model=lambda: model, precision=bits, bucket_numel=LARGE_BUCKETS)
     inputs = torch.randn(2, 512, dtype=torch.bfloat16 if is_narrow else torch.float32)
     for step in range(6):  # so many that what is read ahead at the ends does not count
         if step == 2:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from insides import waits_in_the_store
 from models import Stack, tokens
 from one_of_many import REPORTS, STATES, Model, OneOfMany, Requests, Training, llama_70b, values_of
 from ranks import RankError, run_ranks
-from twin import build, step, whole
+from twin import build, step, update, whole
 
 from zeroshard import Policy
 from zeroshard.checkpoint.display import ignore
@@ -183,13 +184,9 @@ def test_a_start_and_a_step_send_a_message_in_each_round(rank: int, ranks: int, 
 
     counted(2, 500)
     for number in range(3):
-        network(*tokens(rank % 100, number)).backward()
-        if number < 2:
-            sharded.clip_grad_norm_(1.0)
-        else:
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
+        theirs = partial(torch.nn.utils.clip_grad_norm_, network.parameters())
+        clip = partial(sharded.clip_grad_norm_ if number < 2 else theirs, 1.0)
+        update(network(*tokens(rank % 100, number)), adamw, clip)
         order = 4 * parameters  # the first step agrees on the order of buckets
         counted(3, 2 * 2 * (parameters + 30) + 8 * parameters + 2 * order)
     assert transport.partners <= set(partners_of(rank, ranks))

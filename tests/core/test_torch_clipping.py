@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import OPTIMIZERS, Stack, sgd, tokens
+from test_own_optimizer import UNITS, Parts
 from torch import Tensor, nn
 from twin import FEW_STAGES, build, close, same, same_on_all_ranks, whole
 
@@ -24,17 +25,9 @@ Clip = Callable[[nn.Module], Any]
 """What a loop does with gradients; it returns what it logs."""
 
 
-class Sometimes(nn.Module):
-    """A rank uses its side path or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Linear(4, 4)
-        self.side = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, is_open: bool) -> Tensor:
-        x = self.main(x)
-        return self.side(x) if is_open else x
+def sometimes(model: nn.Module, is_used: bool) -> None:
+    """Run a backward in which a rank uses the second of a model's parts or not."""
+    model(torch.ones(2, 5), *range(1 + is_used)).backward()
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -243,9 +236,9 @@ def test_in_16_bits_every_policy_gives_the_same_bits(rank: int, clip: str, micro
 @FEW_STAGES
 def test_a_parameter_that_some_ranks_do_not_use_is_named(rank: int, stage: int) -> None:
     """On the others its `grad` is None, so torch's clipping cannot be one operation of all ranks."""
-    model, sharded = build(stage, make_model=Sometimes, make_optimizer=sgd)
-    model(torch.ones(2, 4), is_open=rank == 0).sum().backward()
-    with pytest.raises(UsageError, match=r"side.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
+    model, sharded = build(stage, make_model=Parts, make_optimizer=sgd, units=UNITS[stage])
+    sometimes(model, is_used=rank == 0)
+    with pytest.raises(UsageError, match=r"units\.1.* on ranks \[0\] only.*sharded\.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     sharded.clip_grad_norm_(0.1)
     sharded.optimizer.step()
@@ -279,11 +272,11 @@ def test_other_operations_are_refused_by_name(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("all_use_it", [True, False])
 def test_gradients_that_are_multiplied_between_backwards(rank: int, all_use_it: bool) -> None:
     """Before the first step, when ranks have not agreed on an order: a backward sends no message of its own for it."""
-    model, sharded = build(3, make_model=Sometimes, make_optimizer=sgd)
-    model(torch.ones(2, 4), is_open=True).sum().backward()
+    model, sharded = build(3, make_model=Parts, make_optimizer=sgd, units=UNITS[3])
+    sometimes(model, is_used=True)
     for gradient in gradients(model):
         gradient.mul_(0.5)
-    model(torch.ones(2, 4), is_open=all_use_it or rank == 0).sum().backward()
+    sometimes(model, is_used=all_use_it or rank == 0)
     sharded.optimizer.step()
     assert same_on_all_ranks(whole(model))
 
@@ -344,8 +337,8 @@ def test_norms_of_fp64_are_of_fp64(rank: int, scale: float) -> None:
 @pytest.mark.parametrize("clip", [by_value, by_norm])
 def test_a_gradient_that_was_set_after_a_backward_is_named(rank: int, clip: Clip) -> None:
     """torch lists gradients before it changes them: it would clamp the user's tensor after this one was taken."""
-    model, _ = build(2, make_model=Sometimes)
-    model(torch.ones(2, 4), is_open=False).sum().backward()
-    model.side.weight.grad = torch.ones(4, 4)
-    with pytest.raises(UsageError, match=r"side\.weight\.grad was set after a backward"):
+    model, _ = build(2, make_model=Parts)
+    sometimes(model, is_used=False)
+    model.units[1].weight.grad = torch.ones(5, 5)
+    with pytest.raises(UsageError, match=r"units\.1\.weight\.grad was set after a backward"):
         clip(model)

@@ -17,6 +17,7 @@ import torch
 from insides import live_numel, transport_of, units
 from models import Checkpointed, Frozen, Stack, bfloats, floats, sgd, tokens
 from safetensors.torch import load_file, save_model
+from test_parametrized import Halves
 from torch import Tensor, nn
 from twin import FEW_STAGES, build, same, same_on_all_ranks, step, steps, update, whole
 
@@ -98,14 +99,6 @@ def test_options_that_differ_between_ranks_are_refused_by_name(
     assert same_on_all_ranks(whole(model))
 
 
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-    def right_inverse(self, x: Tensor) -> Tensor:
-        return x / 2
-
-
 def by_set(model: nn.Module) -> Tensor:
     with torch.no_grad():
         model.blocks[1].up.weight.set_(torch.full((33, 12), 0.5))
@@ -114,7 +107,7 @@ def by_set(model: nn.Module) -> Tensor:
 
 def parametrized() -> Stack:
     model = Stack()
-    nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Doubled())
+    nn.utils.parametrize.register_parametrization(model.blocks[0].up, "weight", Halves())
     return model
 
 

@@ -12,9 +12,10 @@ from insides import print_machine
 from ranks import on_ranks
 from rich.console import Console
 from torch import nn
+from twin import build
 
 import zeroshard
-from zeroshard import Precision, UsageError
+from zeroshard import UsageError
 from zeroshard.model import emulation
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -32,7 +33,7 @@ def told(way: str, dtype: torch.dtype) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if way == "shard":
-            zeroshard.shard(model, torch.optim.AdamW(model.parameters()), 3, precision=Precision(dtype))
+            build(3, make_model=lambda: model, precision=dtype)
         else:
             zeroshard.initialize(model=model, config=config)
     return [str(one.message) for one in caught if "no instructions" in str(one.message)]

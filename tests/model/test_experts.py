@@ -21,6 +21,7 @@ from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from twin import build
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, UsageError
@@ -195,4 +196,4 @@ def test_refusals(rank: int, case: str) -> None:
     options.pop("cut")(model, mesh["ep"])
     group = options.pop("group")(mesh)
     with pytest.raises(UsageError, match=re.escape(told)):
-        zeroshard.shard(model, adamw(model), group=group, **options)
+        build(make_model=lambda: model, make_optimizer=lambda _: adamw(model), group=group, **options)

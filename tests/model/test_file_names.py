@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_pretrained import LIMIT
 from torch import Tensor, nn
-from twin import same
+from twin import build, same
 
 import zeroshard
 from zeroshard import CheckpointError, UsageError
@@ -62,8 +63,7 @@ def test_a_folder_is_that_of_save_pretrained(name: str, limit: int, tmp_path: Pa
 
     def body(rank: int) -> None:
         hugging_face.MAX_SHARD_NBYTES = limit
-        model = made(MIXTURES[name])
-        sharded = zeroshard.shard(model, sgd(model.parameters()), 3, bucket_numel=1000)
+        model, sharded = build(3, make_model=partial(made, MIXTURES[name]), make_optimizer=sgd, bucket_numel=1000)
         try:
             sharded.export(tmp_path / "exported")
         finally:
@@ -150,8 +150,7 @@ def test_a_conversion_that_computes_is_refused_by_name(tmp_path: Path, monkeypat
         return {name: one / 2 for name, one in state.items()}
 
     monkeypatch.setattr(loading, "revert_weight_conversion", halved)
-    model = made(qwen3_moe)
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    _, sharded = build(1, make_model=partial(made, qwen3_moe))
     with pytest.raises(CheckpointError, match=r"it computes div\. Load and save this model with its from_pretrained"):
         sharded.export(tmp_path / "out")
     with pytest.raises(UsageError, match=r'it computes div\. Call named_weights\(names="model"\)'):
@@ -177,8 +176,7 @@ def test_merged_adapters_have_the_names_of_files(tmp_path: Path) -> None:
     theirs = load_file(tmp_path / "model.safetensors")
 
     def body(rank: int) -> None:
-        model = made(adapted)
-        sharded = zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+        _, sharded = build(3, make_model=partial(made, adapted), make_optimizer=sgd)
         assert same({fqn: one.clone() for fqn, one in sharded.named_weights(merge_adapters=True)}, theirs)
 
     on_ranks(body, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from families import text
 from mixtures import MIXTURES
 from torch import Tensor
-from twin import build, same, whole
+from twin import build, same, update, whole
 
 from zeroshard.testing.parity import buffers_of
 
@@ -34,17 +35,13 @@ def trained(
     if resumes:
         sharded.load(resumes, "1")
     for step in steps:
-        loss = model(**batch(rank, step)).loss
-        loss.backward()
-        sharded.clip_grad_norm_(1.0)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
+        loss = update(model(**batch(rank, step)).loss, sharded.optimizer, partial(sharded.clip_grad_norm_, 1.0))
         for fqn, buffer in model.named_buffers():
             if fqn.endswith(BIAS):
                 buffer.add_(0.01 * torch.arange(buffer.numel()) * (-1) ** step)
     if saves:
         sharded.save(saves, "1")
-    found = whole(model) | buffers_of(model) | {"loss": loss.detach()}
+    found = whole(model) | buffers_of(model) | {"loss": loss}
     sharded.remove()
     return found
 

@@ -222,7 +222,7 @@ def test_of_a_frozen_one_and_of_one_born_sharded(rank: int) -> None:
         assert torch.equal(states.get(), expected.detach() + 1 + 1)
         assert isinstance(mine, BornSharded)
     model.blocks[0].requires_grad_(False)
-    sharded = zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+    _, sharded = build(3, make_model=lambda: model, make_optimizer=sgd)
     states = zeroshard.parameter_states(model.blocks[0].up.weight)
     assert not states.is_trained and states.get("gradients") is None
     value = plain.blocks[0].up.weight.detach() + 1 + 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import twin
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import utils
@@ -177,9 +178,9 @@ def test_a_change_in_a_constructor(change: str, model: type[Early]) -> None:
 def test_a_parameter_of_another(rank: int, stage: int) -> None:
     """`nn.Parameter(parameter)` is ordinary, whatever the parameter is at that moment."""
     for attributes in (None, Attributes):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zeroshard.shard(model, optimizer, Policy.stage(stage), attributes=attributes)
+        model, sharded = twin.build(
+            stage, make_model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), attributes=attributes
+        )
         model(torch.ones(2, 4)).sum().backward()
         for _ in range(2):
             with zeroshard.unsharded(model):
@@ -188,4 +189,4 @@ def test_a_parameter_of_another(rank: int, stage: int) -> None:
                 assert type(made) is nn.Parameter and not made.requires_grad
                 assert torch.equal(made, weight) and made.data_ptr() == weight.data_ptr()
                 assert type(weight) is not nn.Parameter or attributes is None
-            optimizer.step()
+            sharded.optimizer.step()

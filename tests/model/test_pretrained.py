@@ -12,11 +12,11 @@ import pytest
 import torch
 from families import FAMILIES
 from mixtures import MIXTURES
-from models import MODELS, Stack, sgd, tokens
+from models import MODELS, Stack, sgd
 from ranks import on_ranks
 from safetensors.torch import save_model
 from torch import nn
-from twin import same, whole
+from twin import build, same, step, whole
 
 import zeroshard
 from zeroshard import CheckpointError, UsageError
@@ -70,13 +70,12 @@ def test_the_model_is_the_one_that_was_saved(name: str, limit: int | None, how: 
         if how == "meta":
             zeroshard.materialise(model, getattr(model, "_init_weights", _anything))
         assert zeroshard.load_pretrained(model, tmp_path) == ([], [])
-        sharded = zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+        _, sharded = build(3, make_model=lambda: model, make_optimizer=sgd)
         assert same(whole(model), expected), "ties are ties"
         assert all(isinstance(one, nn.Parameter) for one in model.parameters())
         assert same(buffers_of(model), buffers)
         if name in ("tied", "frozen"):
-            model(*tokens(rank, 0)).backward()
-            sharded.optimizer.step()
+            step(model, sharded, rank, 0)
         sharded.remove()
 
     on_ranks(body, 2)
@@ -123,7 +122,7 @@ def test_a_model_that_was_born_sharded_moves_by_parts(rank: int) -> None:
     assert {type(p) for p in model.parameters()} == kinds, "still in parts"
     assert same(whole(model), whole(expected))
     model.to("cpu").float()
-    zeroshard.shard(model, sgd(model.parameters()), 3)
+    build(3, make_model=lambda: model, make_optimizer=sgd)
     assert same(whole(model), whole(expected.float()))
 
 

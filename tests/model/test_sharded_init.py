@@ -93,7 +93,7 @@ def test_where_ranks_initialise_differently_one_ranks_values_count(rank: int, so
     expected = made(source)
     with zeroshard.sharded_init(source=source):
         model = made(rank)
-    zeroshard.shard(model, sgd(model.parameters()), 3)
+    build(3, make_model=lambda: model, make_optimizer=sgd)
     assert same(values(expected), whole(model))
 
 
@@ -136,7 +136,7 @@ def test_what_is_written_after_the_cut_counts(rank: int, ranks: int, write: Call
     assert same(values(model), values(plain))
     model.blocks[2].up.weight.requires_grad_(False)
     assert "shape" not in repr(model)
-    zeroshard.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), 3)
+    build(3, make_model=lambda: model, make_optimizer=sgd)
     assert same(whole(model), values(plain))
     assert not model.blocks[2].up.weight.requires_grad
 

@@ -395,6 +395,10 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def refused(model: nn.Module, group: Any) -> str:
+    return refusal(lambda: zeroshard.shard(model, adamw(model), 1, group=group))
+
+
 @pytest.mark.ranks(2)
 def test_labels_that_differ_inside_one_model_are_refused_at_the_step(rank: int) -> None:
     for clip in (True, False):
@@ -440,15 +444,11 @@ def test_a_copy_of_the_model_compares_no_inputs(rank: int) -> None:
 @pytest.mark.ranks(2)
 def test_models_that_differ_are_refused(rank: int) -> None:
     mesh = meshed(2, 1)
-
-    def refused(model: nn.Module) -> str:
-        return refusal(lambda: zeroshard.shard(model, adamw(model), 1, group=mesh["dp"]))
-
     model = WHOLE_VOCABULARY.made()
     with torch.no_grad():
         model.norm.bias.add_(rank)
     blocks_only(model, mesh["tp"])
-    assert "norm.bias is whole on each of the 2 ranks" in refused(model)
+    assert "norm.bias is whole on each of the 2 ranks" in refused(model, mesh["dp"])
     model = TENSOR_PARALLEL.made()
     if rank == 0:
         vocabulary_too(model, mesh["tp"])
@@ -456,7 +456,7 @@ def test_models_that_differ_are_refused(rank: int) -> None:
         blocks_only(model, mesh["tp"])
         for fill in (model.embedding, model.head):  # what the first rank's collectives wait for
             distribute_tensor(fill.weight, mesh["tp"], [Shard(0)])
-    assert "the ranks built different models" in refused(model)
+    assert "the ranks built different models" in refused(model, mesh["dp"])
 
 
 @pytest.mark.ranks(2)
@@ -506,10 +506,10 @@ def test_placements_that_are_not_taken(rank: int) -> None:
     for place, told in PLACED.values():
         linear = nn.Linear(4, 4)
         linear.weight = nn.Parameter(place(linear.weight.detach(), mesh))
-        assert told in refusal(lambda linear=linear: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
+        assert told in refused(linear, mesh["dp"])
     linear = nn.Linear(4, 4)
     linear.register_buffer("scale", distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]))
-    assert "buffer scale is a DTensor" in refusal(lambda: zeroshard.shard(linear, adamw(linear), 1, group=mesh["dp"]))
+    assert "buffer scale is a DTensor" in refused(linear, mesh["dp"])
 
 
 @pytest.mark.ranks(2)
@@ -531,8 +531,7 @@ def test_ranks_of_a_group_that_hold_different_parts_are_refused(rank: int) -> No
     model = WHOLE_VOCABULARY.made()
     blocks_only(model, DeviceMesh.from_group(rows[rank // 2], "cpu", mesh_dim_names=("tp",)))
     own = crossed[0 if rank in (0, 3) else 1]
-    found = refusal(lambda: zeroshard.shard(model, adamw(model), 2, group=own))
-    assert "must have the same part" in found.replace("\n", " ")
+    assert "must have the same part" in refused(model, own).replace("\n", " ")
 
 
 @pytest.mark.ranks(2)

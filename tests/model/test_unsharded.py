@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, tokens
+from models import Stack, sgd, tokens
 from test_sharded_init import born_stack
 from torch import nn
 from twin import build, same, steps, update, whole
 
 import zeroshard
-from zeroshard import Policy, UsageError
+from zeroshard import UsageError
 from zeroshard.model.born import BornSharded
 
 
@@ -160,7 +160,7 @@ def test_a_borrowed_parameter_is_whole_in_the_borrowers_forward(rank: int, stage
         torch.manual_seed(0)
         model = Borrows()
         borrowed = zeroshard.borrow(model, model.blocks[0].weight) if borrow else None
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+        _, sharded = build(stage, make_model=lambda: model, make_optimizer=sgd)
         for number in range(3):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
             update(model(x), sharded.optimizer)

@@ -60,9 +60,7 @@ def test_changes_give_the_full_copy(rank: int, name: str, stage: int, precision:
 
 
 def test_bits_count_and_a_turn_that_was_left_comes_again() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4, bias=False)
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.0), 2)
+    model, sharded = build(2, make_model=lambda: nn.Linear(4, 4, bias=False))
     with torch.no_grad():
         model.weight.zero_()
     version = sharded.weights_version()
@@ -86,7 +84,7 @@ def test_a_version_outlives_the_sharding() -> None:
     model, sharded = built(2, make_model=gpt2, precision="bf16")
     version, engine = sharded.weights_version(), kept(sharded.named_weights())
     sharded.remove()
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 3, bucket_numel=5000)
+    _, sharded = build(3, make_model=lambda: model, bucket_numel=5000)
     train("GPT-2", model, sharded, 0)
     for name, index, value in sharded.changed_since(version):
         engine[name].view(-1)[index] = value

@@ -15,7 +15,7 @@ import pytest
 import torch
 from insides import sharded_of
 from models import Stack, muon_with_adamw, tokens, workload
-from oracles import same_on_all_ranks, train_reference
+from oracles import average_gradients, same_on_all_ranks, train_reference
 from torch import nn
 from twin import same, whole
 
@@ -265,10 +265,9 @@ def test_muon_of_a_config_steps_as_two_optimizers_of_torch(rank: int, stage: int
             rates.append([group["lr"] for group in groups])
             engine.backward(engine(*tokens(rank, number)))
             take()
-            for one in range(2):
-                plain(*tokens(one, number)).backward()
-            for p in plain.parameters():
-                p.grad = p.grad / 2
+            average_gradients(
+                [*plain.parameters()], 2, lambda one, number=number: plain(*tokens(one, number)).backward()
+            )
             muon.step()
             adamw.step()
             plain.zero_grad()

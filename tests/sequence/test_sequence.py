@@ -22,7 +22,7 @@ from sequences import Case, Outcome, alone, batch, expect_close, llama4, make, s
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
-from twin import update
+from twin import LARGE_BUCKETS, build, update
 
 import zeroshard
 from zeroshard import ConfigError, Place, Policy, Residency, UsageError
@@ -47,6 +47,13 @@ def attached(model: nn.Module | None = None) -> tuple[Any, Sequences]:
     """Return a model, by default a Llama, and the `Sequences` of all ranks that is attached to it."""
     model = make(Case()) if model is None else model
     return model, Sequences(torch.distributed.group.WORLD).attach(model)
+
+
+def sharded_and_attached(
+    stage: int, model: nn.Module | None = None, **options: Any
+) -> tuple[Any, Sequences, zeroshard.Sharded]:
+    model, sequences = attached(model)
+    return model, sequences, build(stage, make_model=lambda: model, bucket_numel=LARGE_BUCKETS, **options)[1]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -154,8 +161,7 @@ def test_preferences_are_one_process(rank: int) -> None:
         logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0).sum(1)
     )
     preferences(whole).backward()
-    model, sequences = attached()
-    sharded = zeroshard.shard(model, sgd(model), 3)
+    model, sequences, sharded = sharded_and_attached(3)
     found = sequences.sum(sequences.log_probabilities(model, sequences.cut(pair), tiles=2).sum(1))
     preferences(found).backward()
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
@@ -168,7 +174,8 @@ def test_a_checkpoint_continues_without_cut_sequences(rank: int, tmp_path: Path)
     ends = []
     for cut in (True, False):
         model, sequences = attached() if cut else (make(Case()), None)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3), 3)
+        make_optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+        _, sharded = build(3, make_model=lambda: model, make_optimizer=make_optimizer)  # noqa: B023
         if not cut:
             sharded.load(tmp_path)
         for number in range(0 if cut else 2, 4):
@@ -429,8 +436,7 @@ def test_a_head_that_is_not_plain_is_refused_with_a_remedy_that_works(rank: int)
     made: Any = get_peft_model(make(Case()), config)  # type: ignore[arg-type]
     whole = batch(Case(), 0, 0)
     expected = float(made(**whole).loss.detach())
-    model, sequences = attached(made)
-    zeroshard.shard(model, sgd(model), 3)
+    model, sequences, _ = sharded_and_attached(3, made)
     one = sequences.cut(whole)
     with pytest.raises(UsageError, match=r"ModulesToSaveWrapper.*token_mean"):
         sequences.loss(model, one)
@@ -596,8 +602,7 @@ def test_groups_that_leave_ranks_of_a_sequence_out(rank: int) -> None:
         Sequences(torch.distributed.group.WORLD, group=own[rank])
     with pytest.raises(UsageError, match="pass the one with"):
         Sequences(own[1 - rank])
-    model, sequences = attached()
-    zeroshard.shard(model, sgd(model), 2, group=own[rank])
+    model, sequences, _ = sharded_and_attached(2, group=own[rank])
     with pytest.raises(UsageError, match=r"over 1 rank, but these Sequences average losses over ranks \[0, 1\]"):
         sequences.loss(model, sequences.cut(batch(Case(), 0, 0)))
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from families import llama
+from models import sgd
 from sequences import Case, batch, make
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from twin import build, update
 
-import zeroshard
 from zeroshard import UsageError
 from zeroshard.sequence import Sequences, head_log_probabilities, head_loss, tile, token_mean
 
@@ -165,8 +166,7 @@ def test_what_does_not_fit(change: dict[str, Any], match: str) -> None:
 @pytest.mark.ranks(2)
 def test_a_head_outside_of_its_model_is_refused_by_name(rank: int) -> None:
     """The loss reads the head's weight: outside of a forward, a sharded one is not there."""
-    model: Any = llama()
-    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    model, _ = build(3, make_model=llama)
     one = batch(Case(), 0, rank)
     hidden = model.model(input_ids=one["input_ids"]).last_hidden_state
     with pytest.raises(UsageError, match=r"lm_head\.weight"):
@@ -260,7 +260,7 @@ def test_parameters_that_a_module_uses_but_does_not_own_are_refused(rank: int, r
     model["mlp"].up.register_forward_hook(lambda up, args, y: y + F.pad(model["adapter"](args[0]), (0, 3 * WIDTH)))
     tile(model, "mlp", tokens=4)
     if ranks == 2:
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        build(2, make_model=lambda: model)
     y = model["mlp"](torch.randn(2, 12, WIDTH))
     with pytest.raises(UsageError, match=r"uses a parameter \[.*\] that its module does not own"):
         y.sum().backward()
@@ -331,15 +331,18 @@ def test_a_second_backward_is_refused() -> None:
 def test_a_tiled_unit_is_gathered_once(rank: int) -> None:
     found = []
     for tokens in (64, 3):
-        model: Any = make(Case())
-        tile(model, "*.mlp", tokens=tokens)
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+
+        def tiled(tokens: int = tokens) -> nn.Module:
+            model = make(Case())
+            tile(model, "*.mlp", tokens=tokens)
+            return model
+
+        model, sharded = build(3, make_model=tiled, make_optimizer=sgd)
+        norms = []
         for _ in range(2):
-            model(**batch(Case(), 0, rank)).loss.backward()
-            norm = float(sharded.clip_grad_norm_(1.0))
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-        found.append((sharded.comm_report()["all_gather"], norm))
+            clip = lambda: norms.append(float(sharded.clip_grad_norm_(1.0)))  # noqa: B023, E731
+            update(model(**batch(Case(), 0, rank)).loss, sharded.optimizer, clip)
+        found.append((sharded.comm_report()["all_gather"], norms[-1]))
     (whole, norm), (tiles, other) = found
     assert whole == tiles > 0
     assert abs(norm - other) <= 1e-5 * norm

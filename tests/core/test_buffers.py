@@ -12,7 +12,7 @@ from torch import Tensor
 from twin import DISK, LARGE_BUCKETS, build, same, whole
 from twin import gpt_batch as batch
 
-from zeroshard import Offload, Precision, Sharded
+from zeroshard import Offload, Precision
 from zeroshard.core.storage.base import AcceleratorStorage
 from zeroshard.core.storage.buffers import FlatBuffer
 from zeroshard.core.storage.transfers import CPU, STAGED_COUNT, Copies, Transfer
@@ -32,8 +32,7 @@ def buffer_of(storage: AcceleratorStorage, mib: float, dtype: torch.dtype = torc
     return storage.flat_buffer("a test", int(mib * MIB) // dtype.itemsize, dtype)
 
 
-def gpt(stage: int, **options: Any) -> tuple[GPT, Sharded]:
-    return build(stage, make_model=partial(GPT, CONFIG), bucket_numel=LARGE_BUCKETS, **options)
+gpt = partial(build, make_model=partial(GPT, CONFIG), bucket_numel=LARGE_BUCKETS)
 
 
 # ---------------------------------------------------------------------- buffers

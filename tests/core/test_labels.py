@@ -6,10 +6,9 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from models import tokens
 from torch import nn
 from torch.profiler import profile
-from twin import LARGE_BUCKETS, build, update
+from twin import LARGE_BUCKETS, build, step
 
 from zeroshard import torch_private
 
@@ -21,7 +20,7 @@ def test_a_profile_names_what_units_do(rank: int, stage: int, text: str, count: 
     for number in range(3):
         with profile() as found:
             clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
-            update(model(*tokens(rank, number)), sharded.optimizer, clip)
+            step(model, sharded, rank, number, clip=clip)
     labels = Counter({event.key: event.count for event in found.key_averages()})
     for bucket in ("blocks.0 [bucket 1]", "blocks.1 [bucket 2]"):
         named = [label for label in labels if bucket in label]

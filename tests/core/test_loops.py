@@ -16,7 +16,7 @@ from models import Stack, sgd, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
-from twin import same_on_all_ranks, step, steps, update, whole
+from twin import same_on_all_ranks, step, steps, whole
 
 import zeroshard
 
@@ -52,7 +52,7 @@ def clipping_over_the_groups(model: nn.Module, take: Take, rank: int) -> Any:
         norms.append(float(nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)))
 
     for number in range(STEPS):
-        update(forward(*tokens(rank, number)), optimizer, clip)
+        step(forward, optimizer, rank, number, clip=clip)
     return norms
 
 

@@ -19,19 +19,7 @@ from safetensors.torch import load_file
 from test_config import ZERO2
 from test_offload import keep_places_apart, take_steps
 from torch import Tensor, nn
-from twin import (
-    CPU,
-    DISK,
-    LARGE_BUCKETS,
-    PRECISIONS,
-    SMALL_BUCKETS,
-    build,
-    engine_steps,
-    every_state,
-    refusal,
-    same,
-    update,
-)
+from twin import CPU, DISK, PRECISIONS, SMALL_BUCKETS, build, engine_steps, every_state, refusal, same, update
 
 import zeroshard
 from zeroshard import ConfigError, DistributedState, Offload, Place, Policy, Precision, Sharded, Units, ZeroshardError
@@ -202,7 +190,7 @@ def test_a_step_moves_the_bytes_that_docs_name(
     is_narrow = precision == "bf16"
     bits = Precision(torch.bfloat16, accumulate_dtype=torch.bfloat16) if is_narrow else Precision()
     bits = replace(bits, state_dtype=states)
-    _, sharded = build(policy, make_model=lambda: model, precision=bits, bucket_numel=LARGE_BUCKETS)
+    _, sharded = build(policy, make_model=lambda: model, precision=bits, bucket_numel=1 << 20)
     inputs = torch.randn(2, 512, dtype=torch.bfloat16 if is_narrow else torch.float32)
     for step in range(6):  # so many that what is read ahead at the ends does not count
         if step == 2:

@@ -59,27 +59,23 @@ OPTIMIZERS |= {
 }
 
 
-class Net(nn.Module):
-    """Layers without a size that is a multiple of the number of ranks.
+def net(kind: str) -> nn.Sequential:
+    """Return layers without a size that is a multiple of the number of ranks.
 
     Args:
         kind: "matrices", "vectors", or both in one, with a parameter without dimensions, as CLIP's logit_scale. Vectors on one
             rank have the shapes of their shards, and torch could take over the caller's tensors.
     """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.tensor(0.5)) if kind == "both" else 0.0
-        if kind == "vectors":
-            self.layers = nn.ModuleList(nn.LayerNorm(5) for _ in range(2))
-        else:
-            self.layers = nn.ModuleList(nn.Linear(*sizes, bias=kind == "both") for sizes in ((5, 7), (7, 3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x * torch.as_tensor(self.scale).exp()
+    torch.manual_seed(0)
+    if kind == "vectors":
+        return nn.Sequential(nn.LayerNorm(5), nn.Tanh(), nn.LayerNorm(5), nn.Tanh())
+    model = nn.Sequential(
+        nn.Linear(5, 7, bias=kind == "both"), nn.Tanh(), nn.Linear(7, 3, bias=kind == "both"), nn.Tanh()
+    )
+    if kind == "both":
+        model.scale = nn.Parameter(torch.tensor(0.5))
+        model.register_forward_hook(lambda module, _, output: output * module.scale.exp())
+    return model
 
 
 def loss_of(model: nn.Module, number: int, dtype: torch.dtype) -> Tensor:
@@ -91,7 +87,7 @@ class Plain:
     """A loop of plain PyTorch over fp32 master weights, with a model in another dtype."""
 
     def __init__(self, make: Make, dtype: torch.dtype, kind: str) -> None:
-        self.model, self.dtype, self.number = Net(kind), dtype, 0
+        self.model, self.dtype, self.number = net(kind), dtype, 0
         self.masters = [nn.Parameter(parameter.detach().clone()) for parameter in self.model.parameters()]
         self.model.to(dtype)
         self.optimizer = make(self.masters)
@@ -134,7 +130,7 @@ def test_the_next_ten_steps(
             plain.step()
         state = plain.optimizer.state_dict()
         saved = copy.deepcopy(state)
-        model = Net(kind)
+        model = net(kind)
         with torch.no_grad():
             for parameter, master in zip(model.parameters(), plain.masters, strict=True):
                 parameter.copy_(master)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -176,15 +177,9 @@ def test_a_head_outside_of_its_model_is_refused_by_name(rank: int) -> None:
 # ---------------------------------------------------------------------- modules
 
 
-class Mlp(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.dropout(F.gelu(self.up(x))))
-        return y
+def mlp(dropout: float = 0.0) -> nn.Sequential:
+    up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    return nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), dropout=nn.Dropout(dropout), down=down))
 
 
 def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -196,7 +191,7 @@ def run(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("tokens", [1, 4, 7, 12, 100])
 def test_a_module_in_tiles_gives_close_results_until_they_are_removed(tokens: int) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(Mlp(), Mlp()), torch.randn(2, 12, WIDTH)
+    model, x = nn.Sequential(mlp(), mlp()), torch.randn(2, 12, WIDTH)
     model[1].up.weight.requires_grad_(False)  # type: ignore[union-attr]
     expected, gradients = run(model, x)
     tiles = tile(model, "*", tokens=tokens)
@@ -216,7 +211,7 @@ def test_a_module_in_tiles_gives_close_results_until_they_are_removed(tokens: in
 
 
 def test_a_backward_drops_what_the_forward_dropped() -> None:
-    model = Mlp(0.5)
+    model = mlp(0.5)
     holder = nn.ModuleDict({"mlp": model})
     tile(holder, "mlp", tokens=5)
     x = torch.randn(2, 12, WIDTH, requires_grad=True)
@@ -228,11 +223,11 @@ def test_a_backward_drops_what_the_forward_dropped() -> None:
     assert torch.equal(torch.get_rng_state(), after)
     torch.manual_seed(3)
     with torch.no_grad():
-        again = torch.cat([Mlp.forward(model, part) for part in x.split(5, dim=1)], dim=1)
+        again = torch.cat([nn.Sequential.forward(model, part) for part in x.split(5, dim=1)], dim=1)
     assert torch.equal(y, again)
     torch.manual_seed(3)
     other = x.detach().requires_grad_()
-    torch.cat([Mlp.forward(model, part) for part in other.split(5, dim=1)], dim=1).sum().backward()
+    torch.cat([nn.Sequential.forward(model, part) for part in other.split(5, dim=1)], dim=1).sum().backward()
     torch.testing.assert_close(x.grad, other.grad)
 
 
@@ -256,7 +251,7 @@ def test_modules_that_cannot_run_in_tiles(module: nn.Module, match: str) -> None
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_that_a_module_uses_but_does_not_own_are_refused(rank: int, ranks: int) -> None:
     """They would get no gradient."""
-    model = nn.ModuleDict({"mlp": Mlp(), "adapter": nn.Linear(WIDTH, WIDTH)})
+    model = nn.ModuleDict({"mlp": mlp(), "adapter": nn.Linear(WIDTH, WIDTH)})
     model["mlp"].up.register_forward_hook(lambda up, args, y: y + F.pad(model["adapter"](args[0]), (0, 3 * WIDTH)))
     tile(model, "mlp", tokens=4)
     if ranks == 2:
@@ -267,7 +262,7 @@ def test_parameters_that_a_module_uses_but_does_not_own_are_refused(rank: int, r
 
 
 def test_calls_that_cannot_run_in_tiles() -> None:
-    model = nn.ModuleDict({"bilinear": nn.Bilinear(WIDTH, WIDTH, 2), "mlp": Mlp()})
+    model = nn.ModuleDict({"bilinear": nn.Bilinear(WIDTH, WIDTH, 2), "mlp": mlp()})
     tile(model, ["bilinear", "mlp"], tokens=4)
     x = torch.randn(1, 12, WIDTH)
     for call in (lambda: model["bilinear"](x, x), lambda: model["mlp"](x[0])):

@@ -266,11 +266,13 @@ Batches = Callable[[int, int], tuple[Any, ...]]
 """Returns the model's arguments for a rank and the number of a batch."""
 
 
-def step(model: nn.Module, optimizer: Any, rank: int, number: int, make_batch: Batches = tokens) -> Tensor:
+def step(
+    model: nn.Module, optimizer: Any, rank: int, number: int, make_batch: Batches = tokens,
+    clip: Callable[[], object] | None = None,
+) -> Tensor:  # fmt: skip
     """Take one optimizer step on this rank's batch with that number. The optimizer may be a `Sharded`'s."""
-    return update(
-        model(*make_batch(rank, number)), optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer
-    )
+    own = optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer
+    return update(model(*make_batch(rank, number)), own, clip)
 
 
 def steps(

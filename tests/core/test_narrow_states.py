@@ -27,6 +27,7 @@ from twin import (
     every_state,
     expect_equal,
     gpt_batch,
+    plain_torch,
     refusal,
     same,
     steps,
@@ -302,9 +303,8 @@ def test_parameters_that_are_kept_whole_have_the_same_states(rank: int) -> None:
 @pytest.mark.parametrize("kind", ["uint8 to the nearest", "bf16", "uint8"])
 def test_a_run_is_plain_pytorch_with_rounded_states(kind: str) -> None:
     """A plain loop whose states are rounded after each step, by the other implementation."""
-    torch.manual_seed(0)
-    model = Given()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    make = lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False)  # noqa: E731
+    model, optimizer = plain_torch(make, Given)
     for number in range(4):
         update(model(number), optimizer)
         for fqn, parameter in model.named_parameters():
@@ -314,7 +314,6 @@ def test_a_run_is_plain_pytorch_with_rounded_states(kind: str) -> None:
                     state[name] = reference(kind, state[name], f"{fqn}/{name}", number + 1)
 
     def body(rank: int) -> dict[str, Tensor]:
-        make = lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False)  # noqa: E731
         return every_state(given(2, kind, 4, make_optimizer=make, bucket_numel=100)[1])
 
     found = on_ranks(body, 2)[0]

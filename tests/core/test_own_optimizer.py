@@ -20,7 +20,7 @@ from oracles import average_gradients
 from quiet import no_warnings
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from twin import FEW_STAGES, build, close, same, same_on_all_ranks, step, steps, update, whole
+from twin import FEW_STAGES, build, close, plain_torch, same, same_on_all_ranks, step, steps, update, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
@@ -42,13 +42,6 @@ def sharded_of(
     """Return a model, the user's optimizer, and what `shard` returns."""
     model, sharded = build(policy, make_optimizer=make, bucket_numel=100, **options)
     return model, sharded.optimizer, sharded
-
-
-def plain_of(make: Callable[..., torch.optim.Optimizer]) -> tuple[Stack, Any]:
-    """Return the same model, and an optimizer, in plain PyTorch."""
-    torch.manual_seed(0)
-    plain = Stack()
-    return plain, make(plain.parameters())
 
 
 def assert_equal_masters(sharded: zeroshard.Sharded, plain: nn.Module) -> None:
@@ -82,7 +75,7 @@ def test_its_step_is_the_sharded_step(rank: int, optimizer: str, stage: int) -> 
     if stage:
         assert same(found, at_stage(0))
         return
-    model, own = plain_of(lambda found: make([one for one in found if one.numel()]))  # for Adafactor
+    model, own = plain_torch(lambda found: make([one for one in found if one.numel()]))  # for Adafactor
     parameters = [*model.parameters()]
 
     def backward(number: int) -> None:
@@ -95,9 +88,7 @@ def test_its_step_is_the_sharded_step(rank: int, optimizer: str, stage: int) -> 
 @FEW_STAGES
 def test_schedulers_hooks_and_closures_act_as_ever(rank: int, stage: int) -> None:
     """Made before `shard` or after, hooks run once a step, and those after it read updated parameters."""
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = plain_torch(ADAMW)
     before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     calls: list[tuple[str, Tensor]] = []
 
@@ -203,7 +194,7 @@ def test_a_step_of_its_own_runs_once(cls: type[Any], place: Place, stage: int) -
         policy = policy.offloaded(optimizer=place, offload=Offload(sub_group_numel=400))
     make = partial(cls, lr=0.1)
     model, optimizer, sharded = sharded_of(policy, make, elementwise=True)
-    plain, expected = plain_of(make)
+    plain, expected = plain_torch(make)
     for one, counted in ((model, optimizer), (plain, expected)):
         steps(one, counted, 0, range(3))
         (group,) = counted.param_groups
@@ -233,7 +224,7 @@ def test_a_class_that_evaluates_its_closure(rank: int, stage: int) -> None:
     """Once is what zeroshard does before; an optimizer that compares two evaluations, as SAM does, is refused by name."""
     make = partial(Evaluates, lr=0.1)
     model, optimizer, sharded = sharded_of(stage, make, elementwise=True)
-    plain, expected = plain_of(make)
+    plain, expected = plain_torch(make)
     for number in range(2):
         losses = []
         for one, its in ((model, optimizer), (plain, expected)):
@@ -283,7 +274,7 @@ def test_a_parameter_whose_gradient_is_set_to_none_is_left_out_of_the_step(
             optimizer.zero_grad()
         return whole(model)
 
-    plain, optimizer = plain_of(ADAMW)
+    plain, optimizer = plain_torch(ADAMW)
     mean = lambda number: (plain(*tokens(0, number)) + plain(*tokens(1, number))) / 2  # noqa: E731
     by_torch = CLIPS["torch's" if clip == "ours" else clip]
     expected = trained(mean, plain, optimizer, lambda: by_torch(plain, None))

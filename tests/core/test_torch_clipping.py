@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import OPTIMIZERS, Stack, sgd, tokens
+from models import OPTIMIZERS, sgd, tokens
 from test_own_optimizer import UNITS, Parts
 from torch import Tensor, nn
-from twin import FEW_STAGES, build, close, same, same_on_all_ranks, whole
+from twin import FEW_STAGES, build, close, plain_torch, same, same_on_all_ranks, whole
 
 import zeroshard
 from zeroshard import Place, Policy, Precision, UsageError
@@ -125,9 +125,8 @@ def test_what_is_clipped_in_each_microbatch(rank: int, stage: int, clip: str, pl
     if place is not Place.ACCELERATOR and stage > 0:
         policy = policy.offloaded(optimizer=place, path=str(tmp_path))
     model, sharded = build(policy, make_optimizer=sgd, bucket_numel=100)
-    torch.manual_seed(0)
-    plain = Stack()
-    expected = norms(plain, sgd(plain.parameters()), partial(by_norm, plain), is_plain=True)
+    plain, own = plain_torch(sgd)
+    expected = norms(plain, own, partial(by_norm, plain), is_plain=True)
     ours = partial(sharded.clip_grad_norm_, 0.1) if clip == "ours" else partial(by_norm, model)
     assert norms(model, sharded.optimizer, ours) == pytest.approx(expected, rel=1e-5)
 
@@ -140,9 +139,7 @@ def train(
     dtype: torch.dtype | None = None, microbatches: int = 1
 ) -> Result:  # fmt: skip
     """Two steps, under a policy, or, without one, of plain PyTorch with gradients averaged by hand."""
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = make(model.parameters())
+    model, optimizer = plain_torch(make)
     if policy is not None:
         sharded = zeroshard.shard(model, optimizer, policy, precision=Precision(dtype), bucket_numel=100)
     logged = []
@@ -317,9 +314,7 @@ def test_a_model_that_is_pickled_before_clipping_is_clipped(rank: int, stage: in
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30])
 def test_norms_of_fp64_are_of_fp64(rank: int, scale: float) -> None:
     def trained(stage: int | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_torch(sgd, partial(nn.Linear, 4, 4, dtype=torch.float64))
         if stage is not None:
             zeroshard.shard(model, optimizer, stage)
         (model(torch.ones(2, 4, dtype=torch.float64)).square().sum() * scale).backward()

@@ -19,7 +19,7 @@ from models import Checkpointed, Frozen, Stack, bfloats, floats, sgd, tokens
 from safetensors.torch import load_file, save_model
 from test_parametrized import Halves
 from torch import Tensor, nn
-from twin import FEW_STAGES, build, same, same_on_all_ranks, step, steps, update, whole
+from twin import FEW_STAGES, build, plain_torch, same, same_on_all_ranks, step, steps, update, whole
 
 import zeroshard
 from zeroshard import Policy, UsageError
@@ -434,9 +434,8 @@ def transposed_in_place(weight: Tensor) -> None:
 @pytest.mark.parametrize("transpose", [transposed_data, transposed_in_place])
 def test_a_transposed_parameter_trains_as_a_transposed_copy(stage: int, transpose: Callable[[Tensor], None]) -> None:
     def trained(is_sharded: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
-        optimizer = sgd(model.parameters(), lr=0.5)
+        make_model = lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))  # noqa: E731
+        model, optimizer = plain_torch(partial(sgd, lr=0.5), make_model)
         if is_sharded:
             zeroshard.shard(model, optimizer, stage)
         for number in range(3):
@@ -559,9 +558,7 @@ def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: i
         model(torch.full((2, 8), 0.01 * number)).backward()
 
     model, sharded = build(stage, make_model=make, make_optimizer=make_optimizer)
-    torch.manual_seed(0)
-    plain = make()
-    own = make_optimizer(plain.parameters())
+    plain, own = plain_torch(make_optimizer, make)
     line = 1
     came = True
     while came:
@@ -582,9 +579,8 @@ def test_an_interrupt_anywhere_in_a_forward_or_backward_changes_nothing(stage: i
 def test_an_interrupt_inside_of_other_hooks_leaves_none_in_force() -> None:
     """torch runs no forward hook after an interrupt, so checkpointing's hooks end ours in place of their own."""
     model, sharded = build(3, make_model=partial(Checkpointed, False), make_optimizer=sgd)
-    torch.manual_seed(0)
-    plain = Checkpointed(False)
-    step(plain, sgd(plain.parameters()), 0, 0)
+    plain, own = plain_torch(sgd, partial(Checkpointed, False))
+    step(plain, own, 0, 0)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ from models import Stack, Untied, tokens
 from oracles import average_gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, microbatch, same, step, steps, whole
+from twin import build, engine_steps, microbatch, plain_torch, same, step, steps, whole
 
 import zeroshard
 from zeroshard import Policy, UsageError
@@ -34,9 +34,7 @@ PHASES = {
 
 
 def plain(world_size: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Untied()
-    optimizer = make_optimizer(model.parameters())
+    model, optimizer = plain_torch(make_optimizer, Untied)
     for number in range(8):
         if number in PHASES:
             PHASES[number](model)

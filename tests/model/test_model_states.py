@@ -15,7 +15,7 @@ from models import MODELS, OPTIMIZERS, Stack, sgd, tokens
 from oracles import average_gradients
 from test_sharded_init import born_stack
 from torch import nn
-from twin import build, step
+from twin import build, plain_torch, step
 
 import zeroshard
 from zeroshard import UsageError
@@ -33,9 +33,7 @@ def _train(rank: int, stage: int, name: str = "tied"):
 
 def _plain(world_size: int, name: str = "tied"):
     """One process that sees all ranks' batches: after one step, with the second step's gradients."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = plain_torch(OPTIMIZERS["AdamW"], MODELS[name])
 
     def backward(number: int) -> None:
         average_gradients([*model.parameters()], world_size, lambda rank: model(*tokens(rank, number)).backward())

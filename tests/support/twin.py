@@ -223,6 +223,16 @@ def close(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: fl
 # ---------------------------------------------------------------------- loops that tests write out
 
 
+def plain_torch(
+    make_optimizer: Callable[[Any], Any] | None, make_model: Callable[[], nn.Module] = Stack, seed: int = 0
+) -> tuple[Any, Any]:
+    """Return the model that `build` shards, and its optimizer."""
+    torch.manual_seed(seed)
+    model = make_model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, None if make_optimizer is None else make_optimizer(trained)
+
+
 def build(
     policy: Policy | int,
     *,
@@ -238,15 +248,12 @@ def build(
     `policy` may be a stage, and `precision` a dtype, or a name of `PRECISIONS`. Without `make_optimizer`, the model is only
     evaluated. The options are those of `zeroshard.shard`.
     """
-    torch.manual_seed(seed)
-    model = make_model()
+    model, optimizer = plain_torch(make_optimizer, make_model, seed)
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
     if isinstance(precision, str):
         precision = PRECISIONS[precision]
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = None if make_optimizer is None else make_optimizer(trained)
     return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 

@@ -118,7 +118,7 @@ def test_models_and_optimizers_that_cannot_be_sharded() -> None:
         ("not parameters of the model", model, others, 1),
         ("optimizer is a Policy", model, Policy.stage(2), None),
         ("a Policy, or the number of a ZeRO stage", model, own, "2"),
-        ("not a torch.nn.Module", own, model, 1),
+        ("the model is an AdamW, not a torch.nn.Module", stepped, model, 1),
         ("0, 1, 2 or 3", model, own, 4),
         ("DataParallel", nn.DataParallel(model), own, 1),
         ("elementwise=True", model, torch.optim.Optimizer(model.parameters(), {}), 1),

@@ -51,12 +51,6 @@ def test_a_conversion_of_a_model_at_stage_3_says_when_to_convert_it(how: str) ->
         model.to(torch.bfloat16) if how == "to" else getattr(model, how)()
 
 
-def test_articles() -> None:
-    model: Any = Stack()
-    with pytest.raises(UsageError, match="the model is an AdamW, not a"):
-        zeroshard.shard(torch.optim.AdamW(model.parameters()), model, 2)  # type: ignore[arg-type]
-
-
 # ---------------------------------------------------------------------- what would train wrongly
 
 

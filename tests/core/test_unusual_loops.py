@@ -479,17 +479,6 @@ def test_a_unit_of_empty_parameters_trains(stage: int) -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_forwards_without_a_backward_leave_one_hook_on_a_users_leaf() -> None:
-    layers = nn.Linear(8, 8), nn.Linear(8, 8)
-    model, _ = build(3, make_model=lambda: nn.Sequential(*layers).requires_grad_(False), make_optimizer=None)
-    prompt = nn.Parameter(torch.randn(2, 8))
-    for _ in range(5):
-        loss = model(prompt).sum()
-    assert len(prompt._backward_hooks) == 1  # type: ignore[arg-type]
-    loss.backward()
-    assert prompt.grad is not None and not prompt._backward_hooks
-
-
 def test_update_trainable_forgets_units_kept_for_a_backward_that_never_came() -> None:
     policy = replace(Policy.stage(3, reshard_after_forward=False), max_live_numel=200)
     model, sharded = build(policy, make_model=lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]))

@@ -199,7 +199,6 @@ def test_calls_out_of_order() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
         ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'?"),
         ({"zero_optimization": {"zero_quantized_gradients": "fp8"}}, "zero_optimization.zero_quantized_gradients"),
         (

@@ -13,7 +13,7 @@ from families import text
 from mixtures import MIXTURES, PEFT_OF_EXPERTS, glm4_moe, qwen3_moe
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import Setting, as_set, same, whole
+from twin import Setting, as_set, microbatch, same, whole
 
 import zeroshard
 from zeroshard import Offload, Place, Policy, Precision, UsageError
@@ -90,8 +90,7 @@ def test_a_config_names_others(rank: int, stage: int, tmp_path: Path) -> None:
     engine, *_ = zeroshard.initialize(model=model, config=config)
 
     def step(number: int) -> None:
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + number)).float().pow(2).mean())
-        engine.step()
+        microbatch(engine, engine(torch.ones(2, 4, dtype=torch.bfloat16) * (rank + number)).float().pow(2).mean())
 
     step(0)
     step(1)

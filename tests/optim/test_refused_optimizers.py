@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack
+from models import Stack, tokens
 from torch import Tensor, nn
-from twin import close, update, whole
+from twin import build, close, microbatch, step, update, whole
 
 import zeroshard
 from zeroshard import UsageError, ZeroRedundancyOptimizer
@@ -97,8 +98,7 @@ def test_optimizers_are_refused_by_name(rank: int, name: str) -> None:
 
 
 def test_an_optimizer_that_could_clip_and_does_not_is_taken() -> None:
-    model = nn.Linear(4, 4)
-    zeroshard.shard(model, Lamb(model.parameters(), 0.1, None), elementwise=True)
+    build(2, make_optimizer=lambda parameters: Lamb(parameters, 0.1, None), elementwise=True)
 
 
 class CountingLater(torch.optim.SGD):
@@ -113,13 +113,10 @@ class CountingLater(torch.optim.SGD):
 
 
 def test_what_a_class_does_beside_its_step_is_named() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = CountingLater(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match=r"CountingLater\.zero_grad\(\) is not called"):
-        zeroshard.shard(model, optimizer, 1, elementwise=True)
-    model(torch.ones(2, 4)).sum().backward()
+        model, sharded = build(1, make_optimizer=partial(CountingLater, lr=0.1), elementwise=True)
     with pytest.raises(UsageError, match=r"states of no parameter in optimizer\.state \('count'\)"):
-        optimizer.step()
+        step(model, sharded, 0, 0)
 
 
 class Ahead(torch.optim.SGD):
@@ -135,17 +132,9 @@ class Ahead(torch.optim.SGD):
 
 
 def test_a_closure_that_belongs_to_moved_parameters_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = Ahead(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, 1, elementwise=True)
-
-    def closure() -> Tensor:
-        loss = model(torch.ones(2, 4)).sum()
-        loss.backward()
-        return loss
-
+    model, sharded = build(1, make_optimizer=partial(Ahead, lr=0.1), elementwise=True)
     with pytest.raises(UsageError, match=r"Ahead\.step moves the parameters and then evaluates its closure"):
-        optimizer.step(closure)
+        sharded.optimizer.step(lambda: model(*tokens(0, 0)).backward())
 
 
 class ByNorm(torch.optim.SGD):
@@ -173,8 +162,7 @@ def test_an_engine_gives_an_unknown_optimizer_whole_parameters(rank: int, stage:
     optimizer = ByNorm(plain.parameters(), lr=0.1)
     for _ in range(3):
         batch = torch.randn(4, 5)
-        engine.backward(engine(batch).square().mean())
-        engine.step()
+        microbatch(engine, engine(batch).square().mean())
         update(plain(batch).square().mean(), optimizer)
     close(whole(engine.module), whole(plain))
 

@@ -18,7 +18,7 @@ import torch
 from fuzzing_comparison import difference
 from models import Stack, floats
 from torch import Tensor, nn
-from twin import Setting, as_set, build, engine_steps, steps, update, whole
+from twin import Setting, as_set, build, engine_steps, plain_torch, steps, update, whole
 
 import zeroshard
 from zeroshard import Offload, Policy, UsageError
@@ -141,9 +141,7 @@ def saves(run: Run, tensors: list[Tensor], **how: Any) -> Callable[[], None]:
 def loads_optimizer(run: Run, tensors: list[Tensor], plain: bool) -> None:
     optimizer = run.optimizer
     if plain:
-        torch.manual_seed(0)
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.1))
+        model, optimizer = plain_torch(partial(torch.optim.AdamW, lr=torch.tensor(0.1)), make)
         update(model(torch.ones(1, 5)).sum(), optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     options = [*state["state"].values(), *state["param_groups"]]

@@ -136,17 +136,13 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def train(build: Callable[[], nn.Module], stage: int | None) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = build()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = twin.plain_torch(partial(torch.optim.SGD, lr=0.1), build)
     if stage is not None:
         zeroshard.shard(model, optimizer, Policy.stage(stage), attributes=Attributes)
     losses = []
     for step in range(3):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        update(loss, optimizer)
-        losses.append(loss.detach())
+        losses.append(update(model(x).square().mean(), optimizer))
     names = sorted(name for name, _ in model.named_parameters())
     return [*losses, torch.tensor([ord(letter) for letter in "".join(names)])]
 

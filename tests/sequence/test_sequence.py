@@ -575,8 +575,7 @@ def test_a_sequence_trains_where_it_does_not_fit_whole(length: int, room: int) -
             else:
                 for _ in range(steps):
                     loss = sequences.loss(model, sequences.cut(given), tiles=tiles)
-                    update(loss, sharded.optimizer)
-                    found.append(float(loss.detach()))
+                    found.append(float(update(loss, sharded.optimizer)))
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
         return found

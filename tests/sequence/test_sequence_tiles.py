@@ -277,26 +277,21 @@ def test_calls_that_cannot_run_in_tiles() -> None:
         model["mlp"](x)
 
 
-class Attending(nn.Module):
-    """Attention without a cause, whose projection starts at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        nn.init.zeros_(self.out.weight)
+class Attending(nn.Linear):
+    """A projection of attention without a cause."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(F.scaled_dot_product_attention(x, x, x))
-        return y
+        return super().forward(F.scaled_dot_product_attention(x, x, x))
 
 
 def test_a_module_that_mixes_positions_is_found_once_its_outputs_are_not_zero() -> None:
-    model = nn.Sequential(Attending())
+    model = nn.Sequential(Attending(WIDTH, WIDTH, bias=False))
+    nn.init.zeros_(model[0].weight)
     tile(model, "0", tokens=2)
     x = torch.randn(1, 6, WIDTH)
     model(x).sum().backward()
     with torch.no_grad():
-        model[0].out.weight.add_(model[0].out.weight.grad)
+        model[0].weight.add_(model[0].weight.grad)
     with pytest.raises(UsageError, match="if positions run together"):
         model(x)
 

@@ -26,9 +26,8 @@ from zeroshard.checkpoint import saving
 from zeroshard.checkpoint.manifest import tags
 
 
-def made(**options: Any) -> Sharded:
-    """The tests' model at stage 2."""
-    return build(2, **options)[1]
+def made(stage: int = 2, **options: Any) -> Sharded:
+    return build(stage, **options)[1]
 
 
 def two_groups(parameters: Iterable[Tensor], lr: float = 1e-2) -> torch.optim.Optimizer:
@@ -37,8 +36,7 @@ def two_groups(parameters: Iterable[Tensor], lr: float = 1e-2) -> torch.optim.Op
     return torch.optim.AdamW([{"params": listed[:-8]}, {"params": listed[-8:], "lr": lr}], lr=1e-2)
 
 
-def evaluated(stage: int = 3) -> Sharded:
-    return zeroshard.shard(Stack(), None, stage)
+evaluated = partial(made, make_optimizer=None)
 
 
 def two_layers() -> Any:
@@ -58,9 +56,12 @@ def trained_once(sharded: Sharded) -> Sharded:
 
 def several(first: Any, last: Any, turned: bool = False) -> Sharded:
     """Two layers, each with an optimizer of its own, after a step."""
-    model = two_layers()
-    members = [first(model.first.parameters(), lr=0.1), last(model.last.parameters(), lr=0.2)]
-    return trained_once(zeroshard.shard(model, members[::-1] if turned else members, 1))
+
+    def members(parameters: list[Tensor]) -> list[torch.optim.Optimizer]:
+        listed = [first(parameters[:1], lr=0.1), last(parameters[1:], lr=0.2)]
+        return listed[::-1] if turned else listed
+
+    return trained_once(made(1, make_model=two_layers, make_optimizer=members))
 
 
 class Norm(nn.BatchNorm1d):

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
 from memory import resident
-from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
+from models import MODELS, Stack, muon_with_adamw, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, everything, same, steps, update, whole
+from twin import build, engine_steps, everything, microbatch, same, steps, update, whole
 
 import zeroshard
 from zeroshard import CheckpointError, Place, Policy, UsageError, ZeroshardError
@@ -255,13 +255,8 @@ def run(engine: zeroshard.Engine, batch_of: Iterator[Tensor], steps: int) -> tup
     """Losses and batches up to so many steps."""
     losses, batches = [], []
     while engine.global_steps < steps:
-        for _ in range(engine.gradient_accumulation_steps()):
-            batch = next(batch_of)
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-            batches.append(batch)
+        batches.append(next(batch_of))
+        losses.append(microbatch(engine, engine(batches[-1])))
     return losses, batches
 
 
@@ -489,9 +484,9 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp
     dist.barrier()
     again.load(tmp_path)
     assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-    evaluated = zeroshard.shard(Stack(), None, Policy.stage(3))
+    other, evaluated = build(3, make_optimizer=None)
     evaluated.load(tmp_path)
-    assert same(whole(evaluated.model), saved)
+    assert same(whole(other), saved)
 
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
@@ -503,15 +498,11 @@ def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
 
     engine = make({"fp16": {"enabled": True, "loss_scale": 128}})
     engine.save_checkpoint(tmp_path)
-    norms = []
-    for load in (False, True):
-        other = make({"bf16": {"enabled": True}})
-        if load:
-            other.load_checkpoint(tmp_path)
-        other.backward(other(*tokens(0, 0)))
-        other.step()
-        norms.append(other.get_global_grad_norm())
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    fresh, loaded = (make({"bf16": {"enabled": True}}) for _ in range(2))
+    loaded.load_checkpoint(tmp_path)
+    for one in (fresh, loaded):
+        engine_steps(one, 0, [0])
+    assert loaded.get_global_grad_norm() == pytest.approx(fresh.get_global_grad_norm(), rel=0.05)
 
 
 def test_a_loader_begins_its_epoch_anew_unless_it_was_loaded() -> None:
@@ -557,8 +548,7 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
     def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[Any]]:
         seen = []
         for number, batch in zip(range(count), loader, strict=False):
-            engine.backward(engine(batch))
-            engine.step()
+            microbatch(engine, engine(batch))
             seen.append(batch.tolist())
             if number == save_after:
                 engine.save_checkpoint(tmp_path, "within")
@@ -573,12 +563,11 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
 
 
 def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def shard(width: int) -> zeroshard.Sharded:
-        return build(2, make_model=lambda: nn.Linear(width, 1), make_optimizer=sgd)[1]
-
-    shard(3).save(tmp_path, "old", {"tag": "old"})
-    shard(4).save(tmp_path, "new", {"tag": "new"})
-    assert shard(3).load(tmp_path, fall_back=True).values == {"tag": "old"}
+    _, narrow = build(2, make_model=lambda: nn.Linear(3, 1))
+    _, wide = build(2, make_model=lambda: nn.Linear(4, 1))
+    narrow.save(tmp_path, "old", {"tag": "old"})
+    wide.save(tmp_path, "new", {"tag": "new"})
+    assert narrow.load(tmp_path, fall_back=True).values == {"tag": "old"}
     assert "passes over" in caplog.text
     assert "saved with shape (1, 4)" in caplog.text
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import peft as integration
-from twin import build
+from twin import build, microbatch
 from typer.testing import CliRunner
 
 import zeroshard
@@ -248,8 +248,7 @@ def trained(
         }  # fmt: skip
         engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(2):
-            engine.backward(engine(**batch(model)).loss)
-            engine.step()
+            microbatch(engine, engine(**batch(model)).loss)
         engine.export(folder / "live", torch.bfloat16 if bf16 else None)
         engine.save_checkpoint(folder / "ckpt", **(save or {}))
         return logits(model)
@@ -364,8 +363,7 @@ class Strange(Stack):
 def test_a_model_that_cannot_be_exported_whole_is_saved_all_the_same(
     make: Callable[[], nn.Module], says: str | None, tmp_path: Path
 ) -> None:
-    model = make()
-    sharded = zeroshard.shard(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    _, sharded = build(2, make_model=make, make_optimizer=sgd)
     sharded.save(tmp_path, "a")
     for name, write in (("live", sharded.export), ("out", partial(export, open_checkpoint(tmp_path)))):
         if says is not None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import Stack, tokens
 from ranks import on_ranks
-from torch import nn
+from torch import Tensor, nn
 from twin import close, engine_steps, same, whole
 
 import zeroshard
@@ -79,45 +79,43 @@ def small() -> nn.Module:
 def test_overflows_are_skipped_alike_at_every_stage() -> None:
     """The scale begins far too high, and one rank's loss is infinite later: every rank skips, and says so."""
 
-    def body(rank: int) -> list[dict[str, Any]]:
-        outcomes = []
-        for stage in range(4):
-            engine = made(stage, initial_scale_power=26, loss_scale_window=3)
-            told: list[Any] = []
-            for number in range(14):
-                before, scale = engine.get_lr(), engine.loss_scaler.scale
-                loss = engine(*tokens(rank, number))
-                engine.backward(loss * math.inf if number == 10 and rank == 0 else loss)
-                report = engine.step()
-                assert report.applied is engine.was_step_applied()
-                assert report.loss_scale == scale
-                if not report.applied:
-                    assert report.not_finite
-                    assert "not finite" in str(report.reason)
-                    assert engine.get_lr() == before
-                    assert not math.isfinite(report.grad_norm or 0.0)
-                    assert engine.get_global_grad_norm() == math.inf, "NaN or not"
-                told.append([report.applied, list(report.not_finite), str(report.grad_norm), engine.loss_scaler.scale])
-            assert engine.global_steps == 14
-            assert engine.skipped_steps == sum(not applied for applied, *_ in told)
-            assert not told[10][0]
-            values = whole(engine.module)
-            assert all(torch.isfinite(value).all() for value in values.values())
-            outcomes.append({"told": told, "values": values})
-            engine.destroy()
-        return outcomes
+    def trained(rank: int, stage: int) -> tuple[list[Any], dict[str, Tensor]]:
+        engine = made(stage, initial_scale_power=26, loss_scale_window=3)
+        told: list[Any] = []
+        for number in range(14):
+            before, scale = engine.get_lr(), engine.loss_scaler.scale
+            loss = engine(*tokens(rank, number))
+            engine.backward(loss * math.inf if number == 10 and rank == 0 else loss)
+            report = engine.step()
+            assert report.applied is engine.was_step_applied()
+            assert report.loss_scale == scale
+            if not report.applied:
+                assert report.not_finite
+                assert "not finite" in str(report.reason)
+                assert engine.get_lr() == before
+                assert not math.isfinite(report.grad_norm or 0.0)
+                assert engine.get_global_grad_norm() == math.inf, "NaN or not"
+            told.append([report.applied, list(report.not_finite), str(report.grad_norm), engine.loss_scaler.scale])
+        assert engine.global_steps == 14
+        assert engine.skipped_steps == sum(not applied for applied, *_ in told)
+        assert not told[10][0]
+        values = whole(engine.module)
+        engine.destroy()
+        return told, values
 
-    mine, theirs = on_ranks(body, 2)
-    assert 2 <= sum(not applied for applied, *_ in mine[0]["told"]) < 12
-    for outcome in mine + theirs:
-        assert outcome["told"] == mine[0]["told"]
-        assert same(outcome["values"], mine[0]["values"])
+    mine, theirs = on_ranks(lambda rank: [trained(rank, stage) for stage in range(4)], 2)
+    told, values = mine[0]
+    assert 2 <= sum(not applied for applied, *_ in told) < 12
+    assert all(torch.isfinite(value).all() for value in values.values())
+    for other, found in mine + theirs:
+        assert other == told
+        assert same(found, values)
 
 
 def test_gradients_are_unscaled_with_the_scale_that_they_were_made_with() -> None:
     """Steps on which the scale doubles included: a run with a moving scale goes where one with a fixed scale goes."""
 
-    def run(**fp16: Any) -> tuple[dict[str, torch.Tensor], set[float]]:
+    def run(**fp16: Any) -> tuple[dict[str, Tensor], set[float]]:
         engine = made(2, clips=0.0, **fp16)
         scales = set()
         for number in range(12):

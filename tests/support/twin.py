@@ -228,14 +228,15 @@ def build(
     *,
     precision: Precision | torch.dtype | str | None = None,
     make_model: Callable[[], nn.Module] = Stack,
-    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = OPTIMIZERS["fused AdamW"],
+    make_optimizer: Callable[[Any], Any] | None = OPTIMIZERS["fused AdamW"],
     seed: int = 0,
     bucket_numel: int = SMALL_BUCKETS,
     **options: Any,
 ) -> tuple[Any, Sharded]:
     """Return the same model on every rank, and its `Sharded`, whose optimizer has the parameters that are trained.
 
-    `policy` may be a stage, and `precision` a dtype, or a name of `PRECISIONS`. The options are those of `zeroshard.shard`.
+    `policy` may be a stage, and `precision` a dtype, or a name of `PRECISIONS`. Without `make_optimizer`, the model is only
+    evaluated. The options are those of `zeroshard.shard`.
     """
     torch.manual_seed(seed)
     model = make_model()
@@ -244,7 +245,8 @@ def build(
         precision = PRECISIONS[precision]
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = None if make_optimizer is None else make_optimizer(trained)
     return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 
@@ -276,15 +278,16 @@ def steps(
     return [step(model, optimizer, rank, number, make_batch) for number in numbers]
 
 
+def microbatch(engine: Any, loss: Tensor) -> Tensor:
+    """Call an engine's `backward` and `step` for a loss, and return its value."""
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
 def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
     """Run an engine on this rank's batch of each number, a microbatch, and return the losses."""
-    losses = []
-    for number in numbers:
-        loss = engine(*tokens(rank, number))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    return losses
+    return [microbatch(engine, engine(*tokens(rank, number))) for number in numbers]
 
 
 class Boom(Exception):

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from folders import ROOT
 from insides import meeting_point
-from models import Stack
 from ports import free_port
+from twin import build
 
 import zeroshard
 from zeroshard import UsageError
@@ -150,9 +150,7 @@ def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
         if "IPv6" in launcher:
             os.environ["MASTER_ADDR"] = "::1"
         os.environ.update(names[launcher.partition(",")[0]], MASTER_PORT=port)
-        torch.manual_seed(rank)
-        model = Stack()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zeroshard.Policy.stage(1))
+        build(1, seed=rank)
         return dist.get_world_size()
 
     assert run_ranks(body, 2, initialise=False) == [2, 2]
@@ -161,9 +159,8 @@ def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
 def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = Stack()
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        build(2)
     with pytest.raises(UsageError, match="would train by itself"):
         join_ranks(CPU, required=False)
     assert not dist.is_initialized()
@@ -405,8 +402,7 @@ def test_under_torchrun_the_sentence_comes_first(tmp_path: Path) -> None:
 def _shard_alone(answers: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = torch.nn.Linear(2, 2)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        build(2)
     answers.put([str(one.message) for one in caught])
 
 

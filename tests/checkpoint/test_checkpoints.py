@@ -636,32 +636,29 @@ def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_nothing_is_ever_whole(tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_nothing_is_ever_whole(rank: int, tmp_path: Path) -> None:
     """A GPT of 19 M parameters on 4 ranks, 290 MiB of states: save and load take less than a unit beyond what rests."""
-    gpt = GPTConfig(layers=24, width=256, heads=4)
-
-    def body(rank: int) -> tuple[int, int, int]:
-        ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
-        with zeroshard.sharded_init():
-            model = GPT(gpt)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(3))
-        data = torch.randint(0, 256, (1, 33))
-        update(model(data[:, :-1], data[:, 1:]), sharded.optimizer)
-        sharded.save(tmp_path, "first")  # connections, and what libraries take once
-        peaks = []
-        for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
-            gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")
-            start = resident("VmRSS")
-            work()
-            peaks.append(resident("VmHWM") - start)
-        return sharded.load(tmp_path, "a").nbytes, *peaks
-
-    numel = sum(p.numel() for p in GPT(gpt).parameters())
-    for read, save, load in on_ranks(body, 4):
-        assert read < 12 * numel / 4 + 4 * (8 << 20), "its own states, and the rest of the chunks at their ends"
-        assert save < 16 << 20, "a manifest, and nothing of the model"
-        assert load < 12 * numel / 4 + (24 << 20), "the new optimizer states, a chunk, the manifest"
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
+    with zeroshard.sharded_init():
+        model = GPT(GPTConfig(layers=24, width=256, heads=4))
+    numel = sum(p.numel() for p in model.parameters())
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(3))
+    data = torch.randint(0, 256, (1, 33))
+    update(model(data[:, :-1], data[:, 1:]), sharded.optimizer)
+    sharded.save(tmp_path, "first")  # connections, and what libraries take once
+    peaks = []
+    for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        start = resident("VmRSS")
+        work()
+        peaks.append(resident("VmHWM") - start)
+    save, load = peaks
+    read = sharded.load(tmp_path, "a").nbytes
+    assert read < 12 * numel / 4 + 4 * (8 << 20), "its own states, and the rest of the chunks at their ends"
+    assert save < 16 << 20, "a manifest, and nothing of the model"
+    assert load < 12 * numel / 4 + (24 << 20), "the new optimizer states, a chunk, the manifest"
 
 
 def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:

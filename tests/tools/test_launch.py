@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -399,17 +398,17 @@ def test_under_torchrun_the_sentence_comes_first(tmp_path: Path) -> None:
     assert "UsageError: the model (ReLU) has no parameters" in root
 
 
-def _shard_alone(answers: Any) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        build(2)
-    answers.put([str(one.message) for one in caught])
-
-
 def test_a_process_of_multiprocessing_that_joined_no_ranks_is_warned() -> None:
     fork = multiprocessing.get_context("fork")
     answers = fork.SimpleQueue()
-    process = fork.Process(target=_shard_alone, args=(answers,))
+
+    def train_alone() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build(2)
+        answers.put([str(one.message) for one in caught])
+
+    process = fork.Process(target=train_alone)
     process.start()
     messages = answers.get()
     process.join()

@@ -26,7 +26,7 @@ from models import MODELS, Stack, muon_with_adamw, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, everything, microbatch, same, steps, update, whole
+from twin import build, build_engine, engine_steps, everything, microbatch, same, steps, update, whole
 
 import zeroshard
 from zeroshard import CheckpointError, Place, Policy, UsageError, ZeroshardError
@@ -217,9 +217,9 @@ class Dropping(Stack):
         )
 
 
-def config(stage: int, precision: dict[str, Any], micro: int = 3, accumulation: int = 2) -> dict[str, Any]:
+def config(stage: int, precision: dict[str, Any], accumulation: int = 2) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": micro,
+        "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
@@ -491,14 +491,8 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
     """From fp16 with a fixed scale to bf16: gradients are not divided by it."""
-
-    def make(precision: dict[str, Any]) -> zeroshard.Engine:
-        torch.manual_seed(0)
-        return zeroshard.initialize(model=Stack(), config=config(0, precision, accumulation=1))[0]
-
-    engine = make({"fp16": {"enabled": True, "loss_scale": 128}})
-    engine.save_checkpoint(tmp_path)
-    fresh, loaded = (make({"bf16": {"enabled": True}}) for _ in range(2))
+    build_engine(0, fp16={"enabled": True, "loss_scale": 128}).save_checkpoint(tmp_path)
+    fresh, loaded = (build_engine(0, bf16={"enabled": True}) for _ in range(2))
     loaded.load_checkpoint(tmp_path)
     for one in (fresh, loaded):
         engine_steps(one, 0, [0])
@@ -613,7 +607,7 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(rank: int, stage
 def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
+    engine = build_engine(1)
     engine_steps(engine, rank, [0, 0])
     checkpoints = sharded_of(engine).checkpoints
     write_behind = getattr(checkpoints, WRITE_BEHIND)

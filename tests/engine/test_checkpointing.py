@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from twin import LARGE_BUCKETS, engine_steps, update
+from twin import LARGE_BUCKETS, build_engine, engine_steps, update
 
 import zeroshard
 from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
@@ -145,14 +145,7 @@ def test_options_without_effect_are_named() -> None:
 @pytest.mark.ranks(2)
 def test_a_config_checkpoints_units_without_touching_the_model(rank: int) -> None:
     def engine(**block: Any) -> zeroshard.Engine:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "activation_checkpointing": block,
-        }
-        return zeroshard.initialize(model=Model(), config=config)[0]
+        return build_engine(3, make_model=Model, activation_checkpointing=block)
 
     keys = {*Model().state_dict()} - {"positions"}
     expected = engine_steps(engine(), rank, range(3))

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack
 from torch import nn
-from twin import engine_steps, same, whole
+from twin import build_engine, engine_steps, same, whole
 from typer.testing import CliRunner
 
 import zeroshard
@@ -177,10 +177,7 @@ def test_dividing_before_or_after_the_sum_is_the_same(rank: int, stage: int, div
     """By powers of two, to the bit."""
 
     def run(**division: Any) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        sgd = {"type": "SGD", "params": {"lr": 0.1}}
-        config = {"train_micro_batch_size_per_gpu": 3, "optimizer": sgd, "zero_optimization": {"stage": stage}}
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config | division)
+        engine = build_engine(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **division)
         engine_steps(engine, rank, range(3))
         return whole(engine.module)
 

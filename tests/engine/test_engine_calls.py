@@ -20,7 +20,7 @@ from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from twin import LARGE_BUCKETS, STAGES, close, engine_steps, expect_equal, microbatch, same, whole
+from twin import LARGE_BUCKETS, STAGES, build_engine, close, engine_steps, expect_equal, microbatch, same, whole
 
 import zeroshard
 from zeroshard import CheckpointError, Engine, Policy, Precision, UsageError
@@ -42,8 +42,7 @@ def config(stage: int, accumulation: int = 2, **blocks: Any) -> dict[str, Any]:
 
 
 def make(stage: int, accumulation: int = 2, **blocks: Any) -> Engine:
-    torch.manual_seed(0)
-    return zeroshard.initialize(model=Stack(), config=config(stage, accumulation, **blocks))[0]
+    return build_engine(stage, **config(stage, accumulation, **blocks))
 
 
 # ---------------------------------------------------------------------- loops
@@ -413,7 +412,7 @@ class Odd(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", (1, 3))
 def test_state_dicts_of_an_odd_model(rank: int, stage: int, tmp_path: Path) -> None:
-    engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
+    engine = build_engine(stage, make_model=Odd)
     microbatch(engine, engine(torch.arange(4)))
     assert engine.was_step_applied()
     names = {"_extra_state", "embedding.weight", "head.weight", "kept", "empty", "numbers"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import folders
@@ -13,7 +14,7 @@ import torch
 from models import Stack, tokens
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import close, engine_steps, same, whole
+from twin import build_engine, close, engine_steps, same, whole
 
 import zeroshard
 from zeroshard import DynamicLossScaler, LossScaleError, StaticLossScaler, UsageError
@@ -56,20 +57,11 @@ def test_a_scaler_goes_on_where_its_state_was_taken() -> None:
     assert StaticLossScaler(8.0).state_dict() == {"scale": 8.0}
 
 
-def made(
-    stage: int, model: nn.Module | None = None, fp16: bool = True, clips: float = 0.5, **keys: Any
-) -> zeroshard.Engine:
-    """Return an engine in fp16 with these keys of the block, or else with these blocks."""
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": clips,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
-        "zero_optimization": {"stage": stage},
-        **({"fp16": {"enabled": True, **keys}} if fp16 else keys),
-    }
-    return zeroshard.initialize(model=Stack() if model is None else model, config=config)[0]
+def made(stage: int, make_model: Callable[[], nn.Module] = Stack, clips: float = 0.5, **keys: Any) -> zeroshard.Engine:
+    """Return an engine in fp16 with these keys of the block."""
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+    fp16 = {"enabled": True, **keys}
+    return build_engine(stage, make_model=make_model, gradient_clipping=clips, scheduler=warmup, fp16=fp16)
 
 
 def small() -> nn.Module:
@@ -145,7 +137,7 @@ def test_what_is_refused_in_fp16_names_the_remedy() -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_bf16_goes_on_only_where_told_to(check: bool) -> None:
-    engine = made(1, fp16=False, bf16={"enabled": True, "check_grad_overflow": check})
+    engine = build_engine(1, bf16={"enabled": True, "check_grad_overflow": check})
     engine.backward(engine(*tokens(0, 0)) * math.inf)
     report = engine.step()
     assert report.applied is not check
@@ -156,15 +148,14 @@ def test_bf16_goes_on_only_where_told_to(check: bool) -> None:
 
 
 def test_inputs_are_cast_where_asked() -> None:
-    assert made(2, small(), auto_cast=True)(torch.ones(2, 4)).dtype is torch.float16
+    assert made(2, small, auto_cast=True)(torch.ones(2, 4)).dtype is torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_autocast_keeps_fp32_parameters(dtype: str) -> None:
-    model = small()
-    engine = made(2, model, fp16=False, torch_autocast={"enabled": True, "dtype": dtype})
+    engine = build_engine(2, make_model=small, torch_autocast={"enabled": True, "dtype": dtype})
     output = engine(torch.ones(2, 4))
     assert output.dtype is getattr(torch, dtype)
-    assert model[0].weight.dtype is torch.float32
+    assert engine.module[0].weight.dtype is torch.float32
     engine.backward(output.float().mean())
     assert engine.step().loss_scale == (1.0 if dtype == "bfloat16" else 2.0**16)

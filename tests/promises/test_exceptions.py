@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from models import Stack, sgd, tokens
+from models import sgd, tokens
 from torch import Tensor, nn
-from twin import FEW_STAGES, abort, build, engine_steps, everything, same, step, steps, whole
+from twin import FEW_STAGES, abort, build, build_engine, engine_steps, everything, same, step, steps, whole
 
-import zeroshard
 from zeroshard import StorageError, UsageError
 from zeroshard.core.gradient_bucket import GradientBucket
 
@@ -91,14 +90,8 @@ def test_a_backward_that_fails_at_its_end_aborted(rank: int) -> None:
 @FEW_STAGES
 def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(rank: int, stage: int) -> None:
     def run(disturbed: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 3,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-        }
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = build_engine(stage, gradient_accumulation_steps=3, optimizer=optimizer)
 
         engine_steps(engine, rank, range(3))
         if disturbed:

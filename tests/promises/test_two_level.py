@@ -29,10 +29,6 @@ from zeroshard.testing import run_ranks, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
-PRECISIONS = {"fp32": None, "bf16": Precision(torch.bfloat16), "fp16": Precision(torch.float16)}
-LAYOUTS = {"2x2": (4, 2), "2x1": (2, 1), "1x4": (4, 4)}
-"""Hosts x ranks: (ranks in all, within)."""
-BUCKETS = 256
 
 
 def test_the_sum_is_the_topologys() -> None:
@@ -135,6 +131,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         create_collectives(None, CPU, within=2)
     assert isinstance(create_collectives(None, CPU, within=1), Alone)
     assert isinstance(create_collectives(None, CPU, within="host"), Alone)
+    for block, words in (
+        ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
+        ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _ = load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, **block}}, 8).policy
 
 
 @pytest.mark.parametrize(
@@ -164,18 +166,6 @@ def test_quantised_gradients_have_no_effect(value: bool | str) -> None:
     for made in (lambda: Policy.stage(3, within=2, wire="int8"), lambda: zeroshard.Wire):
         with pytest.raises(UsageError, match="reduce_dtype"):
             made()
-
-
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"zero_hpz_partition_size": 3}, "does not divide the 8 ranks"),
-        ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, "two numbers of ranks"),
-    ],
-)
-def test_keys_that_cannot_be_meant_are_refused(block: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        _ = load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, **block}}, 8).policy
 
 
 # ---------------------------------------------------------------------- memory and bytes

@@ -241,37 +241,32 @@ def test_a_checkpoint_has_bytes_and_scales(rank: int, tmp_path: Path) -> None:
         sharded.load(tmp_path / "4 bits", "three")
 
 
-def changed(change: Callable[[Any], object]) -> Adapters:
-    """Return a model after a change of its first frozen layer."""
-    model = adapters(four_bit(torch.bfloat16))
-    change(model.blocks[0].up.base)
-    return model
+def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
+    """Return a function that makes a model and changes its first frozen layer."""
+
+    def make_model() -> nn.Module:
+        model = adapters(four_bit(torch.bfloat16))
+        change(model.blocks[0].up.base)
+        return model
+
+    return make_model
 
 
-REFUSED: dict[str, tuple[Callable[[], Adapters], str]] = {
-    "trained": (
-        partial(changed, lambda base: base.weight.requires_grad_(True)),
-        "blocks.0.up.base.weight is a Params4bit and to be trained.*train adapters",
-    ),
-    "packed": (
-        partial(changed, lambda base: setattr(base.weight.quant_state, "packing_format_for_cpu", True)),
-        "packed for inference",
-    ),
-    "not moved to its device, 4 bits": (partial(Adapters, four_bit()), "not quantised yet"),
-    "not moved to its device, 8 bits": (partial(Adapters, eight_bit), "not quantised yet"),
-}
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (changed(lambda base: base.weight.requires_grad_(True)), "0.up.base.weight is a Params4bit and to be trained.*train adapters"),
+    (changed(lambda base: setattr(base.weight.quant_state, "packing_format_for_cpu", True)), "packed for inference"),
+    (partial(Adapters, four_bit()), "not quantised yet"),  # not moved to its device
+    (partial(Adapters, eight_bit), "not quantised yet"),
+]  # fmt: skip
 
 
 @pytest.mark.ranks(1)
 def test_what_is_refused(rank: int, tmp_path: Path) -> None:
-    for name, (make_model, text) in REFUSED.items():
-        for stage in (1, 3):
-            with pytest.raises(UsageError, match=text):
-                made(stage, make_model=make_model)
-                raise AssertionError(name)
-    model, sharded = made(
-        2, make_model=partial(changed, lambda base: setattr(base, "support_avx512bf16_for_cpu", True))
-    )
+    for make_model, text in REFUSED:
+        with pytest.raises(UsageError, match=text):
+            made(3, make_model=make_model)
+            raise AssertionError(text)
+    model, sharded = made(2, make_model=changed(lambda base: setattr(base, "support_avx512bf16_for_cpu", True)))
     assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
     model.blocks[0].up.base.weight.requires_grad_(True)
     with pytest.raises(UsageError, match="Params4bit"):
@@ -304,24 +299,20 @@ class Scaled(Tensor):
 
 @pytest.mark.ranks(2)
 def test_tensors_that_hold_others_are_refused(rank: int) -> None:
-    values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
-
-    def holding() -> nn.Module:
+    def make_model(name: str) -> nn.Module:
+        values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
         model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH))
-        model[1].weight = nn.Parameter(values, requires_grad=False)
+        if name == "codes":
+            model.register_buffer("codes", values)
+        else:
+            model[1].weight = nn.Parameter(values, requires_grad=False)
         return model
 
-    def buffering() -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, WIDTH))
-        model.register_buffer("codes", values)
-        return model
-
-    remedy = "Quantise frozen weights with bitsandbytes"
-    for stage in range(4):
-        with pytest.raises(UsageError, match=f"^1.weight is of test_quantised's class Scaled.*{remedy}"):
-            made(stage, make_model=holding)
-    with pytest.raises(UsageError, match=f"^codes is of.*{remedy}"):
-        made(1, make_model=buffering)
+    for name, stage in (("codes", 1), *(("1.weight", stage) for stage in range(4))):
+        told = f"^{name} is of test_quantised's class Scaled.*Quantise frozen weights with bitsandbytes"
+        with pytest.raises(UsageError, match=told):
+            made(stage, make_model=partial(make_model, name))
+            raise AssertionError(name, stage)
 
 
 def save_llama(folder: Path) -> None:

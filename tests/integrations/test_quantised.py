@@ -20,7 +20,7 @@ from insides import units as units_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import CPU, DISK, LARGE_BUCKETS, build, refusal, update
+from twin import CPU, DISK, LARGE_BUCKETS, build, plain_torch, refusal, update
 
 import zeroshard
 from zeroshard import CheckpointError, Offload, Policy, Precision, UsageError
@@ -83,16 +83,6 @@ made = partial(build, make_optimizer=ADAMW, bucket_numel=LARGE_BUCKETS)
 """Shards a model of `make_model` under a policy."""
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return ADAMW([p for p in model.parameters() if p.requires_grad])
-
-
-def unsharded_losses(make_model: Callable[[], nn.Module]) -> list[float]:
-    torch.manual_seed(0)
-    model = make_model()
-    return losses(model, adamw(model))
-
-
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
     """Train on batches that are the same on every rank, so that the mean gradient is each rank's own; then evaluate."""
     found = [update(model(batch(number)).pow(2).mean(), optimizer).item() for number in range(steps)]
@@ -115,7 +105,7 @@ def test_losses_are_those_of_the_unsharded_model(
     rank: int, storage: str, nested: bool, recomputes: bool, tmp_path: Path
 ) -> None:
     make_model, how = partial(adapters, four_bit(STORAGES[storage], nested), recomputes), Offload(str(tmp_path))
-    expected = unsharded_losses(make_model)
+    expected = losses(*plain_torch(ADAMW, make_model))
     policies = [Policy.stage(stage) for stage in range(4)]
     policies += [Policy.stage(stage).offloaded(parameters=CPU) for stage in (2, 3)]
     policies += [Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=how)]
@@ -213,7 +203,7 @@ def test_eight_bit_weights_stay_whole(rank: int) -> None:
                 model(batch(0))
         return model
 
-    expected = unsharded_losses(make_model)
+    expected = losses(*plain_torch(ADAMW, make_model))
     for stage in range(4):
         model, sharded = made(stage, make_model=partial(make_model, runs=stage == 2), seed=rank)
         assert losses(model, sharded.optimizer) == expected, stage
@@ -351,8 +341,7 @@ def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
         return found
 
     def body(rank: int) -> None:
-        plain = make_model()
-        expected = trained(plain, adamw(plain))
+        expected = trained(*plain_torch(ADAMW, make_model))
         for stage in (0, 2, 3):
             model, sharded = made(stage, make_model=make_model)
             assert trained(model, sharded.optimizer) == expected, stage

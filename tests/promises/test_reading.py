@@ -14,7 +14,7 @@ import torch.distributed as dist
 from models import Stack, sgd, tokens
 from ranks import on_ranks
 from torch import nn
-from twin import abort, build, same, same_on_all_ranks, step, whole
+from twin import abort, build, plain_torch, same, same_on_all_ranks, step, whole
 
 import zeroshard
 
@@ -161,9 +161,7 @@ def test_a_backward_for_inputs_or_for_looking_leaves_no_trace(stage: int) -> Non
             optimizer: Any
             accumulate: Any
             if stage is None:
-                torch.manual_seed(0)
-                model = Floats()
-                optimizer, accumulate = make_optimizer(model.parameters()), contextlib.nullcontext
+                (model, optimizer), accumulate = plain_torch(make_optimizer, Floats), contextlib.nullcontext
             else:
                 model, sharded = build(stage, make_model=Floats, make_optimizer=make_optimizer)
                 optimizer, accumulate = sharded.optimizer, sharded.accumulate

@@ -223,6 +223,16 @@ def close(values: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: fl
 # ---------------------------------------------------------------------- loops that tests write out
 
 
+def plain_torch(
+    make_optimizer: Callable[[Any], Any] | None, make_model: Callable[[], nn.Module] = Stack, seed: int = 0
+) -> tuple[Any, Any]:
+    """Return the model that `build` shards, and its optimizer."""
+    torch.manual_seed(seed)
+    model = make_model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, None if make_optimizer is None else make_optimizer(trained)
+
+
 def build(
     policy: Policy | int,
     *,
@@ -238,15 +248,12 @@ def build(
     `policy` may be a stage, and `precision` a dtype, or a name of `PRECISIONS`. Without `make_optimizer`, the model is only
     evaluated. The options are those of `zeroshard.shard`.
     """
-    torch.manual_seed(seed)
-    model = make_model()
+    model, optimizer = plain_torch(make_optimizer, make_model, seed)
     policy = Policy.stage(policy) if isinstance(policy, int) else policy
     if isinstance(precision, str):
         precision = PRECISIONS[precision]
     if not isinstance(precision, Precision):
         precision = Precision(precision)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = None if make_optimizer is None else make_optimizer(trained)
     return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 
@@ -263,11 +270,13 @@ def build_engine(
     return zeroshard.initialize(model=make_model(), config=base | config)[0]
 
 
-def update(loss: Tensor, optimizer: Any) -> Tensor:
-    """Take one optimizer step on a loss, and return its value. The graph is not kept."""
+def update(loss: Tensor, optimizer: Any, clip: Callable[[], object] | None = None) -> Tensor:
+    """Take one optimizer step on a loss, and return its value. The graph is not kept. `clip` is called before the step."""
     value = loss.detach()
     loss.backward()
     del loss
+    if clip is not None:
+        clip()
     optimizer.step()
     optimizer.zero_grad()
     return value
@@ -277,11 +286,13 @@ Batches = Callable[[int, int], tuple[Any, ...]]
 """Returns the model's arguments for a rank and the number of a batch."""
 
 
-def step(model: nn.Module, optimizer: Any, rank: int, number: int, make_batch: Batches = tokens) -> Tensor:
+def step(
+    model: nn.Module, optimizer: Any, rank: int, number: int, make_batch: Batches = tokens,
+    clip: Callable[[], object] | None = None,
+) -> Tensor:  # fmt: skip
     """Take one optimizer step on this rank's batch with that number. The optimizer may be a `Sharded`'s."""
-    return update(
-        model(*make_batch(rank, number)), optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer
-    )
+    own = optimizer.optimizer if isinstance(optimizer, Sharded) else optimizer
+    return update(model(*make_batch(rank, number)), own, clip)
 
 
 def steps(
@@ -298,9 +309,9 @@ def microbatch(engine: Any, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def engine_steps(engine: Any, rank: int, numbers: Iterable[int]) -> list[Tensor]:
+def engine_steps(engine: Any, rank: int, numbers: Iterable[int], make_batch: Batches = tokens) -> list[Tensor]:
     """Run an engine on this rank's batch of each number, a microbatch, and return the losses."""
-    return [microbatch(engine, engine(*tokens(rank, number))) for number in numbers]
+    return [microbatch(engine, engine(*make_batch(rank, number))) for number in numbers]
 
 
 class Boom(Exception):

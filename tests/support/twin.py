@@ -257,19 +257,6 @@ def build(
     return model, zeroshard.shard(model, optimizer, policy, precision=precision, bucket_numel=bucket_numel, **options)
 
 
-def build_engine(
-    stage: int, *, make_model: Callable[[], nn.Module] = Stack, seed: int = 0, **config: Any
-) -> zeroshard.Engine:
-    """Return an engine with the same model on every rank, and AdamW. The options are keys of its config."""
-    torch.manual_seed(seed)
-    base = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-    }
-    return zeroshard.initialize(model=make_model(), config=base | config)[0]
-
-
 def update(loss: Tensor, optimizer: Any, clip: Callable[[], object] | None = None) -> Tensor:
     """Take one optimizer step on a loss, and return its value. The graph is not kept. `clip` is called before the step."""
     value = loss.detach()
@@ -335,6 +322,19 @@ def refusal(call: Callable[[], object]) -> str:
     with pytest.raises(ZeroshardError) as caught:
         call()
     return str(caught.value)
+
+
+def build_engine(
+    stage: int, *, make_model: Callable[[], nn.Module] = Stack, seed: int = 0, **config: Any
+) -> zeroshard.Engine:
+    """Return an engine with the same model on every rank, and AdamW. The options are keys of its config."""
+    torch.manual_seed(seed)
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    return zeroshard.initialize(model=make_model(), config=base | config)[0]
 
 
 whole = whole_parameters

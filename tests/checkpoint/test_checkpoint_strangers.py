@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from insides import sharded_of, write_manifest
-from twin import build, step
+from twin import build, build_engine, step
 from typer.testing import CliRunner
 
-import zeroshard
 from zeroshard import CheckpointError, UsageError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint import saving
@@ -228,8 +227,7 @@ def test_a_file_that_was_changed_with_care_is_refused_by_name(what: str, tmp_pat
 def test_a_folder_that_was_not_meant_is_named_in_full(rank: int, tmp_path: Path) -> None:
     """There is none, or no name; the folder above was meant; there is no such tag; or the working folder changes meanwhile."""
     os.chdir(tmp_path)
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-    engine = zeroshard.initialize(model=torch.nn.Linear(3, 4), config=config)[0]
+    engine = build_engine(0)
     sharded = sharded_of(engine)
     with pytest.raises(CheckpointError, match="folder to save to is empty"):
         engine.save_checkpoint("")

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from insides import WRITE_BEHIND, sharded_of, write_manifest
 from memory import resident
-from models import MODELS, Stack, muon_with_adamw, sgd, tokens, workload
+from models import MODELS, Stack, muon_with_adamw, workload
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twin import build, engine_steps, everything, same, steps, update, whole
+from twin import build, build_engine, engine_steps, everything, microbatch, same, steps, update, whole
 
 import zeroshard
 from zeroshard import CheckpointError, Place, Policy, UsageError, ZeroshardError
@@ -217,9 +217,9 @@ class Dropping(Stack):
         )
 
 
-def config(stage: int, precision: dict[str, Any], micro: int = 3, accumulation: int = 2) -> dict[str, Any]:
+def config(stage: int, precision: dict[str, Any], accumulation: int = 2) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": micro,
+        "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
@@ -255,13 +255,8 @@ def run(engine: zeroshard.Engine, batch_of: Iterator[Tensor], steps: int) -> tup
     """Losses and batches up to so many steps."""
     losses, batches = [], []
     while engine.global_steps < steps:
-        for _ in range(engine.gradient_accumulation_steps()):
-            batch = next(batch_of)
-            loss = engine(batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-            batches.append(batch)
+        batches.append(next(batch_of))
+        losses.append(microbatch(engine, engine(batches[-1])))
     return losses, batches
 
 
@@ -489,29 +484,19 @@ def test_models_for_evaluation_and_optimizers_of_whole_parameters(rank: int, tmp
     dist.barrier()
     again.load(tmp_path)
     assert all(map(torch.equal, steps(other, again, rank, range(2, 4)), expected))
-    evaluated = zeroshard.shard(Stack(), None, Policy.stage(3))
+    other, evaluated = build(3, make_optimizer=None)
     evaluated.load(tmp_path)
-    assert same(whole(evaluated.model), saved)
+    assert same(whole(other), saved)
 
 
 def test_a_loss_scale_stays_with_its_precision(tmp_path: Path) -> None:
     """From fp16 with a fixed scale to bf16: gradients are not divided by it."""
-
-    def make(precision: dict[str, Any]) -> zeroshard.Engine:
-        torch.manual_seed(0)
-        return zeroshard.initialize(model=Stack(), config=config(0, precision, accumulation=1))[0]
-
-    engine = make({"fp16": {"enabled": True, "loss_scale": 128}})
-    engine.save_checkpoint(tmp_path)
-    norms = []
-    for load in (False, True):
-        other = make({"bf16": {"enabled": True}})
-        if load:
-            other.load_checkpoint(tmp_path)
-        other.backward(other(*tokens(0, 0)))
-        other.step()
-        norms.append(other.get_global_grad_norm())
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+    build_engine(0, fp16={"enabled": True, "loss_scale": 128}).save_checkpoint(tmp_path)
+    fresh, loaded = (build_engine(0, bf16={"enabled": True}) for _ in range(2))
+    loaded.load_checkpoint(tmp_path)
+    for one in (fresh, loaded):
+        engine_steps(one, 0, [0])
+    assert loaded.get_global_grad_norm() == pytest.approx(fresh.get_global_grad_norm(), rel=0.05)
 
 
 def test_a_loader_begins_its_epoch_anew_unless_it_was_loaded() -> None:
@@ -557,8 +542,7 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
     def train(engine: Any, loader: Any, save_after: int | None, count: int) -> list[list[Any]]:
         seen = []
         for number, batch in zip(range(count), loader, strict=False):
-            engine.backward(engine(batch))
-            engine.step()
+            microbatch(engine, engine(batch))
             seen.append(batch.tolist())
             if number == save_after:
                 engine.save_checkpoint(tmp_path, "within")
@@ -573,12 +557,11 @@ def test_a_save_within_a_step_keeps_the_samples_of_the_step(tmp_path: Path) -> N
 
 
 def test_a_fall_back_names_what_it_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def shard(width: int) -> zeroshard.Sharded:
-        return build(2, make_model=lambda: nn.Linear(width, 1), make_optimizer=sgd)[1]
-
-    shard(3).save(tmp_path, "old", {"tag": "old"})
-    shard(4).save(tmp_path, "new", {"tag": "new"})
-    assert shard(3).load(tmp_path, fall_back=True).values == {"tag": "old"}
+    _, narrow = build(2, make_model=lambda: nn.Linear(3, 1))
+    _, wide = build(2, make_model=lambda: nn.Linear(4, 1))
+    narrow.save(tmp_path, "old", {"tag": "old"})
+    wide.save(tmp_path, "new", {"tag": "new"})
+    assert narrow.load(tmp_path, fall_back=True).values == {"tag": "old"}
     assert "passes over" in caplog.text
     assert "saved with shape (1, 4)" in caplog.text
 
@@ -624,7 +607,7 @@ def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(rank: int, stage
 def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    engine, *_ = zeroshard.initialize(model=Stack(), config=config(1, {}, accumulation=1))
+    engine = build_engine(1)
     engine_steps(engine, rank, [0, 0])
     checkpoints = sharded_of(engine).checkpoints
     write_behind = getattr(checkpoints, WRITE_BEHIND)
@@ -647,32 +630,29 @@ def test_what_goes_wrong_behind_the_training_surfaces(rank: int, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_nothing_is_ever_whole(tmp_path: Path) -> None:
+@pytest.mark.ranks(4)
+def test_nothing_is_ever_whole(rank: int, tmp_path: Path) -> None:
     """A GPT of 19 M parameters on 4 ranks, 290 MiB of states: save and load take less than a unit beyond what rests."""
-    gpt = GPTConfig(layers=24, width=256, heads=4)
-
-    def body(rank: int) -> tuple[int, int, int]:
-        ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
-        with zeroshard.sharded_init():
-            model = GPT(gpt)
-        sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(3))
-        data = torch.randint(0, 256, (1, 33))
-        update(model(data[:, :-1], data[:, 1:]), sharded.optimizer)
-        sharded.save(tmp_path, "first")  # connections, and what libraries take once
-        peaks = []
-        for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
-            gc.collect()
-            Path("/proc/self/clear_refs").write_text("5")
-            start = resident("VmRSS")
-            work()
-            peaks.append(resident("VmHWM") - start)
-        return sharded.load(tmp_path, "a").nbytes, *peaks
-
-    numel = sum(p.numel() for p in GPT(gpt).parameters())
-    for read, save, load in on_ranks(body, 4):
-        assert read < 12 * numel / 4 + 4 * (8 << 20), "its own states, and the rest of the chunks at their ends"
-        assert save < 16 << 20, "a manifest, and nothing of the model"
-        assert load < 12 * numel / 4 + (24 << 20), "the new optimizer states, a chunk, the manifest"
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # what is freed goes back to the system
+    with zeroshard.sharded_init():
+        model = GPT(GPTConfig(layers=24, width=256, heads=4))
+    numel = sum(p.numel() for p in model.parameters())
+    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters(), fused=True), Policy.stage(3))
+    data = torch.randint(0, 256, (1, 33))
+    update(model(data[:, :-1], data[:, 1:]), sharded.optimizer)
+    sharded.save(tmp_path, "first")  # connections, and what libraries take once
+    peaks = []
+    for work in (lambda: sharded.save(tmp_path, "a"), lambda: sharded.load(tmp_path, "a")):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        start = resident("VmRSS")
+        work()
+        peaks.append(resident("VmHWM") - start)
+    save, load = peaks
+    read = sharded.load(tmp_path, "a").nbytes
+    assert read < 12 * numel / 4 + 4 * (8 << 20), "its own states, and the rest of the chunks at their ends"
+    assert save < 16 << 20, "a manifest, and nothing of the model"
+    assert load < 12 * numel / 4 + (24 << 20), "the new optimizer states, a chunk, the manifest"
 
 
 def test_the_manifest_says_where_everything_is(tmp_path: Path) -> None:

@@ -118,12 +118,11 @@ def test_an_optimizer_itself_is_saved_only_if_every_rank_has_all_states(rank: in
     assert same(*({key: one[key] for key in one if "parameters" not in key} for one in (expected, after)))
 
 
-def for_fsdp2(seed: int) -> torch.nn.Module:
+def for_fsdp2(scale: float = 1.0) -> torch.nn.Module:
     """A model without scalars, which FSDP2 does not take, and without empty parameters."""
-    torch.manual_seed(seed)
     model = Untied()
     for block in model.blocks:
-        block.scale = torch.nn.Parameter(torch.full((1,), float(seed)))
+        block.scale = torch.nn.Parameter(torch.full((1,), scale))
         del block.empty
         block.empty = torch.zeros(0)
     return model
@@ -134,9 +133,8 @@ def test_fsdp2_reads_what_we_wrote_and_we_read_what_it_wrote(rank: int, tmp_path
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, other = for_fsdp2(0), for_fsdp2(1)
-    expected = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
-    sharded = zeroshard.shard(model, None, Policy.stage(3))
+    model, sharded = build(3, make_model=for_fsdp2, make_optimizer=None)
+    expected, other = whole(model), for_fsdp2(2.0)
     dcp.save({"train": zeroshard.DistributedState(sharded)}, checkpoint_id=tmp_path / "ours")
     fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
     theirs = {"train": {"model": other.state_dict()}}

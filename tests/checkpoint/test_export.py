@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import peft as integration
-from twin import build
+from twin import build, build_engine, microbatch
 from typer.testing import CliRunner
 
 import zeroshard
@@ -37,7 +37,6 @@ from zeroshard.testing import run_ranks
 from zeroshard.tools.checkpoints import folded
 from zeroshard.tools.main import app
 
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 DTYPES = {"live": None, "live bf16": torch.bfloat16, "out": None, "out bf16": torch.bfloat16}
 
 
@@ -181,7 +180,7 @@ def test_an_export_on_a_disk_that_fills_leaves_what_was_there_and_names_the_file
     blocked.touch()
 
     def body(rank: int) -> None:
-        engine = zeroshard.initialize(model=MODELS["tied"](), config=CONFIG)[0]
+        engine = build_engine(2)
         with pytest.raises(CheckpointError, match="cannot be written"):
             engine.export(blocked)
         engine.save_checkpoint(tmp_path / "ckpt")
@@ -248,8 +247,7 @@ def trained(
         }  # fmt: skip
         engine, *_ = zeroshard.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(2):
-            engine.backward(engine(**batch(model)).loss)
-            engine.step()
+            microbatch(engine, engine(**batch(model)).loss)
         engine.export(folder / "live", torch.bfloat16 if bf16 else None)
         engine.save_checkpoint(folder / "ckpt", **(save or {}))
         return logits(model)
@@ -364,8 +362,7 @@ class Strange(Stack):
 def test_a_model_that_cannot_be_exported_whole_is_saved_all_the_same(
     make: Callable[[], nn.Module], says: str | None, tmp_path: Path
 ) -> None:
-    model = make()
-    sharded = zeroshard.shard(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    _, sharded = build(2, make_model=make, make_optimizer=sgd)
     sharded.save(tmp_path, "a")
     for name, write in (("live", sharded.export), ("out", partial(export, open_checkpoint(tmp_path)))):
         if says is not None:
@@ -381,9 +378,6 @@ def test_an_export_of_adapters_leaves_the_model_in_their_folder(tmp_path: Path) 
     """It may be their base."""
     (tmp_path / "model.safetensors").write_text("the base")
     (tmp_path / "adapter_model.safetensors").write_text("an earlier adapter")
-    model = lora()
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    engine, *_ = zeroshard.initialize(model=model, config={"train_batch_size": 1, "optimizer": sgd})
-    engine.export(tmp_path)
+    build_engine(0, make_model=lora).export(tmp_path)
     assert (tmp_path / "model.safetensors").read_text() == "the base"
     assert (tmp_path / "adapter_model.safetensors").read_bytes() != b"an earlier adapter"

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from full_disks import file_size_limit
-from models import Stack
 from ranks import on_ranks
 from torch import Tensor
-from twin import build, engine_steps, step, whole
+from twin import build, build_engine, engine_steps, step, whole
 
-import zeroshard
 from zeroshard import CheckpointError, UsageError
 from zeroshard.checkpoint import manifest as files
 from zeroshard.checkpoint import saving
@@ -247,12 +245,8 @@ def _carry_where_files_stay_small(*arguments: Any) -> None:
 @pytest.mark.ranks(2)
 def test_an_engine_does_it_by_its_config(rank: int, tmp_path: Path) -> None:
     members.host_id = lambda: str(rank)  # type: ignore[assignment]
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2},
-        "checkpoint": {"use_node_local_storage": True},
-    }  # fmt: skip
     folder = tmp_path / f"host{rank}"
-    engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+    engine = build_engine(2, checkpoint={"use_node_local_storage": True})
     engine_steps(engine, 0, [0])
     engine.save_checkpoint(folder, client_state={"best": 1})
     if rank == 0:

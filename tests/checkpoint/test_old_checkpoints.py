@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import insides
@@ -13,7 +15,6 @@ from ranks import on_ranks
 from torch import nn
 from twin import build, everything, same
 
-from zeroshard import Sharded
 from zeroshard.checkpoint.consolidated import state_dict_of
 from zeroshard.checkpoint.manifest import MANIFEST, read_manifest
 
@@ -24,16 +25,14 @@ Parameter n has the values 100 n, 100 n + 1, ...; `exp_avg` has half of these, a
 """
 
 
-class Old(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.fixed = nn.Parameter(torch.zeros(3), requires_grad=False)
-        self.register_buffer("seen", torch.full((2,), 9.0))
+def make_model() -> nn.Module:
+    model = nn.Sequential(OrderedDict(up=nn.Linear(6, 8), down=nn.Linear(8, 6)))
+    model.register_parameter("fixed", nn.Parameter(torch.zeros(3), requires_grad=False))
+    model.register_buffer("seen", torch.full((2,), 9.0))
+    return model
 
 
-def sharded_old() -> Sharded:
-    return build(3, make_model=Old, make_optimizer=torch.optim.AdamW, bucket_numel=48)[1]
+make = partial(build, 3, make_model=make_model, make_optimizer=torch.optim.AdamW, bucket_numel=48)
 
 
 @pytest.mark.quick(4)
@@ -41,8 +40,7 @@ def sharded_old() -> Sharded:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_an_old_checkpoint_loads_and_is_saved_anew(version: int, size: int, tmp_path: Path) -> None:
     def body(rank: int) -> None:
-        sharded = sharded_old()
-        model = sharded.model
+        model, sharded = make()
         loaded = sharded.load(OLD, f"version_{version}")
         if size == 2:  # the ranks' own states, too
             before = torch.get_rng_state()
@@ -85,7 +83,7 @@ def test_an_old_checkpoint_with_the_names_of_wrappers_loads(version: int, tmp_pa
     insides.write_manifest(path, body)
     assert '"up._checkpoint_wrapped_module.weight"' in path.read_text()
 
-    sharded, other = sharded_old(), sharded_old()
+    (_, sharded), (_, other) = make(), make()
     sharded.load(tmp_path, "old")
     other.load(OLD, f"version_{version}")
     assert same(everything(sharded), everything(other))

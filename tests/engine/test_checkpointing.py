@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 from memory import allocated_peak
-from models import tokens
+from models import OPTIMIZERS, tokens
 from quiet import no_warnings
 from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from twin import LARGE_BUCKETS, build, engine_steps, same, update, whole
+from twin import LARGE_BUCKETS, build_engine, engine_steps, update
 
 import zeroshard
-from zeroshard import ConfigError, UsageError, checkpointing
+from zeroshard import ConfigError, Policy, Precision, UsageError, checkpointing
 from zeroshard.engine.recompute.checkpointing import Checkpointer, Checkpointing
+from zeroshard.testing import Run, Workload, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 WIDTH, DEPTH = 16, 4
@@ -55,31 +56,19 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def train(
-    rank: int, stage: int, dtype: torch.dtype | None, options: Checkpointing | None, own: bool = False
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Train with two microbatches a step, and return the losses and parameters."""
+def trained(rank: int, stage: int, dtype: torch.dtype | None, options: Checkpointing | None, own: bool = False) -> Run:
+    """Train with two microbatches a step."""
     checkpointer = None if options is None else Checkpointer(options)
 
     def make_model() -> nn.Module:
         model = Model(checkpointer.checkpoint) if own and checkpointer is not None else Model()
         if checkpointer is not None and not own:
             checkpointer.checkpoint_units(model)
+        torch.manual_seed(7 + rank)  # dropout differs from rank to rank
         return model
 
-    model, sharded = build(stage, precision=dtype, make_model=make_model, bucket_numel=LARGE_BUCKETS)
-    torch.manual_seed(7 + rank)  # dropout differs from rank to rank
-    losses = []
-    for number in range(8):
-        with sharded.accumulate(number % 2 == 0):
-            loss = model(*tokens(rank, number))
-            loss.backward()
-        losses.append(loss.detach())
-        if number % 2:
-            sharded.clip_grad_norm_(1.0)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-    return torch.stack(losses), whole(model)
+    work = Workload(make_model, tokens, OPTIMIZERS["fused AdamW"], steps=4, microbatches=2, max_norm=1.0)
+    return train(rank, work, Policy.stage(stage), precision=Precision(dtype), bucket_numel=LARGE_BUCKETS)
 
 
 OPTIONS = {
@@ -95,10 +84,9 @@ OPTIONS = {
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("own", [False, True], ids=["units", "own calls"])
 def test_the_bits_are_those_without_checkpointing(rank: int, own: bool, stage: int, dtype: torch.dtype | None) -> None:
-    losses, parameters = train(rank, stage, dtype, None)
+    expected = trained(rank, stage, dtype, None)
     for name, options in OPTIONS.items():
-        found, values = train(rank, stage, dtype, options, own)
-        assert torch.equal(found, losses) and same(values, parameters), name
+        assert trained(rank, stage, dtype, options, own).equals(expected), name
 
 
 def test_the_profile_counts_calls_seconds_and_bytes_of_the_outermost_modules() -> None:
@@ -157,14 +145,7 @@ def test_options_without_effect_are_named() -> None:
 @pytest.mark.ranks(2)
 def test_a_config_checkpoints_units_without_touching_the_model(rank: int) -> None:
     def engine(**block: Any) -> zeroshard.Engine:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            "activation_checkpointing": block,
-        }
-        return zeroshard.initialize(model=Model(), config=config)[0]
+        return build_engine(3, make_model=Model, activation_checkpointing=block)
 
     keys = {*Model().state_dict()} - {"positions"}
     expected = engine_steps(engine(), rank, range(3))

@@ -20,12 +20,12 @@ from quiet import no_warnings
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from twin import LARGE_BUCKETS, STAGES, build, close, engine_steps, expect_equal, same, whole
+from twin import LARGE_BUCKETS, STAGES, build_engine, close, engine_steps, expect_equal, microbatch, same, whole
 
 import zeroshard
-from zeroshard import CheckpointError, Engine, Precision, UsageError
+from zeroshard import CheckpointError, Engine, Policy, Precision, UsageError
 from zeroshard.engine.readers import Readers
-from zeroshard.testing import Workload
+from zeroshard.testing import Workload, train
 
 STEPS = 3
 
@@ -42,8 +42,7 @@ def config(stage: int, accumulation: int = 2, **blocks: Any) -> dict[str, Any]:
 
 
 def make(stage: int, accumulation: int = 2, **blocks: Any) -> Engine:
-    torch.manual_seed(0)
-    return zeroshard.initialize(model=Stack(), config=config(stage, accumulation, **blocks))[0]
+    return build_engine(stage, **config(stage, accumulation, **blocks))
 
 
 # ---------------------------------------------------------------------- loops
@@ -139,17 +138,15 @@ def test_loops_that_say_the_same_give_the_same_bits(rank: int, stage: int) -> No
 def test_gradients_of_several_backwards_and_of_ranks_are_summed(rank: int, stage: int) -> None:
     plain, several = make(0, 1), make(stage, 1)
     for step in range(STEPS):
-        plain.backward(plain(*tokens(rank, 2 * step)) + plain(*tokens(rank, 2 * step + 1)))
-        plain.step()
-        losses = [several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))]
-        for loss in losses:
-            several.backward(loss)
-        several.step()
+        microbatch(plain, plain(*tokens(rank, 2 * step)) + plain(*tokens(rank, 2 * step + 1)))
+        first, second = several(*tokens(rank, 2 * step)), several(*tokens(rank, 2 * step + 1))
+        several.backward(first)
+        microbatch(several, second)
     close(whole(plain.module), whole(several.module))
     sums, means = (make(stage, 1, gradient_allreduce_op=name, gradient_clipping=0.0) for name in ("sum", "mean"))
     for engine in (sums, means):
-        engine.backward(engine(*tokens(rank, 0)))
-    assert sums.step().grad_norm == 2 * means.step().grad_norm
+        engine_steps(engine, rank, [0])
+    assert sums.get_global_grad_norm() == 2 * means.get_global_grad_norm()
 
 
 @pytest.mark.ranks(2)
@@ -237,19 +234,11 @@ def test_engine_and_plain_road_give_the_same_bits(rank: int, stage: int, accumul
     dtype = torch.bfloat16 if bf16 else None
     precision = Precision(dtype, accumulate_dtype=dtype if accumulation == 1 else None)
     adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
-    plain, sharded = build(stage, precision=precision, make_optimizer=adamw, bucket_numel=LARGE_BUCKETS)
-    norms: list[float] = []
-    for step in range(4):
-        for microbatch in range(accumulation):
-            with sharded.accumulate(microbatch < accumulation - 1):
-                loss = plain(*tokens(rank, step * accumulation + microbatch))
-                assert torch.equal(loss, losses[step * accumulation + microbatch])
-                (loss / accumulation).backward()
-        norms.append(sharded.clip_grad_norm_(0.5))
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()
-    assert norms[-1] == norm
-    assert same(whole(plain), mine)
+    work = Workload(Stack, tokens, adamw, steps=4, microbatches=accumulation, max_norm=0.5)
+    plain = train(rank, work, Policy.stage(stage), precision=precision, bucket_numel=LARGE_BUCKETS)
+    assert torch.equal(plain.losses, torch.stack(losses).float())
+    assert plain.norms[-1] == norm
+    assert same(plain.parameters, mine)
 
 
 @pytest.mark.ranks(2)
@@ -326,8 +315,8 @@ def test_after_a_mistake_the_engine_trains_on(tmp_path: Path, monkeypatch: pytes
         engine.zero_grad()
         engine.set_train_batch_size(1)
         assert engine.global_steps == engine.micro_steps == counted, name
-        engine.backward(engine(*tokens(0, 0)))
-        assert engine.step().applied, name
+        engine_steps(engine, 0, [0])
+        assert engine.was_step_applied(), name
     assert not any(tmp_path.iterdir())
 
 
@@ -365,8 +354,8 @@ def test_a_loop_that_misses_steps_is_warned_once(rank: int) -> None:
         never_steps(make(2, 1))
     assert len(told) == 1
     engine = make(2, 2)
-    for number in range(2):
-        engine.backward(engine(*tokens(rank, number)))
+    engine.backward(engine(*tokens(rank, 0)))
+    engine.backward(engine(*tokens(rank, 1)))
     with pytest.warns(UserWarning, match="after 2 backwards, with gradient_accumulation_steps 2"):
         engine.step()
     with no_warnings():
@@ -423,9 +412,9 @@ class Odd(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", (1, 3))
 def test_state_dicts_of_an_odd_model(rank: int, stage: int, tmp_path: Path) -> None:
-    engine = zeroshard.initialize(model=Odd(), config=config(stage, 1))[0]
-    engine.backward(engine(torch.arange(4)))
-    assert engine.step().applied
+    engine = build_engine(stage, make_model=Odd)
+    microbatch(engine, engine(torch.arange(4)))
+    assert engine.was_step_applied()
     names = {"_extra_state", "embedding.weight", "head.weight", "kept", "empty", "numbers"}
     for state in (engine.module_state_dict(), engine.consolidated_state_dict()):
         if state is not None:
@@ -488,8 +477,7 @@ def test_a_checkpoint_within_a_step_begins_the_step_anew(rank: int, stage: int, 
     engine.backward(engine(*tokens(rank, 2)))
     engine.save_checkpoint(tmp_path)
     engine.step()
-    engine.backward(engine(*tokens(rank, 3)))
-    engine.step()
+    engine_steps(engine, rank, [3])
     other.load_checkpoint(tmp_path)
     as_documented(other, [tokens(rank, 2), tokens(rank, 3)])
     assert same(whole(engine.module), whole(other.module))
@@ -576,8 +564,8 @@ def test_an_optimizer_without_a_learning_rate_trains() -> None:
     del settings["optimizer"], settings["scheduler"]
     model = Stack()
     engine, *_ = zeroshard.initialize(model=model, optimizer=Own(model.parameters(), {}), config=settings)
-    engine.backward(engine(*tokens(0, 0)))
-    assert engine.step().applied
+    engine_steps(engine, 0, [0])
+    assert engine.was_step_applied()
     assert str(engine.get_lr()) == "[nan]"
 
 
@@ -680,8 +668,8 @@ def test_smaller_names_of_deepspeeds(rank: int) -> None:
     assert len(engine.deepspeed_io(list(range(8)), batch_size=1)) == 4  # type: ignore[arg-type]
     for one in (engine, other):
         with one.coalesce_grad_reduction() if one is engine else contextlib.nullcontext():
-            for batch in range(2):
-                one.backward(one(*tokens(batch, rank)))
+            one.backward(one(*tokens(0, rank)))
+            one.backward(one(*tokens(1, rank)))
         if one is engine:
             one.allreduce_gradients()
         one.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import folders
@@ -12,8 +13,8 @@ import pytest
 import torch
 from models import Stack, tokens
 from ranks import on_ranks
-from torch import nn
-from twin import close, engine_steps, same, whole
+from torch import Tensor, nn
+from twin import build_engine, close, engine_steps, same, whole
 
 import zeroshard
 from zeroshard import DynamicLossScaler, LossScaleError, StaticLossScaler, UsageError
@@ -56,20 +57,11 @@ def test_a_scaler_goes_on_where_its_state_was_taken() -> None:
     assert StaticLossScaler(8.0).state_dict() == {"scale": 8.0}
 
 
-def made(
-    stage: int, model: nn.Module | None = None, fp16: bool = True, clips: float = 0.5, **keys: Any
-) -> zeroshard.Engine:
-    """Return an engine in fp16 with these keys of the block, or else with these blocks."""
-    torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": clips,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
-        "zero_optimization": {"stage": stage},
-        **({"fp16": {"enabled": True, **keys}} if fp16 else keys),
-    }
-    return zeroshard.initialize(model=Stack() if model is None else model, config=config)[0]
+def made(stage: int, make_model: Callable[[], nn.Module] = Stack, clips: float = 0.5, **keys: Any) -> zeroshard.Engine:
+    """Return an engine in fp16 with these keys of the block."""
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+    fp16 = {"enabled": True, **keys}
+    return build_engine(stage, make_model=make_model, gradient_clipping=clips, scheduler=warmup, fp16=fp16)
 
 
 def small() -> nn.Module:
@@ -79,45 +71,43 @@ def small() -> nn.Module:
 def test_overflows_are_skipped_alike_at_every_stage() -> None:
     """The scale begins far too high, and one rank's loss is infinite later: every rank skips, and says so."""
 
-    def body(rank: int) -> list[dict[str, Any]]:
-        outcomes = []
-        for stage in range(4):
-            engine = made(stage, initial_scale_power=26, loss_scale_window=3)
-            told: list[Any] = []
-            for number in range(14):
-                before, scale = engine.get_lr(), engine.loss_scaler.scale
-                loss = engine(*tokens(rank, number))
-                engine.backward(loss * math.inf if number == 10 and rank == 0 else loss)
-                report = engine.step()
-                assert report.applied is engine.was_step_applied()
-                assert report.loss_scale == scale
-                if not report.applied:
-                    assert report.not_finite
-                    assert "not finite" in str(report.reason)
-                    assert engine.get_lr() == before
-                    assert not math.isfinite(report.grad_norm or 0.0)
-                    assert engine.get_global_grad_norm() == math.inf, "NaN or not"
-                told.append([report.applied, list(report.not_finite), str(report.grad_norm), engine.loss_scaler.scale])
-            assert engine.global_steps == 14
-            assert engine.skipped_steps == sum(not applied for applied, *_ in told)
-            assert not told[10][0]
-            values = whole(engine.module)
-            assert all(torch.isfinite(value).all() for value in values.values())
-            outcomes.append({"told": told, "values": values})
-            engine.destroy()
-        return outcomes
+    def trained(rank: int, stage: int) -> tuple[list[Any], dict[str, Tensor]]:
+        engine = made(stage, initial_scale_power=26, loss_scale_window=3)
+        told: list[Any] = []
+        for number in range(14):
+            before, scale = engine.get_lr(), engine.loss_scaler.scale
+            loss = engine(*tokens(rank, number))
+            engine.backward(loss * math.inf if number == 10 and rank == 0 else loss)
+            report = engine.step()
+            assert report.applied is engine.was_step_applied()
+            assert report.loss_scale == scale
+            if not report.applied:
+                assert report.not_finite
+                assert "not finite" in str(report.reason)
+                assert engine.get_lr() == before
+                assert not math.isfinite(report.grad_norm or 0.0)
+                assert engine.get_global_grad_norm() == math.inf, "NaN or not"
+            told.append([report.applied, list(report.not_finite), str(report.grad_norm), engine.loss_scaler.scale])
+        assert engine.global_steps == 14
+        assert engine.skipped_steps == sum(not applied for applied, *_ in told)
+        assert not told[10][0]
+        values = whole(engine.module)
+        engine.destroy()
+        return told, values
 
-    mine, theirs = on_ranks(body, 2)
-    assert 2 <= sum(not applied for applied, *_ in mine[0]["told"]) < 12
-    for outcome in mine + theirs:
-        assert outcome["told"] == mine[0]["told"]
-        assert same(outcome["values"], mine[0]["values"])
+    mine, theirs = on_ranks(lambda rank: [trained(rank, stage) for stage in range(4)], 2)
+    told, values = mine[0]
+    assert 2 <= sum(not applied for applied, *_ in told) < 12
+    assert all(torch.isfinite(value).all() for value in values.values())
+    for other, found in mine + theirs:
+        assert other == told
+        assert same(found, values)
 
 
 def test_gradients_are_unscaled_with_the_scale_that_they_were_made_with() -> None:
     """Steps on which the scale doubles included: a run with a moving scale goes where one with a fixed scale goes."""
 
-    def run(**fp16: Any) -> tuple[dict[str, torch.Tensor], set[float]]:
+    def run(**fp16: Any) -> tuple[dict[str, Tensor], set[float]]:
         engine = made(2, clips=0.0, **fp16)
         scales = set()
         for number in range(12):
@@ -147,7 +137,7 @@ def test_what_is_refused_in_fp16_names_the_remedy() -> None:
 
 @pytest.mark.parametrize("check", [True, False])
 def test_bf16_goes_on_only_where_told_to(check: bool) -> None:
-    engine = made(1, fp16=False, bf16={"enabled": True, "check_grad_overflow": check})
+    engine = build_engine(1, bf16={"enabled": True, "check_grad_overflow": check})
     engine.backward(engine(*tokens(0, 0)) * math.inf)
     report = engine.step()
     assert report.applied is not check
@@ -158,15 +148,14 @@ def test_bf16_goes_on_only_where_told_to(check: bool) -> None:
 
 
 def test_inputs_are_cast_where_asked() -> None:
-    assert made(2, small(), auto_cast=True)(torch.ones(2, 4)).dtype is torch.float16
+    assert made(2, small, auto_cast=True)(torch.ones(2, 4)).dtype is torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_autocast_keeps_fp32_parameters(dtype: str) -> None:
-    model = small()
-    engine = made(2, model, fp16=False, torch_autocast={"enabled": True, "dtype": dtype})
+    engine = build_engine(2, make_model=small, torch_autocast={"enabled": True, "dtype": dtype})
     output = engine(torch.ones(2, 4))
     assert output.dtype is getattr(torch, dtype)
-    assert model[0].weight.dtype is torch.float32
+    assert engine.module[0].weight.dtype is torch.float32
     engine.backward(output.float().mean())
     assert engine.step().loss_scale == (1.0 if dtype == "bfloat16" else 2.0**16)

@@ -19,23 +19,18 @@ import pytest
 from insides import replace_monitor
 from models import Stack
 from ranks import on_ranks, run_ranks
-from twin import engine_steps
+from twin import build_engine, engine_steps
 
 import zeroshard
 from zeroshard import ConfigError
 from zeroshard.engine.config.schema import MONITORS, Schema, block_of
 
-BASE = {
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 2},
-}
+BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
 FIGURES = [f"Train/Samples/{figure}" for figure in ("grad_norm", "loss_scale", "lr", "train_loss")]
 
 
 def run(config: dict[str, Any], rank: int = 0, steps: int = 4) -> tuple[zeroshard.Engine, list[float]]:
-    engine, *_ = zeroshard.initialize(model=Stack(), config={**BASE, **config})
+    engine = build_engine(2, **BASE, **config)
     losses = engine_steps(engine, rank, range(2 * steps))
     engine.destroy()
     return engine, [loss.item() for loss in losses]
@@ -68,7 +63,7 @@ def test_times_are_those_of_one_step_after_the_batch_size_was_set(capfd: pytest.
             time.sleep(0.02)
             return super().forward(*args)
 
-    engine, *_ = zeroshard.initialize(model=Slow(), config={**BASE, "steps_per_print": 2, "wall_clock_breakdown": True})
+    engine = build_engine(2, make_model=Slow, **BASE, steps_per_print=2, wall_clock_breakdown=True)
     engine.set_train_batch_size(4 * engine.train_micro_batch_size_per_gpu())
     engine_steps(engine, 0, range(8))
     engine.destroy()
@@ -143,8 +138,8 @@ def test_monitors_that_rank_0_cannot_make_are_an_error_on_every_rank(rank: int) 
     """And the model may be given to `initialize` again."""
     model = Stack()
     with pytest.raises(ConfigError, match="pip install comet_ml"):
-        zeroshard.initialize(model=model, config={**BASE, "comet": {"enabled": True}})
-    engine, *_ = zeroshard.initialize(model=model, config=BASE)
+        build_engine(2, make_model=lambda: model, comet={"enabled": True})
+    engine = build_engine(2, make_model=lambda: model)
     engine_steps(engine, rank, range(2))
 
 

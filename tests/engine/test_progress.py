@@ -21,7 +21,7 @@ from quiet import no_warnings
 from ranks import on_ranks
 from simgpu import budgets, server
 from torch import nn
-from twin import build, engine_steps, gpt_batch, update
+from twin import build, build_engine, engine_steps, gpt_batch, update
 from typer.testing import CliRunner
 
 import zeroshard
@@ -33,12 +33,7 @@ from zeroshard.engine.monitors import Sent
 from zeroshard.testing.gpt import GPT, GPTConfig
 from zeroshard.tools.main import app
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-    "zero_optimization": {"stage": 2},
-}
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
 
 
 class Terminal(io.StringIO):
@@ -87,7 +82,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def engine() -> Iterator[zeroshard.Engine]:
-    made, *_ = zeroshard.initialize(model=Stack(), config=CONFIG)
+    made = build_engine(2, **CONFIG)
     yield made
     made.destroy()
 
@@ -174,7 +169,7 @@ def test_what_lasts_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     for module in ("model.shard", "model.pretrained", "checkpoint.hugging_face", "checkpoint.display"):
         monkeypatch.setattr(importlib.import_module(f"zeroshard.{module}"), "Display", Noted)
     config = GPTConfig(layers=2, width=64, heads=2, context=16)
-    engine, *_ = zeroshard.initialize(model=GPT(config), config={**CONFIG, "gradient_accumulation_steps": 1})
+    engine = build_engine(2, make_model=lambda: GPT(config))
     update(engine(*gpt_batch(0, 0)), engine.optimizer)
     engine.save_checkpoint(tmp_path / "checkpoints", "a")
     engine.load_checkpoint(tmp_path / "checkpoints")
@@ -381,13 +376,8 @@ def test_the_log_of_an_engine(how: str, divides: bool, tmp_path: Path) -> None:
     shown: dict[str, Any] = {"config": {}, "monitors": {"monitors": block}, "log": {"log": tmp_path / "run"}}[how]
 
     def body(rank: int) -> list[float]:
-        config = {
-            **CONFIG,
-            "wall_clock_breakdown": True,
-            "steps_per_print": float("inf"),
-            **(block if how == "config" else {}),
-        }
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        more = block if how == "config" else {}
+        engine = build_engine(2, **CONFIG, wall_clock_breakdown=True, steps_per_print=float("inf"), **more)
         with zeroshard.progress(engine, **shown):
             losses = train(engine, 3, rank, divides=divides)
         train(engine, 1, rank)

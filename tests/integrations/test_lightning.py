@@ -41,7 +41,7 @@ from zeroshard.testing.gpt import GPT, GPTConfig
 Outcome = tuple[list[float], list[Tensor]]
 """Losses and parameters."""
 SMALL = GPTConfig(vocabulary=32, layers=2, width=16, heads=2, context=9)
-
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 TOKENS: Any = [torch.randint(0, 32, (9,), generator=torch.Generator().manual_seed(number)) for number in range(24)]
 
@@ -51,14 +51,17 @@ def loader() -> DataLoader[Tensor]:
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    """`by` says how the step comes to the model: through the module's own forward, or the inner model."""
+    """`by` says how the step comes to the model: through the module's own forward, or the inner model.
 
-    def __init__(self, by: str = "inner", lr: float = 1e-2) -> None:
+    `make_optimizer` gets the trained parameters; the default is AdamW with a schedule.
+    """
+
+    def __init__(self, by: str = "inner", make_optimizer: Callable[..., Any] | None = None) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters("by")
         torch.manual_seed(0)
         self.model = GPT(SMALL)
-        self.by = by
+        self.by, self.make_optimizer = by, make_optimizer
         self.losses: list[float] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -84,7 +87,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return self(batch)[:, -1].float()
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        if self.make_optimizer is not None:
+            return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        optimizer = ADAMW(self.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -126,6 +131,10 @@ def assert_same(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
 def expect_ddps(body: Callable[[int | None], Outcome], stage: int, atol: float = 1e-6) -> None:
     """Assert that `body(stage)` on two ranks comes to what `body(None)` does under DDP."""
     assert_same(launched(body, 2, stage), launched(body, 2, None), atol)
+
+
+def no_optimizer(_: Any) -> None:
+    """What a module returns whose config names the optimizer."""
 
 
 def full(*values: Any) -> Any:
@@ -206,25 +215,16 @@ def test_losses_are_those_of_ddp(case: str, stage: int, tmp_path: Path) -> None:
     expect_ddps(lambda stage: fitted(tmp_path, stage, make, **options), stage, 1e-5 if make is Clips else 1e-6)
 
 
-class StageOne(Module):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
-class Plain(Module):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def test_an_optimizer_of_stage_one_is_any_optimizer_under_ddp(tmp_path: Path) -> None:
-    def body(make: Callable[[], Module]) -> Outcome:
-        module = make()
+    def body(make_optimizer: Callable[..., Any]) -> Outcome:
+        module = Module(make_optimizer=make_optimizer)
         trains = trainer(tmp_path, strategy_of(None), max_epochs=2, gradient_clip_val=0.5)
         trains.fit(module, loader())
         trains.save_checkpoint(tmp_path / "saved.ckpt")
         return outcome(module)
 
-    assert_same(launched(body, 2, StageOne), launched(body, 2, Plain), 0.0)
+    stage_one = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-2)
+    assert_same(launched(body, 2, stage_one), launched(body, 2, ADAMW), 0.0)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -359,18 +359,15 @@ class Unfreezes(BaseFinetuning):  # type: ignore[misc]
             optimizer.add_param_group({"params": pl_module.model.blocks.parameters(), "lr": 1e-3})
 
 
-class Finetuned(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [full(0), full(1), 2, full(3)])
 def test_finetuning_callbacks_free_parameters(stage: int, tmp_path: Path) -> None:
     """One process: DDP of several does not average the gradients of what was frozen when it was made."""
 
     def body(stage: int | None, compares_values: bool = True) -> Outcome:
-        return fitted(tmp_path, stage, partial(Finetuned, "own"), max_epochs=3, callbacks=[Unfreezes(compares_values)])
+        return fitted(
+            tmp_path, stage, partial(Module, "own", ADAMW), max_epochs=3, callbacks=[Unfreezes(compares_values)]
+        )
 
     assert_same(launched(body, 1, stage, stage < 3), launched(body, 1, None), 0.0)
     two = launched(body, 2, stage, stage < 3)
@@ -444,7 +441,7 @@ def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
 
     class Warms(Module):
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = ADAMW(self.parameters())
             schedule = WarmupDecayLR(optimizer, 6, warmup_max_lr=1e-2, warmup_num_steps=2)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -452,7 +449,7 @@ def test_a_config_takes_the_place_of_the_stage(tmp_path: Path) -> None:
             scheduler.step()
 
     def body(stage: int | None) -> Outcome:
-        module = Warms() if stage is None else Without()
+        module = Warms() if stage is None else Module(make_optimizer=no_optimizer)
         strategy = strategy_of(None) if stage is None else ZeroStrategy(config=config)
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
         trainer(tmp_path, strategy, **options).fit(module, loader())
@@ -492,7 +489,8 @@ class Edits(Module):
     """A module whose hooks edit the state dict of checkpoints, each in one way."""
 
     def __init__(self, way: str, loads: bool = False) -> None:
-        super().__init__()
+        momentum = 0 if way == "another size" else 0.9
+        super().__init__(make_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=momentum))
         self.way, self.loads = way, loads
         torch.manual_seed(1 + loads)
         self.teacher = torch.nn.Linear(4, 4).requires_grad_(False)
@@ -531,10 +529,6 @@ class Edits(Module):
             assert checkpoint["mine"] == {"value": 3, "names": sorted(state)}
         elif self.way == "changes":
             state["model.head.weight"] = state["model.head.weight"] * 0.5
-
-    def configure_optimizers(self) -> Any:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trained, lr=0.1, momentum=0 if self.way == "another size" else 0.9)
 
 
 WAYS = ["leaves out", "leaves out a trained one", "adds", "casts", "renames", "another size", "another key", "changes"]
@@ -598,11 +592,6 @@ def test_averages_of_weights_are_saved_and_resumed(stage: int, tmp_path: Path) -
 # ---------------------------------------------------------------------- mistakes
 
 
-class Without(Module):
-    def configure_optimizers(self) -> None:
-        return None
-
-
 def fit(folder: Path, strategy: Any, module: Any = None, ckpt_path: Any = None, **more: Any) -> None:
     trainer(folder, strategy, **more).fit(module or Module(), loader(), ckpt_path=ckpt_path)
 
@@ -621,7 +610,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no checkpoint": (
         lambda p: fit(p, ZeroStrategy(), ckpt_path=p / "none.ckpt"), zeroshard.CheckpointError, "no checkpoint at"),
     "a folder": (lambda p: fit(p, ZeroStrategy(), ckpt_path=p), zeroshard.CheckpointError, "not a sharded checkpoint"),
-    "no optimizer": (lambda p: fit(p, ZeroStrategy(), Without()), UsageError, "name one in the config"),
+    "no optimizer": (lambda p: fit(p, ZeroStrategy(), Module(make_optimizer=no_optimizer)), UsageError, "name one in the config"),
     "SWA": (lambda p: fit(p, ZeroStrategy(3), callbacks=[StochasticWeightAveraging(1e-2)]),
             UsageError, "StochasticWeightAveraging .* use stage 2"),
     "EMA": (lambda p: fit(p, ZeroStrategy(3), callbacks=[EMAWeightAveraging()]), UsageError, "EMAWeightAveraging .* use stage 2"),
@@ -695,25 +684,26 @@ def loop(
     )
     torch.manual_seed(0)
     model = GPT(SMALL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ADAMW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     model, optimizer = made.setup(model, optimizer)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
     if resume:
         assert made.load(folder / "state.ckpt", state) == {"note": "kept"}
     losses = []
-    for step in range(state["step"], steps):
-        for half in range(2):
-            rows = torch.stack(TOKENS[(4 * (2 * step + half)) % 24 :][:4])[made.global_rank :: made.world_size]
-            with made.no_backward_sync(model, enabled=half == 0):
-                loss = model(rows[:, :-1], rows[:, 1:])
-                made.backward(loss / 2)
-            losses.append(loss.item())
-        made.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        state["step"] += 1
+    for number in range(2 * state["step"], 2 * steps):
+        rows = torch.stack(TOKENS[4 * number % 24 :][:4])[made.global_rank :: made.world_size]
+        is_last = number % 2 == 1
+        with made.no_backward_sync(model, enabled=not is_last):
+            loss = model(rows[:, :-1], rows[:, 1:])
+            made.backward(loss / 2)
+        losses.append(loss.item())
+        if is_last:
+            made.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            state["step"] += 1
     if save:
         made.save(folder / "state.ckpt", {**state, "note": "kept"})
     return losses, [value.detach().clone() for value in model.state_dict().values()]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from insides import units as units_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twin import CPU, DISK, refusal, update
+from twin import CPU, DISK, LARGE_BUCKETS, build, plain_torch, refusal, update
 
 import zeroshard
 from zeroshard import CheckpointError, Offload, Policy, Precision, UsageError
@@ -42,26 +43,22 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-class Block(nn.Module):
-    def __init__(self, make: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.up, self.down = (Adapted(make(*s), *s) for s in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 class Adapters(nn.Module):
     def __init__(self, make: Callable[..., nn.Module], recomputes: bool = False) -> None:
         super().__init__()
+
+        def block() -> nn.Module:
+            up, down = (Adapted(make(*s), *s) for s in ((WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)))
+            return nn.Sequential(OrderedDict(up=up, relu=nn.ReLU(), down=down))
+
         self.recomputes = recomputes
         self.enter, self.leave = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 2)
-        self.blocks = nn.ModuleList(Block(make) for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
         return self.leave(x)
 
 
@@ -73,16 +70,17 @@ def four_bit(storage: torch.dtype = torch.uint8, nested: bool = True) -> Callabl
 eight_bit = partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)
 
 
-def build(
-    make: Callable[..., nn.Module], *, recomputes: bool = False, seed: int = 0
-) -> tuple[Adapters, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
+def adapters(make: Callable[..., nn.Module], recomputes: bool = False) -> Adapters:
     model = Adapters(make, recomputes)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):  # in eval mode, the unsharded model repacks its bytes otherwise
             module.support_avx512bf16_for_cpu = False
-    model = model.to("cpu")  # which quantises
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    return model.to("cpu")  # which quantises
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+made = partial(build, make_optimizer=ADAMW, bucket_numel=LARGE_BUCKETS)
+"""Shards a model of `make_model` under a policy."""
 
 
 def losses(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
@@ -106,31 +104,30 @@ def batch(number: int) -> Tensor:
 def test_losses_are_those_of_the_unsharded_model(
     rank: int, storage: str, nested: bool, recomputes: bool, tmp_path: Path
 ) -> None:
-    make, how = four_bit(STORAGES[storage], nested), Offload(str(tmp_path))
-    expected = losses(*build(make, recomputes=recomputes))
+    make_model, how = partial(adapters, four_bit(STORAGES[storage], nested), recomputes), Offload(str(tmp_path))
+    expected = losses(*plain_torch(ADAMW, make_model))
     policies = [Policy.stage(stage) for stage in range(4)]
     policies += [Policy.stage(stage).offloaded(parameters=CPU) for stage in (2, 3)]
     policies += [Policy.stage(3).offloaded(parameters=DISK, optimizer=DISK, offload=how)]
     for policy in policies:
         # Other values on rank 1: all start from rank 0's.
-        model, optimizer = build(make, recomputes=recomputes, seed=rank)
-        sharded = zeroshard.shard(model, optimizer, policy)
+        model, sharded = made(policy, make_model=make_model, seed=rank)
         if policy == Policy.stage(3):
             sharded.offload_states(place=DISK, offload=how)
             sharded.reload_states()
-        assert losses(model, optimizer) == expected, policy
+        assert losses(model, sharded.optimizer) == expected, policy
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_no_dtype_of_the_run_converts_the_bytes(rank: int, storage: str, param_dtype: torch.dtype) -> None:
+    make_model = partial(adapters, four_bit(STORAGES[storage]))
+    torch.manual_seed(0)
+    before = {fqn: p.detach() for fqn, p in make_model().named_parameters() if isinstance(p, bnb.nn.Params4bit)}
     for stage in (1, 3):
-        model, optimizer = build(four_bit(STORAGES[storage]))
-        before = {fqn: p.detach().clone() for fqn, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)}
-        sharded = zeroshard.shard(
-            model, optimizer, stage, precision=Precision(param_dtype, keep_in_fp32=("enter", "leave"))
-        )
+        precision = Precision(param_dtype, keep_in_fp32=("enter", "leave"))
+        model, sharded = made(stage, make_model=make_model, precision=precision)
         with zeroshard.unsharded(model):
             for fqn, p in model.named_parameters():
                 if fqn in before:
@@ -142,9 +139,8 @@ def test_no_dtype_of_the_run_converts_the_bytes(rank: int, storage: str, param_d
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_bytes_are_sharded_and_freed_after_each_block(rank: int, recomputes: bool) -> None:
-    model, optimizer = build(four_bit(), recomputes=recomputes)
+    model, sharded = made(3, make_model=partial(adapters, four_bit(), recomputes))
     numel = sum(p.numel() for p in model.parameters() if isinstance(p, bnb.nn.Params4bit))
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
     units = [unit for unit in units_of(sharded) if unit.group.is_quantised]
     at_rest = sum(one.numel() for unit in units for bucket in unit.buckets for one in bucket.tensors("parameters"))
     assert at_rest == numel // 2  # bytes, on each of two ranks
@@ -153,7 +149,7 @@ def test_bytes_are_sharded_and_freed_after_each_block(rank: int, recomputes: boo
     for block in model.blocks:
         block.register_forward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
         block.register_full_backward_hook(lambda *_: live.append(sum(unit.flat.nbytes > 0 for unit in units)))
-    losses(model, optimizer, steps=1)
+    losses(model, sharded.optimizer, steps=1)
     assert len(live) >= 9
     assert max(live) <= 2  # the block that runs, and the one that is gathered ahead of its use
     assert not any(unit.flat.kept_count for unit in units)
@@ -162,11 +158,17 @@ def test_bytes_are_sharded_and_freed_after_each_block(rank: int, recomputes: boo
 
 @pytest.mark.ranks(2)
 def test_the_parameter_keeps_its_class_and_state(rank: int) -> None:
-    model, optimizer = build(four_bit())
-    parameter = model.blocks[1].up.base.weight
-    state, values = parameter.quant_state, parameter.detach().clone()
-    sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-    losses(model, optimizer, steps=1)
+    found: list[tuple[Any, Any, Tensor]] = []
+
+    def make_model() -> nn.Module:
+        model = adapters(four_bit())
+        weight: Any = model.blocks[1].up.base.weight
+        found.append((weight, weight.quant_state, weight.detach().clone()))
+        return model
+
+    model, sharded = made(3, make_model=make_model)
+    ((parameter, state, values),) = found
+    losses(model, sharded.optimizer, steps=1)
     assert model.blocks[1].up.base.weight is parameter
     assert isinstance(parameter, bnb.nn.Params4bit)
     assert parameter.quant_state is state
@@ -194,14 +196,17 @@ def test_the_parameter_keeps_its_class_and_state(rank: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_eight_bit_weights_stay_whole(rank: int) -> None:
-    expected = losses(*build(eight_bit))
-    for stage in range(4):
-        model, optimizer = build(eight_bit, seed=rank)
-        if stage == 2:  # its modules have run before
+    def make_model(runs: bool = False) -> nn.Module:
+        model = adapters(eight_bit)
+        if runs:
             with torch.no_grad():
                 model(batch(0))
-        zeroshard.shard(model, optimizer, stage)
-        assert losses(model, optimizer) == expected, stage
+        return model
+
+    expected = losses(*plain_torch(ADAMW, make_model))
+    for stage in range(4):
+        model, sharded = made(stage, make_model=partial(make_model, runs=stage == 2), seed=rank)
+        assert losses(model, sharded.optimizer) == expected, stage
         for module in model.modules():
             if isinstance(module, bnb.nn.Linear8bitLt):  # the alias is of the same memory
                 assert module.state.CB.data_ptr() == module.weight.data_ptr()
@@ -210,42 +215,48 @@ def test_eight_bit_weights_stay_whole(rank: int) -> None:
 @pytest.mark.ranks(2)
 def test_a_checkpoint_has_bytes_and_scales(rank: int, tmp_path: Path) -> None:
     for kind, make in (("4 bits", four_bit()), ("8 bits", eight_bit)):
-        model, optimizer = build(make)
-        sharded = zeroshard.shard(model, optimizer, Policy.stage(3))
-        losses(model, optimizer)
+        model, sharded = made(3, make_model=partial(adapters, make))
+        losses(model, sharded.optimizer)
         sharded.save(tmp_path / kind, "three")
-        expected = losses(model, optimizer)
-        other, again = build(make, seed=7)
-        zeroshard.shard(other, again, Policy.stage(1)).load(tmp_path / kind, "three")
-        assert losses(other, again) == expected
+        expected = losses(model, sharded.optimizer)
+        other, again = made(1, make_model=partial(adapters, make), seed=7)
+        again.load(tmp_path / kind, "three")
+        assert losses(other, again.optimizer) == expected
         scales = dict(scales_of(other))
         assert len(scales) == (18 if kind == "4 bits" else 6)
         for name, scale in scales_of(model):
             assert torch.equal(scales[name], scale)
-    plain, optimizer = build(four_bit(nested=False))
-    sharded = zeroshard.shard(plain, optimizer, Policy.stage(3))
+    _, sharded = made(3, make_model=partial(adapters, four_bit(nested=False)))
     with pytest.raises(CheckpointError, match="absmax"):
         sharded.load(tmp_path / "4 bits", "three")
 
 
+def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
+    """Return a function that makes a model and changes its first frozen layer."""
+
+    def make_model() -> nn.Module:
+        model = adapters(four_bit(torch.bfloat16))
+        change(model.blocks[0].up.base)
+        return model
+
+    return make_model
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (changed(lambda base: base.weight.requires_grad_(True)), "0.up.base.weight is a Params4bit and to be trained.*train adapters"),
+    (changed(lambda base: setattr(base.weight.quant_state, "packing_format_for_cpu", True)), "packed for inference"),
+    (partial(Adapters, four_bit()), "not quantised yet"),  # not moved to its device
+    (partial(Adapters, eight_bit), "not quantised yet"),
+]  # fmt: skip
+
+
 @pytest.mark.ranks(1)
 def test_what_is_refused(rank: int, tmp_path: Path) -> None:
-    model, _ = build(four_bit(torch.bfloat16))
-    weight = model.blocks[0].up.base.weight.requires_grad_(True)
-    text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD([weight], lr=0.1), 3))
-    assert "blocks.0.up.base.weight is a Params4bit and to be trained" in text
-    assert "train adapters" in text
-    for make in (four_bit(), eight_bit):
-        torch.manual_seed(0)
-        model = Adapters(make)  # not moved to its device
-        optimizer = torch.optim.SGD([model.leave.weight], lr=0.1)
-        assert "not quantised yet" in refusal(lambda: zeroshard.shard(model, optimizer, 1))  # noqa: B023
-    model, optimizer = build(four_bit())
-    model.blocks[0].up.base.weight.quant_state.packing_format_for_cpu = True
-    assert "packed for inference" in refusal(lambda: zeroshard.shard(model, optimizer, 1))
-    model, optimizer = build(four_bit(torch.bfloat16))
-    model.blocks[0].up.base.support_avx512bf16_for_cpu = True
-    sharded = zeroshard.shard(model, optimizer, 2)
+    for make_model, text in REFUSED:
+        with pytest.raises(UsageError, match=text):
+            made(3, make_model=make_model)
+            raise AssertionError(text)
+    model, sharded = made(2, make_model=changed(lambda base: setattr(base, "support_avx512bf16_for_cpu", True)))
     assert not model.blocks[0].up.base.support_avx512bf16_for_cpu  # an evaluation would pack the weights
     model.blocks[0].up.base.weight.requires_grad_(True)
     with pytest.raises(UsageError, match="Params4bit"):
@@ -278,19 +289,20 @@ class Scaled(Tensor):
 
 @pytest.mark.ranks(2)
 def test_tensors_that_hold_others_are_refused(rank: int) -> None:
-    values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
-    remedy = "Quantise frozen weights with bitsandbytes"
-    for stage in range(4):
+    def make_model(name: str) -> nn.Module:
+        values = Scaled(torch.ones(WIDTH, WIDTH, dtype=torch.int8))
         model = nn.Sequential(nn.Linear(4, WIDTH), nn.Linear(WIDTH, WIDTH))
-        model[1].weight = nn.Parameter(values, requires_grad=False)
-        text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model[0].parameters(), lr=0.1), stage))  # noqa: B023
-        assert "1.weight is of test_quantised's class Scaled" in text
-        assert remedy in text
-    model = nn.Sequential(nn.Linear(4, WIDTH))
-    model.register_buffer("codes", values)
-    text = refusal(lambda: zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1))
-    assert text.startswith("codes is of")
-    assert remedy in text
+        if name == "codes":
+            model.register_buffer("codes", values)
+        else:
+            model[1].weight = nn.Parameter(values, requires_grad=False)
+        return model
+
+    for name, stage in (("codes", 1), *(("1.weight", stage) for stage in range(4))):
+        told = f"^{name} is of test_quantised's class Scaled.*Quantise frozen weights with bitsandbytes"
+        with pytest.raises(UsageError, match=told):
+            made(stage, make_model=partial(make_model, name))
+            raise AssertionError(name, stage)
 
 
 def save_llama(folder: Path) -> None:
@@ -311,7 +323,7 @@ def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
             "bnb_4bit_compute_dtype": torch.float32, "bnb_4bit_quant_storage": torch.bfloat16,
         }  # fmt: skip
 
-    def make() -> tuple[Any, torch.optim.Optimizer]:
+    def make_model() -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "base", dtype=torch.float32, device_map={"": "cpu"},
             quantization_config=transformers.BitsAndBytesConfig(**how),
@@ -319,8 +331,7 @@ def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
         model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
         torch.manual_seed(1)
         options = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": "gaussian"}
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **options))
 
     def trained(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         found = []
@@ -330,11 +341,10 @@ def test_a_transformers_model_with_lora(bits: int, tmp_path: Path) -> None:
         return found
 
     def body(rank: int) -> None:
-        expected = trained(*make())
+        expected = trained(*plain_torch(ADAMW, make_model))
         for stage in (0, 2, 3):
-            model, optimizer = make()
-            sharded = zeroshard.shard(model, optimizer, stage)
-            assert trained(model, optimizer) == expected, stage
+            model, sharded = made(stage, make_model=make_model)
+            assert trained(model, sharded.optimizer) == expected, stage
             sharded.export(tmp_path / f"adapter {stage}")
         sharded.remove()
         model.eval()

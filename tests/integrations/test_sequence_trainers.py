@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from test_zero_trainer import arguments, history
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
+from twin import update
 
 from zeroshard.integrations.accelerate import count_samples_once
 from zeroshard.integrations.lightning import ZeroStrategy
@@ -128,16 +130,10 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
 
 def alone() -> list[float]:
-    model, losses = llama(), []
+    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    for batch in DataLoader(TEXTS, 2):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), 0.1)
+    return [float(update(model(**batch).loss, optimizer, clip)) for batch in DataLoader(TEXTS, 2)]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

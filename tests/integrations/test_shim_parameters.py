@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepspeed_checkpoints import FOLDER, make_model
 from ranks import on_ranks
 from torch import Tensor, nn
-from twin import same, same_on_all_ranks, whole
+from twin import microbatch, same, same_on_all_ranks, whole
 
 import zeroshard
 from zeroshard.integrations.shim_path import put_on_path, shim_path
@@ -78,13 +78,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def train(engine: Any, *batches: Tensor) -> list[float]:
-    losses = []
-    for one in batches:
-        loss = engine(one)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return [float(microbatch(engine, engine(one))) for one in batches]
 
 
 # ---------------------------------------------------------------------- tensor fragments

@@ -300,27 +300,24 @@ def test_the_table_names_the_transport_that_ranks_use(rank: int) -> None:
         run(rank, workload(steps=1), TRANSPORTS["stage 2 over gloo"])
 
 
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [4, 6, 3])
-def test_ranks_that_share_memory_in_pairs(ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_memory_in_pairs(rank: int, ranks: int, stage: int) -> None:
     """As on several hosts: ranks 0 and 1 share memory, and so do the others; between the two it is gloo.
 
     A last host with fewer ranks is not like the others: then all communicate over gloo.
     """
     work = workload("tied", steps=2, microbatches=2, max_norm=1.0)
+    runs = []
+    for transport in ("0", "1"):
 
-    def body(rank: int) -> None:
-        runs = []
-        for transport in ("0", "1"):
+        def talks_over_both(sharded: Sharded, expected: bool = transport == "1" and ranks % 2 == 0) -> None:
+            assert isinstance(transport_of(sharded), OverHosts) == expected
 
-            def talks_over_both(sharded: Sharded, expected: bool = transport == "1" and ranks % 2 == 0) -> None:
-                assert isinstance(transport_of(sharded), OverHosts) == expected
-
-            os.environ["ZEROSHARD_SHARED_MEMORY"] = transport
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(members, "host_id", lambda: str(rank // 2))
-                runs.append(train(rank, work, Policy.stage(stage), bucket_numel=SMALL_BUCKETS, inspect=talks_over_both))
-            assert same_on_all_ranks(runs[-1].parameters)
-        assert runs[0].equals(runs[1])
-
-    on_ranks(body, ranks)
+        os.environ["ZEROSHARD_SHARED_MEMORY"] = transport
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(members, "host_id", lambda: str(rank // 2))
+            runs.append(train(rank, work, Policy.stage(stage), bucket_numel=SMALL_BUCKETS, inspect=talks_over_both))
+        assert same_on_all_ranks(runs[-1].parameters)
+    assert runs[0].equals(runs[1])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from models import Stack, sgd, tokens
-from ranks import on_ranks
+from models import sgd, tokens
 from torch import Tensor, nn
-from twin import FEW_STAGES, abort, build, everything, same, step, steps, whole
+from twin import FEW_STAGES, abort, build, build_engine, engine_steps, everything, same, step, steps, whole
 
-import zeroshard
 from zeroshard import StorageError, UsageError
 from zeroshard.core.gradient_bucket import GradientBucket
 
@@ -48,42 +48,41 @@ def test_after_a_backward_that_aborted_the_step_says_so(rank: int, stage: int, a
     assert same(run(False), run(True))
 
 
-def test_a_backward_that_fails_at_its_end_aborted() -> None:
+@pytest.mark.ranks(2)
+def test_a_backward_that_fails_at_its_end_aborted(rank: int) -> None:
     """A reduction of an earlier microbatch may fail when the gradients of a later one are taken."""
 
-    def body(rank: int) -> None:
-        def run(disturbed: bool) -> dict[str, Tensor]:
-            torch.manual_seed(0)
-            model = nn.Linear(8, 1)
-            model.unused = nn.Parameter(torch.ones(3))  # so that gradients wait for the end of the backward
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            sharded = zeroshard.shard(model, optimizer, 2)
+    def make_model() -> nn.Module:
+        model = nn.Linear(8, 1)
+        model.unused = nn.Parameter(torch.ones(3))  # so that gradients wait for the end of the backward
+        return model
 
-            def microbatch(number: int) -> None:
-                with sharded.accumulate():
-                    model(torch.full((4, 8), float(number))).sum().backward()
+    def run(disturbed: bool) -> dict[str, Tensor]:
+        model, sharded = build(2, make_model=make_model, make_optimizer=partial(sgd, lr=1.0))
 
-            if disturbed:
-                microbatch(1)
-                with pytest.MonkeyPatch.context() as patched:
-                    patched.setattr(GradientBucket, "finish_reduction", no_room)
-                    with pytest.raises(StorageError, match="no room"):
-                        microbatch(2)
-                for call in (lambda: microbatch(3), sharded.optimizer.step):
-                    with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
-                        call()
-                sharded.optimizer.zero_grad()
-            for number in (1, 2, 3):
-                microbatch(number)
-            sharded.optimizer.step()
-            return whole(model)
+        def microbatch(number: int) -> None:
+            with sharded.accumulate():
+                model(torch.full((4, 8), float(number))).sum().backward()
 
-        assert same(run(False), run(True))
+        if disturbed:
+            microbatch(1)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(GradientBucket, "finish_reduction", no_room)
+                with pytest.raises(StorageError, match="no room"):
+                    microbatch(2)
+            for call in (lambda: microbatch(3), sharded.optimizer.step):
+                with pytest.raises(UsageError, match=r"was aborted.*zero_grad"):
+                    call()
+            sharded.optimizer.zero_grad()
+        for number in (1, 2, 3):
+            microbatch(number)
+        sharded.optimizer.step()
+        return whole(model)
 
     def no_room(bucket: GradientBucket) -> None:
         raise StorageError("no room")
 
-    on_ranks(body, 2)
+    assert same(run(False), run(True))
 
 
 @pytest.mark.ranks(2)
@@ -91,33 +90,21 @@ def test_a_backward_that_fails_at_its_end_aborted() -> None:
 @FEW_STAGES
 def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(rank: int, stage: int) -> None:
     def run(disturbed: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 3,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage},
-        }
-        engine, *_ = zeroshard.initialize(model=Stack(), config=config)
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        engine = build_engine(stage, gradient_accumulation_steps=3, optimizer=optimizer)
 
-        def microbatch(number: int) -> None:
-            engine.backward(engine(*tokens(rank, number)))
-            engine.step()
-
-        for number in range(3):
-            microbatch(number)
+        engine_steps(engine, rank, range(3))
         if disturbed:
-            microbatch(10)
+            engine_steps(engine, rank, [10])
             handle = engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                microbatch(11)
+                engine_steps(engine, rank, [11])
             handle.remove()
-            for goes_on in (engine.step, lambda: microbatch(12)):
+            for goes_on in (engine.step, lambda: engine_steps(engine, rank, [12])):
                 with pytest.raises(UsageError, match=r"engine\.zero_grad"):
                     goes_on()
             engine.zero_grad()
-        for number in range(3, 6):
-            microbatch(number)
+        engine_steps(engine, rank, range(3, 6))
         assert engine.global_steps == 2 and engine.micro_steps == 6
         return whole(engine.module)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from insides import scratch_nbytes, settle, units
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from twin import build, update
 from twin import gpt_batch as batch
-from twin import update
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from sockets import sent_bytes
@@ -24,7 +24,8 @@ from sockets import sent_bytes
 import zeroshard
 from zeroshard import Policy, Precision
 from zeroshard.core.layout import ALIGNMENT
-from zeroshard.testing import Workload, run_ranks, train
+from zeroshard.model.shard import DEFAULT_BUCKET_NUMEL
+from zeroshard.testing import Workload, train
 from zeroshard.testing.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
@@ -70,32 +71,28 @@ def test_transient_buffers_are_bounded_and_do_not_grow(rank: int, stage: int, tr
     assert len(set(seen[1:])) == 1 or transport != "gloo", f"buffers changed from step to step: {seen}"
 
 
+@pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", range(4))
-def test_a_clipped_step_sends_one_message(stage: int) -> None:
+def test_a_clipped_step_sends_one_message(rank: int, stage: int) -> None:
     """The norm, who used which parameter, and who wrote to which: the step asks for nothing that clipping has asked for."""
 
-    def body(rank: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-        sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
-        waits: list[str] = []
+    model, sharded = build(stage, make_model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    waits: list[str] = []
 
-        @contextmanager
-        def measure(kind: str) -> Iterator[None]:
-            waits.append(kind)
-            yield
+    @contextmanager
+    def measure(kind: str) -> Iterator[None]:
+        waits.append(kind)
+        yield
 
-        for number in range(3):
-            model(torch.full((2, 8), rank + 1.0)).sum().backward()
-            sharded.measure_waits(measure)
-            waits.clear()
-            sharded.clip_grad_norm_(1.0)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
-            if number:  # in the first step the ranks also agree on the order of buckets
-                assert waits.count("exchange") == 1, waits
-
-    run_ranks(body, 2)
+    for number in range(3):
+        model(torch.full((2, 8), rank + 1.0)).sum().backward()
+        sharded.measure_waits(measure)
+        waits.clear()
+        sharded.clip_grad_norm_(1.0)
+        sharded.optimizer.step()
+        sharded.optimizer.zero_grad()
+        if number:  # in the first step the ranks also agree on the order of buckets
+            assert waits.count("exchange") == 1, waits
 
 
 class _LargeRoot(nn.Module):
@@ -116,9 +113,7 @@ class _LargeRoot(nn.Module):
 @pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_large_root_does_not_let_the_blocks_gradients_wait(rank: int, stage: int) -> None:
-    torch.manual_seed(0)
-    model = _LargeRoot()
-    sharded = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), Policy.stage(stage))
+    model, sharded = build(stage, make_model=_LargeRoot, bucket_numel=DEFAULT_BUCKET_NUMEL)
     seen: list[int] = []
     model.blocks[0].register_full_backward_hook(lambda *_: seen.append(scratch_nbytes(sharded)))
     model(batch(rank, 0)[0]).backward()  # of the root nothing has come yet when its first block is done
@@ -174,8 +169,7 @@ def test_bytes_of_16_bit_gradients(rank: int, stage: int, volume: int, sent: tor
 @pytest.mark.parametrize("stage", range(4))
 def test_deleting_everything_frees_everything(rank: int, stage: int) -> None:
     before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
-    model = GPT(CONFIG)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(stage))
+    model, sharded = build(stage, make_model=lambda: GPT(CONFIG), bucket_numel=DEFAULT_BUCKET_NUMEL)
     for step in range(2):
         update(model(*batch(rank, step)), sharded.optimizer)
     gc.collect()
@@ -189,8 +183,7 @@ def test_deleting_everything_frees_everything(rank: int, stage: int) -> None:
 
 @pytest.mark.ranks(2, fresh=True)
 def test_removing_gives_plain_parameters_back(rank: int) -> None:
-    model = GPT(CONFIG)
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), Policy.stage(3))
+    model, sharded = build(3, make_model=lambda: GPT(CONFIG), bucket_numel=DEFAULT_BUCKET_NUMEL)
     update(model(*batch(rank, 0)), sharded.optimizer)
     sharded.remove()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
@@ -226,16 +219,19 @@ def test_the_layout_pads_less_than_a_line_per_shard_and_parameter() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_keeps_no_gradient_that_is_a_bucket(stage: int) -> None:
     """Autograd's tensor is reduced in place, and its memory is free once the mean is where it rests."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-    sharded = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage, bucket_numel=32 * 32)
+    model, sharded = build(
+        stage,
+        make_model=lambda: nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4))),
+        bucket_numel=32 * 32,
+    )
     kept = []
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: kept.append(StorageWeakRef(gradient.untyped_storage())))
-    for number in range(2):
-        model(torch.randn(2, 32)).sum().backward()
+
+    def clip() -> None:
         sharded.clip_grad_norm_(1.0)
+        assert kept and all(one.expired() for one in kept)
+
+    for number in range(2):
+        update(model(torch.randn(2, 32)).sum(), sharded.optimizer, clip)
         assert len(kept) == 4 * (number + 1)
-        assert all(one.expired() for one in kept)
-        sharded.optimizer.step()
-        sharded.optimizer.zero_grad()

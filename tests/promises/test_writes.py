@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from insides import counted_looks, units
-from models import Stack, sgd, tokens
+from models import Stack, sgd
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from twin import FEW_STAGES, build, same, same_on_all_ranks, step, whole
@@ -153,10 +153,7 @@ def test_hidden_writes_are_looked_for_once_a_step(rank: int, stage: int, shards:
     counts = []
     with counted_looks() as looks:
         for number in range(3):
-            model(*tokens(rank, number)).backward()
-            sharded.clip_grad_norm_(1.0)
-            sharded.optimizer.step()
-            sharded.optimizer.zero_grad()
+            step(model, sharded, rank, number, clip=lambda: sharded.clip_grad_norm_(1.0))
             counts.append(len(looks))
             looks.clear()
             model.head.weight.data  # noqa: B018

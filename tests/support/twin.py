@@ -324,6 +324,19 @@ def refusal(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def build_engine(
+    stage: int, *, make_model: Callable[[], nn.Module] = Stack, seed: int = 0, **config: Any
+) -> zeroshard.Engine:
+    """Return an engine with the same model on every rank, and AdamW. The options are keys of its config."""
+    torch.manual_seed(seed)
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    return zeroshard.initialize(model=make_model(), config=base | config)[0]
+
+
 whole = whole_parameters
 
 

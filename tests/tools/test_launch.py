@@ -12,15 +12,14 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from folders import ROOT
 from insides import meeting_point
-from models import Stack
 from ports import free_port
+from twin import build
 
 import zeroshard
 from zeroshard import UsageError
@@ -150,9 +149,7 @@ def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
         if "IPv6" in launcher:
             os.environ["MASTER_ADDR"] = "::1"
         os.environ.update(names[launcher.partition(",")[0]], MASTER_PORT=port)
-        torch.manual_seed(rank)
-        model = Stack()
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), zeroshard.Policy.stage(1))
+        build(1, seed=rank)
         return dist.get_world_size()
 
     assert run_ranks(body, 2, initialise=False) == [2, 2]
@@ -161,9 +158,8 @@ def test_a_plain_loop_joins_its_ranks(launcher: str) -> None:
 def test_ranks_that_cannot_be_joined_never_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = Stack()
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        build(2)
     with pytest.raises(UsageError, match="would train by itself"):
         join_ranks(CPU, required=False)
     assert not dist.is_initialized()
@@ -402,18 +398,17 @@ def test_under_torchrun_the_sentence_comes_first(tmp_path: Path) -> None:
     assert "UsageError: the model (ReLU) has no parameters" in root
 
 
-def _shard_alone(answers: Any) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = torch.nn.Linear(2, 2)
-        zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-    answers.put([str(one.message) for one in caught])
-
-
 def test_a_process_of_multiprocessing_that_joined_no_ranks_is_warned() -> None:
     fork = multiprocessing.get_context("fork")
     answers = fork.SimpleQueue()
-    process = fork.Process(target=_shard_alone, args=(answers,))
+
+    def train_alone() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build(2)
+        answers.put([str(one.message) for one in caught])
+
+    process = fork.Process(target=train_alone)
     process.start()
     messages = answers.get()
     process.join()

@@ -116,23 +116,15 @@ def test_random_states_of_checkpoints_are_not_beside_an_accelerator() -> None:
     assert planned(replace(case, apart=True)).figures.peak.nbytes < planned(case).figures.peak.nbytes * 0.99
 
 
-class Encoder(nn.Module):
-    """A layer, and copies of it, or the same layers each made by itself."""
+def encoder(*, copies: bool = False) -> nn.Module:
+    """Return a model of copies of a layer, or of the same layers each made by itself."""
 
-    def __init__(self, *, copies: bool) -> None:
-        super().__init__()
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
 
-        def make() -> nn.Module:
-            return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-
-        layer = make()
-        layers = [copy.deepcopy(layer) for _ in range(3)] if copies else [make() for _ in range(3)]
-        self.layers, self.head = nn.ModuleList(layers), nn.Linear(16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
+    layer = make()
+    layers = [copy.deepcopy(layer) for _ in range(3)] if copies else [make() for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(16, 1))
 
 
 @pytest.mark.full
@@ -145,9 +137,11 @@ def test_a_model_that_copies_its_layers_is_planned_as_one_that_does_not(stage: i
         "optimizer": {"type": "AdamW"},
     }
     copied, made = (
-        row_of(partial(Encoder, copies=copies), config, world_size=2, batch=lambda n: (torch.zeros(n, 4, 16),))
+        row_of(
+            partial(encoder, copies=copies), config, world_size=2, batch=lambda n: (torch.zeros(n, 4, 16),), loss=torch.mean
+        )
         for copies in (True, False)
-    )
+    )  # fmt: skip
     assert copied.figures.peak.nbytes == made.figures.peak.nbytes > 0
     assert copied.figures.sent == made.figures.sent
 
@@ -270,7 +264,7 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
 
     def peak() -> int:
         made = row_of(
-            partial(Encoder, copies=False), {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine=machine,
+            encoder, {"train_micro_batch_size_per_gpu": 1}, world_size=1, machine=machine, loss=torch.mean,
             batch=lambda n: (torch.zeros(n, 1, 16),), optimizer=lambda parameters: cls(parameters, lr=1e-3),
         )  # fmt: skip
         assert name == "SGD" or made.figures.states["optimizer"] > 0
@@ -286,17 +280,10 @@ def test_an_optimizer_without_a_choice_of_kernels_is_planned_as_on_an_accelerato
         assert at_once >= one_by_one
 
 
-class Dropping(nn.Module):
-    """A model with dropout inside and outside of attention."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=dropout, batch_first=True)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.dropout(self.layer(x))
-        return y.float().mean()
+def dropping(dropout: float = 0.1) -> nn.Module:
+    """Return a model with dropout inside and outside of attention."""
+    layer = nn.TransformerEncoderLayer(64, 2, 64, dropout=dropout, batch_first=True)
+    return nn.Sequential(layer, nn.Dropout(dropout))
 
 
 @pytest.mark.full
@@ -306,7 +293,8 @@ def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
 
     def live(dropout: float) -> int:
         batch = (torch.zeros(8, 256, 64, dtype=torch.bfloat16),)
-        return row_of(lambda: Dropping(dropout), config, world_size=1, batch=batch).figures.peak.nbytes
+        made = row_of(partial(dropping, dropout), config, world_size=1, batch=batch, loss=torch.mean)
+        return made.figures.peak.nbytes
 
     elements = 8 * 256 * 64
     assert 0 <= live(0.1) - live(0.0) <= 3 * 5 * elements, "three results, each with a mask, and a gradient"
@@ -315,8 +303,8 @@ def test_dropout_takes_no_more_memory_than_an_accelerators_kernels_do() -> None:
 def test_a_batch_of_another_size_than_the_configs_is_refused() -> None:
     config = {"train_micro_batch_size_per_gpu": 2}
     with pytest.raises(UsageError, match="no dimension of the batch has the microbatch size of the config, 2"):
-        row_of(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(4, 8, 64),))
-    row_of(lambda: Dropping(0.0), config, world_size=1, batch=(torch.zeros(8, 2, 64),))  # the sequence comes first
+        row_of(dropping, config, world_size=1, batch=(torch.zeros(4, 8, 64),), loss=torch.mean)
+    row_of(dropping, config, world_size=1, batch=(torch.zeros(8, 2, 64),), loss=torch.mean)  # the sequence comes first
 
 
 @pytest.mark.full
@@ -326,20 +314,17 @@ def test_unmanaged_microbatches_are_one_step() -> None:
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6, "zero_optimization": {"stage": 1},
             "managed_gradient_accumulation": managed,
         }  # fmt: skip
-        return row_of(lambda: Dropping(0.0), config, world_size=2, batch=(torch.zeros(1, 8, 64),)).figures.calls
+        batch = (torch.zeros(1, 8, 64),)
+        return row_of(partial(dropping, 0.0), config, world_size=2, batch=batch, loss=torch.mean).figures.calls
 
     assert calls(False)["all_gather"] == calls(True)["all_gather"]
-
-
-def dropping() -> nn.Module:
-    return Dropping(0.1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("machine", ["h100", pytest.param("cpu", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("factory", "batch"),
-    [(gpt, tokens), (partial(Encoder, copies=False), lambda n: (torch.zeros(n, 4, 16),)),
+    [(gpt, tokens), (encoder, lambda n: (torch.zeros(n, 4, 16),)),
      (dropping, lambda n: (torch.zeros(n, 8, 64),))],
     ids=["gpt", "encoder", "dropout"],
 )  # fmt: skip
@@ -347,7 +332,8 @@ def test_a_repeated_operation_does_what_it_did_at_first(factory: Any, batch: Any
     """All rows share what is known about operations. Each figure is that of a plan that asks torch at each operation."""
 
     def made() -> zeroshard.Plan:
-        return zeroshard.plan(factory, config_of(2, micro=2), world_size=2, batch=batch, machine=machine)
+        config = config_of(2, micro=2)
+        return zeroshard.plan(factory, config, world_size=2, batch=batch, machine=machine, loss=torch.mean)
 
     def asked() -> int:
         """How often torch was asked about an operation that it knew."""

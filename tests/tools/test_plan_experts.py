@@ -12,6 +12,7 @@ from mixtures import MIXTURES
 from ranks import on_ranks
 from test_experts_config import RANKS, built, settings
 from test_mixtures import batch
+from twin import microbatch
 
 import zeroshard
 from zeroshard import UsageError
@@ -35,8 +36,7 @@ def test_a_plan_sends_what_a_run_sends(stage: int, ep: int) -> None:
         engine, *_ = zeroshard.initialize(model=built("Qwen3-MoE"), config=settings(stage, ep))
         for step in range(2):
             sharded_of(engine).comm_report()
-            engine.backward(engine(**batch(1, step)).loss)
-            engine.step()
+            microbatch(engine, engine(**batch(1, step)).loss)
         report = sharded_of(engine).comm_report()
         engine.destroy()
         return {kind: report.get(kind, 0) for kind in WEIGHTS}

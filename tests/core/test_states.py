@@ -89,6 +89,8 @@ def expected(state: StepState, move: Move) -> StepState | str:
         Move.GRADIENT: (Move.GRADIENT, Move.END_BACKWARD),
         Move.STEPPED: (Move.STEP, Move.STEPPED),
     }.get(move, (move, None))
+    if move is Move.END_BACKWARD and state is StepState.BACKWARD:
+        before = Move.STEP  # a user can call it only after a backward that was aborted
     if move is Move.GRADIENT and state is StepState.BACKWARD:
         # That one is over, as only the next can tell: it was aborted first.
         there = MOVES[state][Move.BREAK_OFF]

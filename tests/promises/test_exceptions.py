@@ -112,6 +112,20 @@ def test_an_engine_begins_its_step_anew_after_a_backward_that_aborted(rank: int,
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_microbatch_whose_second_loss_aborted_is_not_reduced(rank: int, stage: int) -> None:
+    """Below stage 2 the engine's step would reduce the gradients of `no_sync`."""
+    engine = build_engine(stage)
+    with engine.no_sync():
+        engine.backward(engine(*tokens(rank, 0)))
+        engine.module.blocks[1].norm.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(engine(*tokens(rank, 1)))
+    with pytest.raises(UsageError, match=r"was aborted.*engine\.zero_grad"):
+        engine.step()
+
+
+@pytest.mark.ranks(2)
 @FEW_STAGES
 def test_a_backward_that_aborted_changes_no_parameter_and_no_state(rank: int, stage: int) -> None:
     model, sharded = build(stage, precision=torch.bfloat16)

@@ -122,13 +122,17 @@ class Sharded:
         Raises:
             UsageError: an exception has aborted the backward.
         """
-        if self._schedule.state is StepState.BACKWARD:
-            after(StepState.BACKWARD, Move.STEP)
+        self._refuse_aborted_backward()
         self._schedule.end_backward()
 
     def end_accumulation(self) -> None:
-        """Reduce the gradients that this rank only summed. Every rank must call it."""
+        """Reduce the gradients that this rank only summed. Every rank must call it.
+
+        Raises:
+            UsageError: an exception has aborted the last backward.
+        """
         if not self.policy.gradients.sharded:
+            self._refuse_aborted_backward()
             self.expect_last_microbatch(True)
             self._schedule.end_backward()
 
@@ -282,8 +286,18 @@ class Sharded:
         self._context.collectives.measure = measure
 
     def finish_backward(self) -> None:
-        """End this microbatch's backward if torch did not report its end, as when this rank's loss did not use any parameter."""
+        """End this microbatch's backward if torch did not report its end, as when this rank's loss did not use any parameter.
+
+        Raises:
+            UsageError: an exception has aborted the backward.
+        """
+        self._refuse_aborted_backward()
         self._schedule.end_backward_once()
+
+    def _refuse_aborted_backward(self) -> None:
+        """Raise if the last backward did not end: a part of its gradients would count as all of them."""
+        if self._schedule.state is StepState.BACKWARD:
+            after(StepState.BACKWARD, Move.STEP)
 
     @property
     def states(self) -> ModelStates:

@@ -552,6 +552,34 @@ def test_several_optimizers_that_step_together_send_once(rank: int, stage: int) 
     assert sent < sent_apart or stage in (0, 3)
 
 
+@pytest.mark.ranks(2)
+@FEW_STAGES
+def test_gradients_that_one_optimizer_dropped_take_part_in_nothing(rank: int, stage: int) -> None:
+    """Neither in a norm nor in a step, and no backward may come between the two calls of `zero_grad`."""
+    model, first, second, sharded = two_of(stage)
+    before = whole(model)
+    model(*tokens(rank, 0)).backward()
+    second.zero_grad()
+    for clip in (partial(sharded.clip_grad_norm_, None), partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)):
+        with pytest.raises(UsageError, match=r"must come before zero_grad\(\) of any"):
+            float(clip())
+    second.step()
+    assert same(before, whole(model))
+    first.step()
+    changed = {fqn for fqn, value in whole(model).items() if not torch.equal(value, before[fqn])}
+    assert changed == {fqn for fqn, p in model.named_parameters() if p.ndim == 2 and p.numel()}
+    first.zero_grad()
+    model(*tokens(rank, 1)).backward()
+    second.zero_grad()
+    model(*tokens(rank, 2)).backward()
+    for call in (first.step, first.zero_grad):
+        with pytest.raises(UsageError, match=r"a backward ran after zero_grad\(\)"):
+            call()
+    sharded.optimizer.zero_grad()
+    model(*tokens(rank, 3)).backward()
+    first.step()
+
+
 @pytest.mark.ranks(1)
 def test_several_optimizers_share_no_parameter(rank: int) -> None:
     model = Stack()

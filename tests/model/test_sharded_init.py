@@ -68,8 +68,9 @@ def test_it_trains_as_one_that_was_whole(rank: int, stage: int) -> None:
 
 @torch.no_grad()
 def directly(model: nn.Module) -> None:
-    model.blocks[0].up.weight.fill_(3.0)
-    model.blocks[0].up.bias.data.zero_()
+    """What shows how often it was called."""
+    model.blocks[0].up.weight.add_(3.0)
+    model.blocks[0].up.bias.data.add_(1.0)
     nn.init.constant_(model.blocks[1].up.weight, 2.0)
     model.blocks[1].up.bias.copy_(model.blocks[2].up.bias.new_ones(33))
 

@@ -367,7 +367,7 @@ WAYS = pytest.mark.parametrize("way", ["in place", "data in place", "new data"])
     ("dtype", "precision"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.bfloat16)]
 )
 @WAYS
-@pytest.mark.parametrize("leaves", ["borrower", "parameters", "parameters, optimizer"])
+@pytest.mark.parametrize("leaves", ["borrower", "master weights before", "parameters", "parameters, optimizer"])
 def test_a_write_counts_although_whole_parameters_leave_at_once(
     rank: int, leaves: str, way: str, dtype: torch.dtype, precision: torch.dtype | None, stage: int
 ) -> None:
@@ -388,12 +388,21 @@ def test_a_write_counts_although_whole_parameters_leave_at_once(
             handle = zeroshard.borrow(borrower, weight)
             borrower(None)
             handle.remove()
+        elif leaves == "master weights before":
+            sharded.optimizer.zero_grad()  # which lets go of what was read outside of a forward
+            sharded.offload_states(["optimizer"])
+            handle = model[0].register_forward_hook(lambda *_: halve(weight, way))
+            with torch.no_grad():
+                model(torch.ones(2, 8, dtype=precision or dtype))
+            handle.remove()
+            sharded.reload_states()
         else:
             halve(weight, way)
             sharded.offload_states(leaves.split(", "))
             sharded.reload_states()
-        assert torch.equal(weight, expected)
+        # First, since a read brings the values, which are then saved again.
         assert torch.equal(sharded.states.get("0.weight"), expected.float())
+        assert torch.equal(weight, expected)
         update(model(torch.ones(2, 8, dtype=precision or dtype)).sum(), sharded.optimizer)
     assert torch.equal(weight, expected)
 

@@ -228,9 +228,6 @@ class GradientOperations:
             self._gradients.set(view, self._gradients.get(view).clamp(min, max))
         return gradient
 
-    def _clamp_max(self, number: int, gradient: Tensor, max: Any) -> Any:
-        return self._clamp(number, gradient, None, max)
-
     # ------------------------------------------------------------------ over ranks
 
     def agree(self, messages: Sequence[bytes]) -> None:
@@ -412,8 +409,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "div_": GradientOperations._divide,
     "__itruediv__": GradientOperations._divide,
     "clamp_": GradientOperations._clamp,
-    "clamp_min_": GradientOperations._clamp,
-    "clamp_max_": GradientOperations._clamp_max,
+    "clamp_min_": lambda self, number, gradient, min: self._clamp(number, gradient, min),
+    "clamp_max_": lambda self, number, gradient, max: self._clamp(number, gradient, None, max),
 }
 """The operations, by torch's names for them."""
 

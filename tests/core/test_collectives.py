@@ -450,7 +450,9 @@ def test_a_rank_that_dies_is_named(impatient: None, tmp_path: Path, name: str, w
         if rank != dead:
             message = (tmp_path / f"error.{rank}").read_text()
             assert f"rank {rank} waited for {text}" in message
-            assert f"rank {dead}" in message
+            # The store is gone with rank 0: before connections exist, others may not have learned whom they wait for.
+            if (name, dead) != ("shard", 0):
+                assert f"rank {dead}" in message
             assert f"rank {dead} waited" not in message
 
 

@@ -71,8 +71,12 @@ def in_a_thread(run: Callable[[nn.Module], object], model: nn.Module) -> Callabl
 
 
 def in_a_handler(run: Callable[[nn.Module], object], model: nn.Module) -> Callable[[], object]:
-    before = signal.signal(signal.SIGALRM, lambda *_: run(model))
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+    def handle(*_: object) -> None:
+        run(model)
+        signal.setitimer(signal.ITIMER_REAL, 0.002)  # not earlier: on a slow machine handlers would interrupt handlers
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.002)
 
     def stop() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

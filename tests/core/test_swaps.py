@@ -166,6 +166,19 @@ def test_weights_that_were_exchanged_are_not_trained(rank: int, stage: int, plac
 
 
 @pytest.mark.ranks(2)
+def test_one_weight_that_a_block_exchanges_and_keeps_is_refused(rank: int) -> None:
+    """Without a block, new data of one parameter is no swap: autograd, too, may keep what it showed."""
+    model, _ = build(3)
+    weight = model.blocks[0].up.weight
+    with (
+        pytest.raises(UsageError, match=r"the end of unsharded\(\) would copy it to the memory"),
+        zeroshard.unsharded(model, modifier_rank=0),
+    ):
+        kept = weight.data
+        weight.data = kept * 0.5
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("place", [Place.ACCELERATOR, Place.CPU])
 def test_new_data_of_each_parameter_is_no_swap(rank: int, place: Place) -> None:
     """A loop's variable keeps the last of them."""

@@ -11,7 +11,7 @@ from insides import counted_looks, units
 from models import Stack, sgd
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import FEW_STAGES, build, same, same_on_all_ranks, step, whole
+from twin import FEW_STAGES, Setting, as_set, build, same, same_on_all_ranks, step, whole
 
 import zeroshard
 from zeroshard import Place, Policy, UsageError
@@ -184,6 +184,21 @@ def test_of_different_writes_each_element_has_its_owners(rank: int, stage: int, 
     owners = torch.tensor([0.0] * 128 + [1.0] * 128).repeat(2)  # of two buckets of 256 elements
     for value in (whole(model)["weight"].float(), sharded.states.get("weight")):
         assert value is not None and torch.equal(value.flatten(), owners)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_write_of_one_rank_to_values_in_cpu_memory_reaches_all(rank: int, stage: int) -> None:
+    """They are there again, and not in the accelerator's memory, when the step gives all ranks the owners' values."""
+    policy = Policy.stage(stage).offloaded(parameters=Place.CPU)
+    with as_set(Setting(policy, apart=True)):
+        model, sharded = build(policy, make_optimizer=partial(sgd, lr=0.0))
+        weight = model.blocks[1].up.weight
+        if rank == 0:
+            with torch.no_grad():
+                weight.fill_(3.0)
+        step(model, sharded, rank, 0)
+        assert same_on_all_ranks(whole(model)) and weight.eq(3.0).any()
 
 
 @pytest.mark.ranks(2)

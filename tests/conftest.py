@@ -180,21 +180,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that needs the simulated accelerator in the server process, which has it, and one marked `ranks` on ranks."""
     test = pyfuncitem.obj
-    options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
-    if _is_pretended(pyfuncitem):
-        server.run(server.Request(test.__module__, test.__name__, options, str(pyfuncitem.callspec.params["schedule"])))
-        return True
-    mark = pyfuncitem.get_closest_marker("ranks")
-    if mark is None:
+    is_pretended, mark = _is_pretended(pyfuncitem), pyfuncitem.get_closest_marker("ranks")
+    if mark is None and not is_pretended:
         return None
-    _run_on_ranks(test, options, *mark.args, **mark.kwargs)
+    options = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    if is_pretended:
+        server.run(server.Request(test.__module__, test.__name__, options, str(pyfuncitem.callspec.params["schedule"])))
+    elif mark is not None:
+        _run_on_ranks(test, options, *mark.args, **mark.kwargs)
     return True
 
 
 def _run_on_ranks(
     test: Callable[..., None], options: dict[str, Any], count: int | str, *, fresh: bool = False, **limits: float
 ) -> None:
-    """Run a test on so many ranks, or as many as a parameter with that name says, each with its `rank`.
+    """Run a test on `count` ranks, each with its `rank`. If `count` is a name, the parameter of that name has the number.
 
     Args:
         test: a module's function; the ranks get its name, and what is patched in its module stays in theirs.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from divided import Division, adamw, expect_all_same, expect_near, states_of
+from divided import Division, adamw, expect_all_same, expect_near, ordinary, states_of
 from documents import ROOT
 from experts import Block, Mixture, divide, loss_of, tokens
 from ranks import on_ranks
@@ -36,16 +36,12 @@ def loss(model: nn.Module, number: int, rank: int) -> torch.Tensor:
 EXPERTS = Division(Mixture, divide, "ep", lambda mesh: mesh, loss)
 
 
-def as_usual(model: Mixture) -> None:
-    """Leave a model as it is."""
-
-
 def all_to_one(model: Mixture) -> None:
     for block in model.blocks:
         block.chooses = 2
 
 
-@pytest.mark.parametrize("change", [as_usual, all_to_one])
+@pytest.mark.parametrize("change", [ordinary, all_to_one])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_stages_have_the_same_bits_and_are_one_process(ep: int, change: Callable[[Mixture], None]) -> None:
     first = expect_all_same(on_ranks(partial(EXPERTS.train, steps=10), RANKS, ep, range(4), change))

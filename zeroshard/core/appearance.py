@@ -152,7 +152,7 @@ class Appearance:
             self._exchange(self._watched_class if self.watches else self._taken_class)
 
     def watch(self, watches: bool) -> bool:
-        """Show parameters in a class that records reads of `data`, except in a forward or backward. Return False if they are so."""
+        """Begin or end to show a class that records reads of `data`, except in a forward or backward. Return whether it is new."""
         if watches is self.watches:
             return False
         if self._shown_taken or self.watches:

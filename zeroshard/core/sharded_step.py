@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -29,7 +29,7 @@ from zeroshard.core.schedule import Schedule
 from zeroshard.core.step import Agreement
 from zeroshard.core.storage.base import Storage
 from zeroshard.core.travelling import SubGroupsInFrames, Travelling
-from zeroshard.core.unit import Unit
+from zeroshard.core.unit import Unit, refuse_kept_data
 from zeroshard.core.users_optimizer import (
     DIGEST_NBYTES,
     DroppedGradients,
@@ -39,7 +39,6 @@ from zeroshard.core.users_optimizer import (
     once,
     warn_of_zeros,
 )
-from zeroshard.core.writes import refuse_kept_data
 from zeroshard.errors import UsageError
 from zeroshard.optim.several import Several, optimizers_of
 from zeroshard.optim.states import states_per_parameter
@@ -660,10 +659,7 @@ class ShardedStep:
     def _own_flags(self, drops: set[int]) -> bytes:
         """Return this rank's flags of each parameter. This is the step's look for writes of the user."""
         units = [unit for unit in self.schedule.units if unit.trainable]
-
-        def refuse() -> None:
-            refuse_kept_data((unit.writes for unit in self.schedule.units if not unit.is_away), "optimizer.step()")
-
+        refuse = partial(refuse_kept_data, self.schedule.units, "optimizer.step()")
         written = {unit: indices for unit in units if (indices := unit.written(refuse))}
         changed = set[int]() if self._taken is None else self._taken.changed
         if not (written or drops):

@@ -18,7 +18,8 @@ flags. While `is_pinned` is true (an `unsharded` block is open, or a state dict 
 does not move to rest. While `is_held` is true (a graph that outlives its backward may read the unit), it is not
 resharded.
 
-The optimizer writes to shards, and the user to unsharded parameters: writes.py has what follows from the latter.
+The optimizer writes to shards, and the user to unsharded parameters. writes.py finds the user's writes, and takes
+them to the shards.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from zeroshard.core.layout import Piece, lay_out, lay_out_whole
 from zeroshard.core.module_hooks import Away
 from zeroshard.core.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.core.storage.base import Slot
-from zeroshard.core.writes import Writes, refuse_kept_data
+from zeroshard.core.writes import Writes
 from zeroshard.errors import UsageError
 from zeroshard.policy import DTypes, Place, Residency
-from zeroshard.torch_private import grad_of, in_backward
+from zeroshard.torch_private import grad_of, held_in_python, in_backward, storage_id
 
 
 class UnitState(enum.Enum):
@@ -758,13 +759,38 @@ _CORE = tuple(
 
 def refuse_undecided(units: Sequence[Unit], what: str) -> None:
     """Raise if `what` would store parts of changes: of a swap, or of an open block that decides about them at its end."""
-    refuse_kept_data((unit.writes for unit in units if not unit.is_away), what)
+    refuse_kept_data(units, what)
     for unit in units:
         if unit.undecided:
             raise UsageError(
                 f"{what} was called inside unsharded(modifier_rank=...), where changes to {unit.label} count only at the end. Call "
                 "it after that block; inside, read with model.state_dict() or sharded.consolidated_state_dict()."
             )
+
+
+def refuse_kept_data(units: Iterable[Unit], what: str) -> None:
+    """Raise if parameters were given other `data`, and their own is kept, as by a swap: `what` would overwrite what is kept."""
+    given = list[str]()
+    kept = dict[str, Tensor | None]()
+    for unit in units:
+        if unit.is_away:
+            continue
+        others, own, is_swap = unit.writes.exchanged()
+        given += others
+        kept |= own
+        if is_swap:
+            break
+    else:
+        if not len(kept) == len(given) > 1:
+            return
+        of_python = held_in_python([own for own in kept.values() if own is not None])
+        if any(own is not None and storage_id(own) not in of_python for own in kept.values()):
+            return  # only a graph keeps it
+    raise UsageError(
+        f"{next(iter(kept))} was given other `data`, and {what} would copy it to the memory of what it showed before, which "
+        "is still in use (by aliases such as `kept = p.data`). Exchange values with copies, "
+        "kept = p.detach().clone() and p.copy_(other), or delete what is kept."
+    )
 
 
 def _is_inside_ddp() -> bool:

@@ -15,7 +15,7 @@ values are absent, a read of `.data` is refused like any other read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from zeroshard.core.named_parameter import NamedParameter
 from zeroshard.core.parameter_bucket import InCpuMemory, ParameterBucket
 from zeroshard.errors import UsageError
 from zeroshard.torch_private import (
-    held_in_python,
     is_same_memory,
     past_torch_function,
-    storage_id,
     storage_users,
     version_of,
     writes_of,
@@ -98,7 +96,7 @@ class Writes:
             return [*map(count, self._appearance.users)]
 
     def record(self) -> None:
-        """Take the counters of what the parameters show from now on for those without a write."""
+        """Take the counters of what the parameters show now as those without a write."""
         counted = self._count()
         if counted != self._counted or not self._versions:
             self._counted = counted
@@ -385,30 +383,3 @@ class Writes:
                 if any(one() is not None for one in given_out.get(id(entry.parameter), ()))
             }
         return [entry.fqn for entry in given], kept, self._appearance.watches and bool(kept)
-
-
-def refuse_kept_data(unsharded: Iterable[Writes], what: str) -> None:
-    """Raise if parameters were given other `data`, and their own is kept, as by a swap: `what` would overwrite what is kept.
-
-    Args:
-        unsharded: the writes of the units that are unsharded.
-    """
-    given = list[str]()
-    kept = dict[str, Tensor | None]()
-    for writes in unsharded:
-        others, own, is_swap = writes.exchanged()
-        given += others
-        kept |= own
-        if is_swap:
-            break
-    else:
-        if not len(kept) == len(given) > 1:
-            return
-        of_python = held_in_python([own for own in kept.values() if own is not None])
-        if any(own is not None and storage_id(own) not in of_python for own in kept.values()):
-            return  # only a graph keeps it
-    raise UsageError(
-        f"{next(iter(kept))} was given other `data`, and {what} would copy it to the memory of what it showed before, which "
-        "is still in use (by aliases such as `kept = p.data`). Exchange values with copies, "
-        "kept = p.detach().clone() and p.copy_(other), or delete what is kept."
-    )

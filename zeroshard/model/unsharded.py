@@ -16,8 +16,7 @@ from zeroshard.core.hooks import Hooks
 from zeroshard.core.module_hooks import Hook
 from zeroshard.core.sharded_step import ShardedStep
 from zeroshard.core.transport.members import refuse_no_rank
-from zeroshard.core.unit import Unit, UnitState
-from zeroshard.core.writes import refuse_kept_data
+from zeroshard.core.unit import Unit, UnitState, refuse_kept_data
 from zeroshard.errors import CollectiveError, UsageError
 from zeroshard.model.born import BornShard, BornSharded, is_shown, shard_of
 from zeroshard.torch_private import version_of
@@ -211,7 +210,7 @@ def _refuse(units: Sequence[Unit], modifier_rank: int | None) -> None:
         if modifier_rank is not None:
             refuse_no_rank(f"unsharded(modifier_rank={modifier_rank})", modifier_rank, unit.data_world_size)
             unit.refuse_parked("a change of")
-    refuse_kept_data((unit.writes for unit in units if not (unit.checked or unit.is_away)), "unsharded()")
+    refuse_kept_data((unit for unit in units if not unit.checked), "unsharded()")
 
 
 def _forget_changes(units: Sequence[Unit], modifier_rank: int | None) -> list[Unit]:
@@ -252,7 +251,7 @@ def _take_changes(looks: Sequence[tuple[Unit, list[int]]], modifier_rank: int | 
     if modifier_rank is None:
         written = {unit: unit.writes.since(versions) for unit, versions in looks}
         return {unit: indices for unit, indices in written.items() if indices}
-    refuse_kept_data((unit.writes for unit, _ in looks if not unit.is_away), "the end of unsharded()")
+    refuse_kept_data((unit for unit, _ in looks), "the end of unsharded()")
     for unit, versions in looks:
         unit.writes.spread_from(modifier_rank)
         unit.writes.accept(versions)
